@@ -29,6 +29,7 @@ class JSONLContract(TrackerContract):
         found: list[tuple[int | None, Mapping[str, object]]] = []
         for record in records(directory):
             if "event" not in record:
+                assert len(record.pop("crc")) == 8
                 step = record.pop("step", None)
                 assert step is None or isinstance(step, int)
                 assert isinstance(record.pop("time"), float)
@@ -96,11 +97,11 @@ def test_what_was_logged_survives_a_kill(tmp_path: Path) -> None:
     assert [record.get("step") for record in records(tmp_path)] == [None, *range(100)]
 
 
-@pytest.mark.parametrize("name", ["step", "time", "event"])
+@pytest.mark.parametrize("name", ["step", "time", "event", "attempt", "media", "crc"])
 def test_names_of_the_file_itself_are_refused(tmp_path: Path, name: str) -> None:
     tracker = JSONLTracker(tmp_path)
     tracker.start("run", {})
-    with pytest.raises(ValueNotLoggableError, match=rf"values\['{name}'\]: the name is the file's own"):
+    with pytest.raises(ValueNotLoggableError, match=rf"values\['{name}'\]: the name is the log's own"):
         tracker.log({name: 1})
     tracker.finish()
 

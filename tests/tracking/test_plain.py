@@ -1,14 +1,18 @@
 import json
-from dataclasses import dataclass
+from argparse import Namespace
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_tracking import ValueNotLoggableError, plain_config, plain_values
+from drivetrain_tracking.run_info.secrets import mask_config
 
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 trees = st.dictionaries(
@@ -23,6 +27,10 @@ trees = st.dictionaries(
 @given(trees)
 def test_plain_values_stay_as_they_are(values: dict[str, object]) -> None:
     assert plain_values(values) == values
+
+
+@given(trees.filter(lambda tree: mask_config(tree) == tree))
+def test_a_plain_configuration_without_secrets_stays_as_it_is(values: dict[str, object]) -> None:
     assert plain_config(values) == values
 
 
@@ -106,6 +114,30 @@ def test_a_configuration_may_hold_dataclasses_enumerators_and_paths() -> None:
     }
 
 
-def test_a_configuration_that_holds_more_is_refused() -> None:
-    with pytest.raises(ValueNotLoggableError, match=r"^values\['f'\]: this builtin_function_or_method"):
-        plain_config({"f": print})
+def test_any_object_of_a_configuration_is_told_in_words() -> None:
+    @dataclass
+    class Login:
+        user: str
+        key: str = field(metadata={"secret": True})
+
+    config = Namespace(
+        f=print, dtype=torch.bfloat16, seed=Scalar(3), login=Login("me", "1234"), tags={"b", "a"}
+    )
+    assert plain_config(config) == {
+        "f": "print",
+        "dtype": "torch.bfloat16",
+        "seed": 3,
+        "login": {"user": "me", "key": "***"},
+        "tags": ["a", "b"],
+    }
+
+
+def test_configurations_of_libraries_are_opened() -> None:
+    config = transformers.BertConfig(hidden_size=8)
+    assert plain_config({"model": config})["model"]["hidden_size"] == 8
+    assert plain_config(config)["model_type"] == "bert"
+
+
+def test_what_is_no_configuration_is_refused() -> None:
+    with pytest.raises(ValueNotLoggableError, match=r"^config=3: allowed are a mapping, a dataclass"):
+        plain_config(3)

@@ -23,6 +23,13 @@ def parse(*tokens: str) -> Arguments:
     return build_parser("copy", Arguments, "Copy it.").parse(tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyArguments:
+    target: str = field(metadata={"positional": True, "help": "Where to."})
+    sources: tuple[str, ...] = field(metadata={"positional": True, "help": "Where from."})
+    steps: int = field(default=1, metadata={"help": "How many."})
+
+
 def launch(*tokens: str) -> LaunchArguments:
     return build_parser("launch", LaunchArguments, "Run it.").parse(tokens)
 
@@ -37,6 +44,20 @@ def test_fields_become_flags_and_positional_arguments() -> None:
         source=Path("here"), steps=3, dry_run=False
     )
     assert parse("--no_dry_run", "--", "--here") == Arguments(source=Path("--here"), dry_run=False)
+
+
+def test_the_last_positional_argument_takes_several_words_if_it_is_a_tuple(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = build_parser("copy", ManyArguments, "Copy them.")
+    assert parser.parse(["to", "a,b", "--steps", "2", "c"]) == ManyArguments(
+        target="to", sources=("a,b", "c"), steps=2
+    )
+    with pytest.raises(UsageError, match=r"SOURCES is missing: Where from\."):
+        parser.parse(["to"])
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse(["--help"])
+    assert "drivetrain copy [flags] TARGET SOURCES [SOURCES ...]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

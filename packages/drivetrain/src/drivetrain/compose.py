@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from drivetrain.checkpointers import Checkpointers
-from drivetrain.choose_trackers import make_trackers
+from drivetrain.choose_trackers import group_trackers
 from drivetrain.parts import Parts
 from drivetrain.prepared import PreparedObjects
 from drivetrain.sections import Sections
@@ -84,7 +84,7 @@ def _build(
         prepared=PreparedObjects(reading.mark_stepped),
         reading=reading,
         checkpointers=Checkpointers(context, given.checkpoint, run.project_dir),
-        trackers=make_trackers(run, trackers, is_main=is_main, section=given.tracking),
+        trackers=group_trackers(run, trackers, is_main=is_main, section=given.tracking),
     )
 
 

@@ -10,13 +10,18 @@ from torch.profiler import profile as torch_profile
 
 from drivetrain.effective import plan_of, store_plan
 from drivetrain.effective_plan import EffectivePlan
-from drivetrain.parts import HasParts
+from drivetrain.log_reduction import LoggedCount, LogReducer, LogReduction
+from drivetrain.parts import HasParts, Parts
 from drivetrain_memory import profile
-from drivetrain_tracking import Tracker
+from drivetrain_tracking import Tracker, collect_info
 
 
 class Results(HasParts):
     """The part of an Accelerator that logs and profiles, and tells what was applied."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._log_reducer = LogReducer(parts.context)
 
     @property
     def plan(self) -> EffectivePlan:
@@ -35,43 +40,72 @@ class Results(HasParts):
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start the trackers of `log_with` with the run's configuration. Called on all ranks; rank 0 logs.
 
-        The effective plan is written to plan.json of `project_dir`, and to trackers that store one.
+        The effective plan is written to plan.json of `project_dir`, and to trackers that store one; the commit and
+        its changes, versions, hardware and command line go to the log. Secrets are masked by names and forms.
 
         Args:
             project_name: The project that the run belongs to.
-            config: The configuration of the run; trackers write it unchanged.
+            config: The configuration of the run: a nested mapping, a dataclass, a namespace or a library's config.
             init_kwargs: Arguments of a tracker's own `start`, by the tracker's name; those of trackers that are not
                 in use are ignored, with a warning.
 
         Raises:
             TypeError: A tracker's `start` does not take one of its arguments.
+            SpoolInUseError: Another run writes to the log of this `project_dir`.
         """
         plan = self.plan
-        if self.context.topology.is_main:
+        is_main = self.context.topology.is_main
+        if is_main:
             store_plan(plan, self._parts.settings)
-        self._parts.trackers.start(project_name, config, plan=plan.as_dict(), options=init_kwargs)
+        records_info = (
+            is_main and self._parts.trackers.used and self._parts.resolved["tracking"].value.record_info
+        )
+        self._parts.trackers.start(
+            project_name,
+            config,
+            plan=plan.as_dict(),
+            info=collect_info() if records_info else None,
+            options=init_kwargs,
+        )
 
     def log(
         self,
         values: Mapping[str, Any],
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        reduce: LogReduction | None = None,
+        count: LoggedCount | None = None,
     ) -> None:
-        """Log values from rank 0. May be called on all ranks.
+        """Log values from rank 0, or those of all ranks together.
+
+        May be called on all ranks or some; with `reduce`, must be called on all ranks, with the same names. Tensors
+        on an accelerator are not waited for: they are read a step later.
 
         Args:
-            values: Numbers, strings, or tensors of shape (), by name.
+            values: Numbers, strings, tensors of shape (), in nested dicts, by name; and media such as `Image`.
             step: The optimizer step they belong to.
             log_kwargs: Arguments of a tracker's own `log`, by the tracker's name; see `init_trackers`.
+            reduce: None logs the values of rank 0; "mean", "sum", "max" and "min" those of all ranks together, by
+                one collective for all names; "per_rank" each rank's, as `NAME/rank_0` and so on.
+            count: What a mean weighs this rank's values by, such as the number of its tokens; equal weights if None.
 
         Raises:
             TypeError: A tracker's `log` does not take one of its arguments.
+            ValueNotLoggableError: A value has a type that cannot be logged, or not reduced.
+            CollectiveMismatchError: Ranks logged other names with `reduce`.
         """
+        if reduce is not None:
+            values = self._log_reducer.reduce(values, reduce, count)
+        elif count is not None:
+            raise ValueError(
+                f"count={count!r} without reduce: say reduce='mean', which count weighs; or leave it out"
+            )
         self._parts.trackers.log(values, step=step, options=log_kwargs)
 
     def get_tracker(self, name: str) -> Tracker:

@@ -191,6 +191,7 @@ class Saving(HasParts):
             step, path, became = resume.load(run, checkpointer, input_dir)
             self._parts.checkpointers.of(path.parent).continues = True
         self._parts.facts["random generators"] = became
+        self._parts.trackers.expect_repeated_steps()
         if self.context.topology.is_main:
             store_plan(plan_of(self._parts), self._parts.settings)
         for hook in self._hooks:

@@ -1,32 +1,93 @@
-"""A tracker interface for many platforms, and a JSONL tracker without dependencies.
+"""A run's log that survives kills and resumes, and every tracking platform fed from it.
 
-`TrackerGroup` logs to several trackers from the right rank and names a tracker that fails. `make_tracker` creates
-trackers that installed packages register. `JSONLTracker` writes a JSON Lines file that survives kills and resumes.
+`JSONLTracker` writes the log, without dependencies. `make_trackers` makes trackers by name: a process beside the
+training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
+several trackers from the right rank. `Image`, `Table` and others are what can be logged besides numbers.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain_tracking.choose import as_tracker as as_tracker
+    from drivetrain_tracking.choose import make_trackers as make_trackers
+    from drivetrain_tracking.errors import DeliveryFileError as DeliveryFileError
+    from drivetrain_tracking.errors import DeliveryInUseError as DeliveryInUseError
+    from drivetrain_tracking.errors import MissingLibraryError as MissingLibraryError
+    from drivetrain_tracking.errors import SpoolInUseError as SpoolInUseError
     from drivetrain_tracking.errors import TrackerFailedError as TrackerFailedError
     from drivetrain_tracking.errors import TrackerStateError as TrackerStateError
     from drivetrain_tracking.errors import UnknownTrackerError as UnknownTrackerError
     from drivetrain_tracking.errors import ValueNotLoggableError as ValueNotLoggableError
+    from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker as ForwardedTracker
     from drivetrain_tracking.group import TrackerGroup as TrackerGroup
     from drivetrain_tracking.jsonl import JSONLTracker as JSONLTracker
+    from drivetrain_tracking.media.data import Artifact as Artifact
+    from drivetrain_tracking.media.data import Histogram as Histogram
+    from drivetrain_tracking.media.data import Table as Table
+    from drivetrain_tracking.media.data import Text as Text
+    from drivetrain_tracking.media.pictures import Figure as Figure
+    from drivetrain_tracking.media.pictures import Image as Image
+    from drivetrain_tracking.media.pictures import Video as Video
+    from drivetrain_tracking.media.sound import Audio as Audio
     from drivetrain_tracking.plain import plain_config as plain_config
     from drivetrain_tracking.plain import plain_values as plain_values
+    from drivetrain_tracking.platforms.aim import AimTracker as AimTracker
+    from drivetrain_tracking.platforms.clearml import ClearMLTracker as ClearMLTracker
+    from drivetrain_tracking.platforms.comet import CometTracker as CometTracker
+    from drivetrain_tracking.platforms.dvclive import DVCLiveTracker as DVCLiveTracker
+    from drivetrain_tracking.platforms.mlflow import MLflowTracker as MLflowTracker
+    from drivetrain_tracking.platforms.platform import Platform as Platform
+    from drivetrain_tracking.platforms.swanlab import SwanLabTracker as SwanLabTracker
+    from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker as TensorBoardTracker
+    from drivetrain_tracking.platforms.trackio import TrackioTracker as TrackioTracker
+    from drivetrain_tracking.platforms.wandb import WandbTracker as WandbTracker
+    from drivetrain_tracking.protocol import InfoTracker as InfoTracker
     from drivetrain_tracking.protocol import Metrics as Metrics
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
+    from drivetrain_tracking.protocol import PlatformTracker as PlatformTracker
     from drivetrain_tracking.protocol import Tracker as Tracker
+    from drivetrain_tracking.records import LoggedRecord as LoggedRecord
+    from drivetrain_tracking.records import StoredMedium as StoredMedium
     from drivetrain_tracking.registry import chosen_names as chosen_names
     from drivetrain_tracking.registry import make_tracker as make_tracker
     from drivetrain_tracking.registry import tracker_names as tracker_names
+    from drivetrain_tracking.run_info.collect import collect_info as collect_info
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "ClearMLTracker": "platforms.clearml",
+    "CometTracker": "platforms.comet",
+    "MLflowTracker": "platforms.mlflow",
+    "WandbTracker": "platforms.wandb",
+    "Artifact": "media.data",
+    "Audio": "media.sound",
+    "DeliveryFileError": "errors",
+    "DeliveryInUseError": "errors",
+    "Figure": "media.pictures",
+    "ForwardedTracker": "forwarding.forwarded_tracker",
+    "Histogram": "media.data",
+    "Image": "media.pictures",
+    "InfoTracker": "protocol",
+    "LoggedRecord": "records",
+    "MissingLibraryError": "errors",
+    "Platform": "platforms.platform",
+    "PlatformTracker": "protocol",
+    "SpoolInUseError": "errors",
+    "StoredMedium": "records",
+    "Table": "media.data",
+    "Text": "media.data",
+    "Video": "media.pictures",
+    "as_tracker": "choose",
+    "collect_info": "run_info.collect",
+    "make_trackers": "choose",
+    "AimTracker": "platforms.aim",
+    "DVCLiveTracker": "platforms.dvclive",
     "JSONLTracker": "jsonl",
     "PlanTracker": "protocol",
+    "SwanLabTracker": "platforms.swanlab",
+    "TensorBoardTracker": "platforms.tensorboard",
+    "TrackioTracker": "platforms.trackio",
     "Tracker": "protocol",
     "TrackerFailedError": "errors",
     "TrackerGroup": "group",

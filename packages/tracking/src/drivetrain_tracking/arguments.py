@@ -40,7 +40,9 @@ def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapp
         raise TypeError(
             f"options of the tracker {tracker.name!r}: {given!r} is no mapping of arguments by name"
         )
-    parameters = signature(getattr(tracker, method)).parameters.values()
+    # A tracker that a process beside the training writes to takes what its platform takes; values it gets by the log.
+    takes = getattr(tracker, "platform", tracker) if method == "start" else tracker
+    parameters = signature(getattr(takes, method)).parameters.values()
     own = {"run_name", "config"} if method == "start" else {"values", "step"}
     taken = [
         parameter.name

@@ -15,3 +15,19 @@ class TrackerStateError(RuntimeError):
 
 class TrackerFailedError(RuntimeError):
     """A tracker raised an exception; the message names the tracker and the call."""
+
+
+class SpoolInUseError(RuntimeError):
+    """Another process writes to the spool; the message says what to do."""
+
+
+class MissingLibraryError(ImportError):
+    """The library of a platform is not installed; the message names the extra that brings it."""
+
+
+class DeliveryFileError(RuntimeError):
+    """The file that tells what was delivered to a platform is damaged; the message says what to do."""
+
+
+class DeliveryInUseError(RuntimeError):
+    """Another process delivers to the platform; the message says what to do."""

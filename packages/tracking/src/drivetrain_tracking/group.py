@@ -1,19 +1,39 @@
 """A group of trackers: converts each value once, selects the ranks that log, and reports failures by tracker."""
 
+# The order of one call: names and options are checked, media are stored beside the log, numbers on a device begin
+# their way to the host; and when they are there, a step later, each tracker gets the record.
+
 import logging
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
 
 from drivetrain_tracking.arguments import check_options, check_tracker
+from drivetrain_tracking.device_values import DeviceValues
 from drivetrain_tracking.errors import TrackerFailedError, TrackerStateError, UnknownTrackerError
-from drivetrain_tracking.plain import plain_config, plain_values
-from drivetrain_tracking.protocol import Metrics, PlanTracker, Tracker
+from drivetrain_tracking.jsonl import JSONLTracker, check_names
+from drivetrain_tracking.media.storing import split_media, store_media
+from drivetrain_tracking.plain import Plain, plain_config
+from drivetrain_tracking.protocol import InfoTracker, Metrics, PlanTracker, PlatformTracker, Tracker
+from drivetrain_tracking.records import LoggedRecord
 from drivetrain_tracking.settings import TrackingSettings
+from drivetrain_tracking.steps import StepOrder, checked_step
 
 logger = logging.getLogger(__name__)
 
 # A tracker's name -> additional keyword arguments for its calls.
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """A record whose numbers may still be on their way from a device, and the options of its call."""
+
+    record: LoggedRecord
+    options: Options
 
 
 class TrackerGroup:
@@ -42,10 +62,18 @@ class TrackerGroup:
                 )
         self._by_name = {tracker.name: tracker for tracker in trackers}
         self._used = tuple(tracker for tracker in trackers if is_main or tracker.on_all_ranks)
+        # Looked at once: a check of a protocol takes as long as the whole rest of a call.
+        self._platforms = frozenset(
+            tracker.name for tracker in self._used if isinstance(tracker, PlatformTracker)
+        )
+        self._log = next((tracker for tracker in self._used if isinstance(tracker, JSONLTracker)), None)
         self._settings = settings or TrackingSettings()
         self._is_started = False
         self._is_main = is_main
         self._left_out: set[str] = set()  # names in options that match no tracker, warned about once each
+        self._numbers: DeviceValues[_Logged] = DeviceValues()
+        self._own_steps = StepOrder()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # of media, where there is no log
 
     @property
     def used(self) -> tuple[Tracker, ...]:
@@ -73,17 +101,19 @@ class TrackerGroup:
     def start(
         self,
         run_name: str,
-        config: Metrics | None = None,
+        config: Any = None,
         *,
         plan: Metrics | None = None,
+        info: Metrics | None = None,
         options: Options | None = None,
     ) -> None:
         """Start every tracker.
 
         Args:
             run_name: The name of the run.
-            config: The configuration of the run, passed to trackers without additions.
+            config: The configuration of the run, for `plain_config`.
             plan: The run's effective plan, for trackers that keep one (`PlanTracker`).
+            info: What is known of the run's surroundings, for trackers that keep it (`InfoTracker`).
             options: A mapping from a tracker's name to additional keyword arguments for its `start`. Options of a
                 tracker that is not in use are ignored, with a warning.
 
@@ -95,7 +125,11 @@ class TrackerGroup:
         """
         if self._is_started:
             raise TrackerStateError("start() again: the trackers are started already; finish() them first")
-        plain, plain_plan = plain_config(config or {}), None if plan is None else plain_config(plan)
+        plain, plain_plan = (
+            plain_config({} if config is None else config),
+            None if plan is None else plain_config(plan),
+        )
+        plain_info = None if info is None else plain_config(info)
         own = self._options("start", options)
         self._is_started = True
 
@@ -103,21 +137,26 @@ class TrackerGroup:
             tracker.start(run_name, plain, **own.get(tracker.name, {}))
             if plain_plan is not None and isinstance(tracker, PlanTracker):
                 tracker.record_plan(plain_plan)
+            if plain_info is not None and isinstance(tracker, InfoTracker):
+                tracker.record_info(plain_info)
 
         self._call("start", begin)
 
     def log(self, values: Metrics, *, step: int | None = None, options: Options | None = None) -> None:
         """Log values to every tracker; if one fails, the others still get the values.
 
+        Numbers on a device are copied without a wait for it: their record goes with a later call, at the latest with
+        `finish`, and so does an error of a tracker about it.
+
         Args:
-            values: A mapping from names to values.
+            values: A mapping from names to values, and to media such as `Image`.
             step: The optimizer step that the values belong to, if any.
             options: A mapping from a tracker's name to additional keyword arguments for its `log`; see `start`.
 
         Raises:
             TypeError: A tracker's `log` does not take an option.
             TrackerStateError: The trackers are not started.
-            ValueNotLoggableError: A value has a type that cannot be logged.
+            ValueNotLoggableError: A value has a type that cannot be logged, or a name is reserved.
             TrackerFailedError: A tracker raised an exception; the message names it.
         """
         own = self._options("log", options)
@@ -125,10 +164,17 @@ class TrackerGroup:
             return
         if not self._is_started:
             raise TrackerStateError("log() before start(): start the trackers first")
-        plain = plain_values(values)
-        self._call(
-            f"log(step={step})", lambda tracker: tracker.log(plain, step=step, **own.get(tracker.name, {}))
-        )
+        step = checked_step(step)
+        check_names(values)
+        numbers, media = split_media(values)
+        now = self._now()
+        stored = store_media(media, self._media_folder(), time=now) if media else {}
+        record = LoggedRecord(time=now, step=step, attempt=self._steps.add(step), media=stored)
+        self._write(self._numbers.add(numbers, _Logged(record, own)))
+
+    def expect_repeated_steps(self) -> None:
+        """Have the next step begin a new attempt if it was logged before: a checkpoint was restored."""
+        self._steps.expect_repeated_steps()
 
     def finish(self) -> None:
         """Finish every tracker, even if one fails; before `start`, do nothing.
@@ -136,9 +182,44 @@ class TrackerGroup:
         Raises:
             TrackerFailedError: A tracker raised an exception; the message names it.
         """
-        if self._is_started:
-            self._is_started = False
+        if not self._is_started:
+            return
+        self._is_started = False
+        try:
+            self._write(self._numbers.drain())
+        finally:
             self._call("finish()", lambda tracker: tracker.finish())
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    @property
+    def _steps(self) -> StepOrder:
+        return self._own_steps if self._log is None else self._log.steps
+
+    def _now(self) -> float:
+        return time.time() if self._log is None else self._log.now()
+
+    def _media_folder(self) -> Path:
+        if self._log is not None:
+            return self._log.path.parent / "media"
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="drivetrain-media-")
+        return Path(self._temporary.name)
+
+    def _write(self, ready: Sequence[tuple[_Logged, dict[str, Plain]]]) -> None:
+        for logged, plain in ready:
+            record = replace(logged.record, values=plain)
+
+            def write(
+                tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options
+            ) -> None:
+                own = options.get(tracker.name, {})
+                if tracker.name in self._platforms and not own:
+                    cast("PlatformTracker", tracker).write([record])
+                elif record.values or not record.media:
+                    tracker.log(record.values, step=record.step, **own)
+
+            self._call(f"log(step={record.step})", write)
 
     def _options(self, method: Literal["start", "log"], options: Options | None) -> Options:
         """Return the options after checking them on every rank, so that either all ranks raise or none does."""

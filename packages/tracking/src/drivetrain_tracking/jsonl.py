@@ -1,67 +1,91 @@
-"""A tracker without dependencies that writes JSON Lines.
+"""The log of a run: a JSON Lines file that every tracker can be fed from, without dependencies.
 
-`DIRECTORY/log.jsonl` holds one object per line:
+`DIRECTORY/log.jsonl` holds one object per line, each with a checksum (`spool/line.py`):
 
 ```text
-{"event": "start", "time": 1763690000.1, "run": "bytes", "config": {"lr": 0.001}}
-{"step": 10, "time": 1763690003.9, "loss": 2.31, "lr": {"encoder": 0.001}}
-{"event": "finish", "time": 1763690100.0}
+{"event": "start", "time": 1763690000.1, "run": "bytes", "config": {"lr": 0.001}, "crc": "9a0364b9"}
+{"step": 10, "time": 1763690003.9, "loss": 2.31, "lr": {"encoder": 0.001}, "crc": "5e3b12af"}
+{"event": "finish", "time": 1763690100.0, "crc": "0c9a2f4e"}
 ```
 
-A resumed run appends to the same file, so a step may occur twice: the later line is valid.
+A resumed run appends to the same file. Steps that it logs again have an `"attempt": 2`, or 3, and so on.
 """
 
-import json
 import math
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
+from drivetrain_tracking.media.stored import describe_medium
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord
+from drivetrain_tracking.spool.reader import SpoolReader
+from drivetrain_tracking.spool.spool import Spool
+from drivetrain_tracking.steps import StepOrder, checked_step
 
-_RESERVED = ("step", "time", "event")
+LOG_NAME = "log.jsonl"
+RESERVED_NAMES = ("step", "time", "event", "attempt", "media", "crc")
+_TAIL_BYTES = 1 << 20  # of an earlier log, to find its last step
 
 
 class JSONLTracker:
-    """A tracker that writes `DIRECTORY/log.jsonl`; each line is in the file when its call returns.
+    """A tracker that writes `DIRECTORY/log.jsonl`.
+
+    Each line is with the operating system when its call returns, so that the end of this process by any signal loses
+    none; every `flush_seconds` the lines go to the disk, so that the end of the machine loses what came after. A disk
+    that is full does not stop training; see `Spool`.
 
     NaN and infinities, which JSON lacks, are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which
     Python's `float()` parses.
 
     Args:
         directory: The directory of the file, created by `start`.
+        flush_seconds: The time between flushes to the disk.
 
     Attributes:
         name: The tracker's name, `"jsonl"`.
         on_all_ranks: Always False: only rank 0 writes.
+        media_kinds: Every kind: media are files beside the log.
         path: The absolute path of the file.
+        steps: The order of the steps; from `start` on that of an earlier run in the file.
     """
 
     name = "jsonl"
     on_all_ranks = False
+    media_kinds = ALL_MEDIA
 
-    def __init__(self, directory: Path | str) -> None:
-        self.path = Path(directory).absolute() / "log.jsonl"
-        self._file: BinaryIO | None = None
+    def __init__(self, directory: Path | str, *, flush_seconds: float = 1.0) -> None:
+        self.path = Path(directory).absolute() / LOG_NAME
+        self.steps = StepOrder()
+        self._flush_seconds = flush_seconds
+        self._spool: Spool | None = None
+        self._time = 0.0
 
     def start(self, run_name: str, config: Metrics) -> None:
-        """Open the file for appending, and remove a partial last line that a killed run left.
+        """Open the file for appending.
 
         Raises:
             TrackerStateError: The tracker is already started.
+            SpoolInUseError: Another run writes to the file.
             ValueNotLoggableError: `config` holds a value that JSON cannot represent.
         """
-        if self._file is not None:
+        if self._spool is not None:
             raise TrackerStateError(f"start() again, while {self.path} is open: finish() first")
         plain = plain_config(config)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_unfinished_line(self.path)
-        self._file = self.path.open("ab")
-        self._write({"event": "start", "time": time.time(), "run": run_name, "config": plain})
+        self._spool = Spool(self.path, flush_seconds=self._flush_seconds)
+        self.steps, self._time = _end_of_log(self.path)
+        self._append({"event": "start", "time": self.now(), "run": run_name, "config": plain})
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Write the effective plan."""
+        self._append({"event": "plan", "time": self.now(), "plan": plain_config(plan)})
+
+    def record_info(self, info: Metrics) -> None:
+        """Write what is known of the run's surroundings: commit, versions, hardware, command line."""
+        self._append({"event": "info", "time": self.now(), "info": plain_config(info)})
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
         """Append a line with the values.
@@ -70,52 +94,82 @@ class JSONLTracker:
             TrackerStateError: The tracker is not started.
             ValueNotLoggableError: A value has a type that cannot be logged, or its name is reserved.
         """
-        for name in _RESERVED:
-            if name in values:
-                raise ValueNotLoggableError(
-                    f"values[{name!r}]: the name is the file's own; choose another"
-                    + (", or say step=... instead" if name == "step" else "")
-                )
-        head: dict[str, Plain] = {} if step is None else {"step": int(step)}
-        self._write({**head, "time": time.time(), **plain_values(values)})
+        step = checked_step(step)
+        plain = plain_values(values)
+        check_names(plain)
+        self._check_started()
+        attempt = self.steps.add(step)
+        self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
+
+    def write(self, records: Sequence[LoggedRecord]) -> None:
+        """Append a line for each record, whose names `check_names` has seen.
+
+        Raises:
+            TrackerStateError: The tracker is not started.
+        """
+        for record in records:
+            line: dict[str, Plain] = {} if record.step is None else {"step": record.step}
+            line["time"] = record.time
+            if record.attempt > 1:
+                line["attempt"] = record.attempt
+            line.update(record.values)
+            if record.media:
+                folder = self.path.parent
+                line["media"] = {name: describe_medium(one, folder) for name, one in record.media.items()}
+            self._append(line)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records whose times the file holds."""
+        times = {record["time"] for _, record in SpoolReader(self.path).read() if "event" not in record}
+        held = [record.time in times for record in records]
+        return held.index(False) if False in held else len(held)
 
     def finish(self) -> None:
         """Write the last line and close the file."""
-        if self._file is None:
+        if self._spool is None:
             return
-        self._write({"event": "finish", "time": time.time()})
-        self._file.close()
-        self._file = None
+        self._append({"event": "finish", "time": self.now()})
+        self._spool.close()
+        self._spool = None
 
-    def _write(self, record: Mapping[str, Plain]) -> None:
-        if self._file is None:
+    def now(self) -> float:
+        """Return the time, later than that of every earlier record: a record's time is what identifies it."""
+        self._time = max(time.time(), math.nextafter(self._time, math.inf))
+        return self._time
+
+    def _append(self, record: Mapping[str, Plain]) -> None:
+        self._check_started().append(record)
+
+    def _check_started(self) -> Spool:
+        if self._spool is None:
             raise TrackerStateError(f"log() before start(): call start(run_name, config) first ({self.path})")
-        self._file.write(json.dumps(_strict(dict(record)), allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        return self._spool
 
 
-def _strict(value: Plain) -> Plain:
-    """Return the value with NaN and infinities replaced by strings that JavaScript and Python parse as numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    return value
+def check_names(values: Mapping[str, Any]) -> None:
+    """Check that no name is one of the log's own.
+
+    Raises:
+        ValueNotLoggableError: A name is reserved.
+    """
+    for name in RESERVED_NAMES:
+        if name in values:
+            raise ValueNotLoggableError(
+                f"values[{name!r}]: the name is the log's own; choose another"
+                + (", or say step=... instead" if name == "step" else "")
+            )
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Truncate a file after its last newline."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 2**16)
-            file.seek(start)
-            if (found := file.read(end - start).rfind(b"\n")) >= 0:
-                file.truncate(start + found + 1)
-                return
-            end = start
-        file.truncate(0)
+def _end_of_log(path: Path) -> tuple[StepOrder, float]:
+    """Return the order of steps at the end of an earlier log, and the time of its last record."""
+    reader = SpoolReader(path, max(0, path.stat().st_size - _TAIL_BYTES))
+    last_step, attempt, last_time = None, 1, 0.0
+    for _, record in reader.read():
+        last_time = max(last_time, record.get("time", 0.0))
+        if "event" not in record and "step" in record:
+            of_record = record.get("attempt", 1)
+            last_step = (
+                record["step"] if last_step is None or of_record > attempt else max(last_step, record["step"])
+            )
+            attempt = max(attempt, of_record)
+    return StepOrder(last_step, attempt), last_time

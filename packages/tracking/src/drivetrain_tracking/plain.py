@@ -1,12 +1,15 @@
 """Convert logged values to plain ones: numbers, strings, booleans and None, in dicts and lists."""
 
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import TypeAlias, cast
+from types import SimpleNamespace
+from typing import Any, TypeAlias, cast
 
 from drivetrain_tracking.errors import ValueNotLoggableError
+from drivetrain_tracking.run_info.secrets import MASK, mask_config
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
 
@@ -22,28 +25,61 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Plain]:
     return _mapping(values, ())
 
 
-def plain_config(config: Mapping[str, object]) -> dict[str, Plain]:
-    """Convert a run's configuration to plain values: dataclasses to dicts, paths to strings, enum members to values.
+def plain_config(config: Any) -> dict[str, Plain]:
+    """Convert a run's configuration to plain values, with its secrets masked.
+
+    Dataclasses, namespaces, and objects with `model_dump` or `to_dict` become dicts, paths strings, enum members
+    their values, sets sorted lists. Any other object becomes its `repr`: a configuration is there to be read.
+
+    Args:
+        config: A mapping, or an object that becomes one.
 
     Raises:
-        ValueNotLoggableError: A value has any other type; the message names its path and type.
+        ValueNotLoggableError: It is no mapping and does not become one.
     """
-    return _mapping(cast("Mapping[str, object]", _opened(config)), ())
+    opened = _opened(config)
+    if not isinstance(opened, dict):
+        raise ValueNotLoggableError(
+            f"config={config!r}: allowed are a mapping, a dataclass, a namespace, and objects with model_dump or "
+            "to_dict"
+        )
+    return cast("dict[str, Plain]", mask_config(opened))
 
 
-def _opened(value: object) -> object:
-    """Convert the types that only a configuration may hold: dataclasses, enum members, paths and other containers."""
+def _opened(value: Any) -> Plain:
+    """Convert one value of a configuration."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for kind, opener in _OPENERS:
+        if isinstance(value, kind):
+            return opener(value)
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return _opened(value.item())
+    for method in ("model_dump", "to_dict"):
+        if not isinstance(value, type) and callable(getattr(value, method, None)):
+            return _opened(getattr(value, method)())
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Enum):
-        return _opened(value.value)
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _opened(item) for key, item in cast("Mapping[object, object]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_opened(item) for item in cast("Sequence[object]", value)]
-    return value
+        return {
+            field.name: MASK if field.metadata.get("secret") else _opened(getattr(value, field.name))
+            for field in fields(value)
+        }
+    return getattr(value, "__qualname__", None) or str(value)[:_LONGEST_REPR]
+
+
+def _opened_items(value: Iterable[Any]) -> Plain:
+    return [_opened(item) for item in value]
+
+
+_LONGEST_REPR = 1000  # characters of an object of no known kind
+_OPENERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Plain]], ...] = (
+    (Enum, lambda value: _opened(value.value)),
+    (PurePath, str),
+    (Mapping, lambda value: {str(key): _opened(item) for key, item in value.items()}),
+    (Namespace, lambda value: _opened(vars(value))),
+    (SimpleNamespace, lambda value: _opened(vars(value))),
+    ((list, tuple), _opened_items),
+    ((set, frozenset), lambda value: sorted((_opened(item) for item in value), key=str)),
+)
 
 
 def _plain(value: object, path: tuple[object, ...]) -> Plain:
@@ -64,7 +100,10 @@ def _plain(value: object, path: tuple[object, ...]) -> Plain:
         if isinstance(value, kind):
             return kind(value)
     raise _refusal(
-        path, value, "is none that can be logged: log numbers, strings, booleans, or dicts of them"
+        path,
+        value,
+        "is none that can be logged: log numbers, strings, booleans, or dicts of them; an Image, Table or other "
+        "medium by a name of its own, not within a dict",
     )
 
 

@@ -1,7 +1,9 @@
 """The protocol of a tracker."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from drivetrain_tracking.records import LoggedRecord, MediaKind
 
 # Logged values: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
 Metrics: TypeAlias = Mapping[str, Any]
@@ -67,4 +69,44 @@ class PlanTracker(Tracker, Protocol):
         Args:
             plan: The plan as plain values, several kilobytes in size.
         """
+        ...
+
+
+@runtime_checkable
+class InfoTracker(Tracker, Protocol):
+    """A tracker that also keeps what is known of the run's surroundings: commit, versions, hardware, command line."""
+
+    def record_info(self, info: Metrics) -> None:
+        """Record the surroundings. Called once, after `start`.
+
+        Args:
+            info: Plain values, several kilobytes in size; the difference to the commit may be longer.
+        """
+        ...
+
+
+@runtime_checkable
+class PlatformTracker(Tracker, Protocol):
+    """A tracker that a process beside the training can feed from the run's log, each record once.
+
+    A forwarder calls `write` in place of `log`. After a failed call or a killed process it asks `count_held` of the
+    records that were on their way, and writes the rest. `drivetrain_tracking.platforms.platform.Platform` is a base
+    for such trackers.
+    """
+
+    @property
+    def media_kinds(self) -> frozenset[MediaKind]:
+        """The kinds of media that it takes; others stay in files beside the log."""
+        ...
+
+    def write(self, records: Sequence[LoggedRecord]) -> None:
+        """Write records in order; a kill of this process takes none of them back once the call returns.
+
+        Args:
+            records: The records, with strictly increasing times.
+        """
+        ...
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Return how many of these records, counted from the first, the platform holds already."""
         ...

@@ -1,12 +1,14 @@
 """A registry of the trackers that installed packages announce by entry points."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
 from drivetrain_tracking.errors import UnknownTrackerError
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Tracker
 
 ENTRY_POINT_GROUP = "drivetrain.trackers"
@@ -21,14 +23,20 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
     """Construct a tracker by its name, importing its module only now.
 
     Args:
-        name: The name of the tracker in the entry point group `drivetrain.trackers`.
+        name: The name of the tracker in the entry point group `drivetrain.trackers`, or `module:Class` of your own.
         directory: The directory that the tracker may write to, its only constructor argument.
 
     Raises:
         UnknownTrackerError: No installed package registers the tracker; the message lists the known names.
+        MissingLibraryError: The library of the tracker's platform is not installed; the message names the extra.
     """
+    if ":" in name:
+        return cast("Tracker", _own_class(name)(Path(directory)))
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return cast("Tracker", point.load()(Path(directory)))
+        tracker = cast("Tracker", point.load()(Path(directory)))
+        if isinstance(tracker, Platform):
+            tracker.check_library()
+        return tracker
     platform = f"the platform {name!r} is installed, but n" if _is_installed(name) else "n"
     raise UnknownTrackerError(
         f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "
@@ -39,11 +47,29 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
 
 
 def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names with `"all"` replaced by every known name; with `"all"`, each name occurs once."""
-    found = [one for name in names for one in (tracker_names() if name == "all" else (name,))]
+    """Return the names with `"all"` replaced by every one whose library is installed, each once."""
+    found = [one for name in names for one in (_usable_names() if name == "all" else (name,))]
     return tuple(dict.fromkeys(found)) if "all" in names else tuple(names)
+
+
+def _usable_names() -> list[str]:
+    points = entry_points(group=ENTRY_POINT_GROUP)
+    libraries = {point.name: getattr(point.load(), "library", None) for point in points}
+    return sorted(
+        name for name, library in libraries.items() if library is None or find_spec(library) is not None
+    )
 
 
 def _is_installed(name: str) -> bool:
     """Return whether a Python module of this name can be found, without importing it."""
     return name.isidentifier() and find_spec(name) is not None
+
+
+def _own_class(name: str) -> Callable[[Path], object]:
+    module_name, _, class_name = name.partition(":")
+    try:
+        return getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise UnknownTrackerError(
+            f"tracker {name!r}: {error}; say module:Class of a tracker class that takes a folder"
+        ) from error

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from drivetrain_tracking.errors import TrackerStateError
-from drivetrain_tracking.protocol import Tracker
+from drivetrain_tracking.protocol import PlatformTracker, Tracker
+from drivetrain_tracking.records import LoggedRecord
 
 VALUES: Mapping[str, object] = {
     "loss": 0.5,
@@ -31,6 +32,10 @@ class TrackerContract(ABC):
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         """Return the step and values of every `log`, in order, as read back from the platform's files."""
 
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the form in which the platform stores values: flat names, floats of 32 bits, no strings, ..."""
+        return values
+
     def check_all(self, directory: Path) -> list[str]:
         """Run every check, each in a directory of its own.
 
@@ -40,7 +45,16 @@ class TrackerContract(ABC):
         Raises:
             AssertionError: A check failed; the message says what the tracker must do.
         """
-        checks: tuple[Callable[[Path], None], ...] = (
+        for check in self.checks:
+            place = directory / check.__name__
+            place.mkdir()
+            check(place)
+        return [check.__name__ for check in self.checks]
+
+    @property
+    def checks(self) -> tuple[Callable[[Path], None], ...]:
+        """The checks, each of which gets an empty directory."""
+        return (
             self.check_construction_writes_nothing,
             self.check_values_come_back,
             self.check_values_are_there_before_the_end,
@@ -48,11 +62,6 @@ class TrackerContract(ABC):
             self.check_numbers_that_are_none,
             self.check_order_of_calls,
         )
-        for check in checks:
-            place = directory / check.__name__
-            place.mkdir()
-            check(place)
-        return [check.__name__ for check in checks]
 
     def check_construction_writes_nothing(self, directory: Path) -> None:
         """Check that construction, which happens on every rank, writes nothing before `start`."""
@@ -111,8 +120,65 @@ class TrackerContract(ABC):
 
     def _expect(self, directory: Path, expected: Sequence[tuple[int | None, Mapping[str, object]]]) -> None:
         logged = [(step, dict(values)) for step, values in self.logged(directory)]
-        wanted = [(step, dict(values)) for step, values in expected]
+        wanted = [(step, dict(self.as_stored(values))) for step, values in expected]
         assert logged == wanted, f"logged {wanted}, read back {logged}"
+
+
+class PlatformContract(TrackerContract):
+    """The checks of a tracker, and those of one that a process beside the training feeds (`PlatformTracker`)."""
+
+    @abstractmethod
+    def make(self, directory: Path) -> PlatformTracker:
+        """Return a new tracker that may write to `directory`."""
+
+    @property
+    def checks(self) -> tuple[Callable[[Path], None], ...]:
+        """The checks of a tracker, and those of its records."""
+        return (
+            *super().checks,
+            self.check_it_tells_which_records_it_holds,
+            self.check_steps_logged_again_are_kept_apart,
+        )
+
+    def check_it_tells_which_records_it_holds(self, directory: Path) -> None:
+        """Check that a new tracker of a run, as after a kill, tells how many of the records on their way arrived."""
+        records = [LoggedRecord(time=1_700_000_000.25 + n, step=n, values={"loss": n / 4}) for n in range(6)]
+        first = self.make(directory)
+        first.start("contract", {})
+        assert first.count_held(records) == 0, "nothing was written yet"
+        first.write(records[:2])
+        first.write(records[2:4])
+        assert first.count_held(records[3:]) == 1, "it holds the first of these, and no other"
+        first.finish()
+        second = self.make(directory)
+        second.start("contract", {})
+        held = second.count_held(records)
+        assert held == 4, f"the run holds 4 of 6 records, a new tracker of it says {held}"
+        second.write(records[held:])
+        assert second.count_held(records) == 6, "all are there"
+        second.finish()
+        self._expect(directory, [(n, {"loss": n / 4}) for n in range(6)])
+
+    def check_steps_logged_again_are_kept_apart(self, directory: Path) -> None:
+        """Check that steps that a resumed run logs again are not lost, and do not replace the earlier ones."""
+        tracker = self.make(directory)
+        tracker.start("contract", {})
+        times = iter(range(1_700_000_000, 1_700_000_100))
+        for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
+            tracker.write(
+                [
+                    LoggedRecord(
+                        time=next(times), step=step, attempt=attempt, values={"loss": step + attempt / 4}
+                    )
+                    for step in steps
+                ]
+            )
+        tracker.finish()
+        losses = [(step, values.get("loss")) for step, values in self.logged(directory)]
+        wanted = [(1, 1.25), (2, 2.25), (3, 3.25), (2, 2.5), (3, 3.5), (4, 4.5)]
+        assert sorted(losses) == sorted(wanted), (
+            f"both attempts are kept: {sorted(wanted)}, not {sorted(losses)}"
+        )
 
 
 def _raises_state_error(call: Callable[[], None]) -> bool:

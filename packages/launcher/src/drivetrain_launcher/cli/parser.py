@@ -4,7 +4,7 @@ A command's arguments are a frozen dataclass. Each field becomes a flag, like th
 `drivetrain_config.schema.flag_name` makes, except that:
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`;
-- a field with metadata `{"positional": True}` is a positional argument;
+- a field with metadata `{"positional": True}` is a positional argument; the last one takes several if it is a tuple;
 - a field with metadata `{"rest": True}`, a tuple of strings, takes all tokens after the positional arguments,
   unchanged.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from drivetrain_config import Flag, Layers, flags, sections
 from drivetrain_config.conversion import convert
@@ -79,10 +79,13 @@ class CommandParser:
         if len(plain) < len(self.positionals):
             missing = self.positionals[len(plain)]
             raise UsageError(f"{missing.upper()} is missing: {self._help_of(missing)}")
-        if len(plain) > len(self.positionals):
+        if len(plain) > len(self.positionals) and not self.takes_several:
             raise UsageError(f"{plain[len(self.positionals)]!r}: not expected here; {_SEE_HELP}")
-        own = {**said.pop(_OWN, {}), **dict(zip(self.positionals, plain, strict=True))}
+        own = {**said.pop(_OWN, {}), **dict(zip(self.positionals, plain, strict=False))}
         values = {name: self._converted(name, text) for name, text in own.items() if name in self.types}
+        if self.takes_several:
+            # Not converted: a comma in a word is part of it, and would divide the value of a flag.
+            values[self.positionals[-1]] = tuple(plain[len(self.positionals) - 1 :])
         if self.rest is not None:
             values[self.rest] = tuple(rest)
         if self.layers is not None:
@@ -95,6 +98,11 @@ class CommandParser:
             return self.arguments(**values)
         except ValueError as error:
             raise UsageError(str(error)) from error
+
+    @property
+    def takes_several(self) -> bool:
+        """True if the last positional argument takes one or more words."""
+        return bool(self.positionals) and get_origin(self.types[self.positionals[-1]]) is tuple
 
     def _check_given(self, values: Mapping[str, Any]) -> None:
         for field in fields(self.arguments):
@@ -188,6 +196,7 @@ class CommandParser:
         from argparse import ArgumentParser
 
         shown = [_metavar(name) for name in self.positionals]
+        shown += [f"[{shown[-1]} ...]"] if self.takes_several else []
         shown += [] if self.rest is None else [f"[{_metavar(self.rest)} ...]"]
         usage = " ".join([f"drivetrain {self.command} [flags]", *shown])
         parser = ArgumentParser(description=self.summary, usage=usage, add_help=False)

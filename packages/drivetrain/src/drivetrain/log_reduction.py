@@ -1,0 +1,180 @@
+"""Reduce logged values over all ranks: one collective for all names, and no wait for the device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from drivetrain_state import CollectiveMismatchError, Context
+from drivetrain_state.collectives import operations as collectives
+from drivetrain_tracking import ValueNotLoggableError
+from drivetrain_tracking.device_values import DeviceValues
+
+LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "per_rank"]
+LoggedCount: TypeAlias = int | float | Tensor
+
+_BLOCK = 64  # the vector's length is a multiple: ranks with other names mostly still meet, and are told of it
+
+
+@dataclass(frozen=True, slots=True)
+class FlatValues:
+    """Logged values as one level.
+
+    Attributes:
+        names: The names, nested ones joined by `/`.
+        numbers: A number or tensor of shape () for each.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "FlatValues":
+        """Return nested values as one level.
+
+        Raises:
+            ValueNotLoggableError: A value is no number; only numbers can be reduced.
+        """
+        found = dict(_leaves(values, ""))
+        return cls(tuple(found), tuple(found.values()))
+
+    @property
+    def mark(self) -> float:
+        """A number of 20 bits that other names mostly do not have; its square is exact in 64 bits, over all ranks."""
+        return float(crc32("\n".join(self.names).encode()) & 0xFFFFF)
+
+
+class LogReducer:
+    """The reduction of logged values over the ranks of a context. Every method is called on all ranks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._headers: DeviceValues[tuple[str, ...]] = DeviceValues()
+
+    def reduce(
+        self, values: Mapping[str, Any], how: LogReduction, count: LoggedCount | None = None
+    ) -> dict[str, Any]:
+        """Return the values of all ranks together: one number for each name, or one for each name and rank.
+
+        On an accelerator nothing waits: results are tensors of shape () there, and ranks that logged other names are
+        told of it at a later call.
+
+        Args:
+            values: Numbers and tensors of shape (), in nested mappings; the same names on all ranks.
+            how: The reduction; `per_rank` gives `NAME/rank_0` and so on.
+            count: What a mean weighs this rank's values by, such as its number of tokens; 1 by default.
+
+        Raises:
+            ValueError: The reduction is unknown, or a count is given for one that is no mean.
+            ValueNotLoggableError: A value is no number.
+            CollectiveMismatchError: Ranks logged other names.
+        """
+        if how not in get_args(LogReduction):
+            raise ValueError(f"reduce={how!r}: allowed are {', '.join(get_args(LogReduction))} and None")
+        if count is not None and how != "mean":
+            raise ValueError(f"count={count!r} with reduce={how!r}: only a mean has weights; leave count out")
+        flat = FlatValues.of(values)
+        if not flat.names:
+            return {}
+        if self._context.topology.world_size == 1:
+            names = [f"{name}/rank_0" for name in flat.names] if how == "per_rank" else flat.names
+            return dict(zip(names, flat.numbers, strict=True))
+        return getattr(self, f"_{how}")(flat, count)
+
+    def _mean(self, flat: FlatValues, count: LoggedCount | None) -> dict[str, Any]:
+        weight = self._vector([1.0 if count is None else count])
+        numbers = self._vector(flat.numbers)
+        weighed = torch.where(
+            weight == 0, torch.zeros_like(numbers), numbers * weight
+        )  # a rank without samples
+        total = self._all_reduce(flat, torch.cat([weight, weighed]), "sum")
+        return self._named(flat, total[1:] / total[0])
+
+    def _sum(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
+        return self._named(flat, self._all_reduce(flat, self._vector(flat.numbers), "sum"))
+
+    def _max(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
+        return self._named(flat, self._all_reduce(flat, self._vector(flat.numbers), "max"))
+
+    def _min(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
+        return self._named(flat, -self._all_reduce(flat, -self._vector(flat.numbers), "max"))
+
+    def _per_rank(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
+        size = self._context.topology.world_size
+        rows = collectives.gather(self._context, self._padded(flat, self._vector(flat.numbers))).view(
+            size, -1
+        )
+        self._check_marks(flat, rows[:, 0].max(), -rows[:, 0].min())
+        return {
+            f"{name}/rank_{rank}": rows[rank, 2 + index]
+            for index, name in enumerate(flat.names)
+            for rank in range(size)
+        }
+
+    def _all_reduce(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        reduced = collectives.reduce(self._context, self._padded(flat, numbers, op), op=op)
+        if (
+            op == "sum"
+        ):  # of equal marks, the square of the sum is the number of ranks by the sum of the squares
+            size = self._context.topology.world_size
+            self._check_marks(flat, reduced[0] * reduced[0], -size * reduced[1])
+        else:
+            self._check_marks(flat, reduced[0], reduced[1])
+        return reduced[2 : 2 + len(numbers)]
+
+    def _padded(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
+        """Return the marks by which ranks compare their names, the numbers, and zeros up to a whole block."""
+        marks = self._vector([flat.mark, flat.mark**2 if op == "sum" else -flat.mark])
+        padding = numbers.new_zeros(-(2 + len(numbers)) % _BLOCK)
+        return torch.cat([marks, numbers, padding])
+
+    def _vector(self, numbers: Sequence[Any]) -> Tensor:
+        """Return numbers as a vector on the context's device, exact for those of 64 bits. Shape (len(numbers),)."""
+        device = self._context.device
+        there = [isinstance(number, Tensor) and number.device == device for number in numbers]
+        on_host = [
+            0.0 if is_there else float(number) for number, is_there in zip(numbers, there, strict=True)
+        ]
+        # Pinned, so that the copy waits for nothing that the device still computes.
+        pinned = torch.tensor(on_host, dtype=torch.float64, pin_memory=device.type != "cpu")
+        sent = pinned.to(device, non_blocking=True)
+        if not any(there):
+            return sent
+        return torch.stack(
+            [
+                number.detach().to(torch.float64) if is_there else sent[index]
+                for index, (number, is_there) in enumerate(zip(numbers, there, strict=True))
+            ]
+        )
+
+    def _named(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
+        return dict(zip(flat.names, numbers.unbind(), strict=True))
+
+    def _check_marks(self, flat: FlatValues, highest: Tensor, lowest_negated: Tensor) -> None:
+        for names, marks in self._headers.add({"difference": highest + lowest_negated}, flat.names):
+            if marks["difference"] != 0:
+                raise CollectiveMismatchError(
+                    f"log({', '.join(names)}, reduce=...): another rank logged other names in the same call: log "
+                    "the same names, in the same order, on all ranks; StateSettings(debug=True) says what each logged"
+                )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += _leaves(value, f"{name}/")
+        elif isinstance(value, (bool, int, float)) or (
+            getattr(value, "shape", None) == () and hasattr(value, "item")
+        ):
+            found.append((name, value if isinstance(value, Tensor) else float(value)))
+        else:
+            raise ValueNotLoggableError(
+                f"values[{name!r}] ({type(value).__name__}) with reduce=...: only numbers and tensors of shape () "
+                "can be reduced over ranks; log it in a call of its own, without reduce"
+            )
+    return found

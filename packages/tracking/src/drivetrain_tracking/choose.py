@@ -1,0 +1,77 @@
+"""From names to trackers: the log, and platforms that are fed from it; and from live objects to trackers."""
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, cast
+
+from drivetrain_tracking.arguments import check_tracker
+from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker
+from drivetrain_tracking.jsonl import JSONLTracker
+from drivetrain_tracking.protocol import Tracker
+from drivetrain_tracking.registry import ENTRY_POINT_GROUP, chosen_names, make_tracker
+from drivetrain_tracking.settings import TrackingSettings
+
+# The top module of a live object's class -> the tracker that can take it.
+_TRACKER_OF_MODULE = {
+    "aim": "aim",
+    "clearml": "clearml",
+    "comet_ml": "comet",
+    "dvclive": "dvclive",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "tensorboardX": "tensorboard",
+    "torch": "tensorboard",  # torch.utils.tensorboard.SummaryWriter
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+
+
+def make_trackers(
+    names: Sequence[str], directory: Path | str, *, settings: TrackingSettings | None = None
+) -> list[Tracker]:
+    """Make the trackers of these names: the log, which every platform is fed from, comes first.
+
+    A tracker that logs on all ranks is not forwarded: each rank calls it.
+
+    Args:
+        names: Names as for `make_tracker`; `"all"` is every one whose library is installed.
+        directory: The folder of the log and of what platforms write.
+        settings: The `tracking` section; the defaults if None.
+
+    Raises:
+        UnknownTrackerError: There is no tracker of a name.
+        MissingLibraryError: The library of a platform is not installed; the message names the extra that brings it.
+    """
+    settings = settings or TrackingSettings()
+    chosen = chosen_names(names)
+    if not chosen:
+        return []
+    log = JSONLTracker(directory, flush_seconds=settings.flush_seconds)
+    trackers: list[Tracker] = [log]
+    for name in chosen:
+        if name == JSONLTracker.name:
+            continue
+        tracker = make_tracker(name, directory)
+        trackers.append(
+            tracker if tracker.on_all_ranks else ForwardedTracker(name, log.path, settings=settings)
+        )
+    return trackers
+
+
+def as_tracker(live: Any) -> Tracker:
+    """Return a user's object as a tracker: one that is a tracker as it is, or a live run of a platform.
+
+    A live run is logged to in this process, as it was made, and left open.
+
+    Raises:
+        TypeError: It is neither; the message says what it lacks.
+    """
+    is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
+    name = _TRACKER_OF_MODULE.get(type(live).__module__.partition(".")[0])
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=name) if is_live and name else ():
+        platform: Any = point.load()
+        return platform.of(live)
+    check_tracker(live)
+    return cast("Tracker", live)

@@ -1,0 +1,8 @@
+"""The process beside the training: `python -m drivetrain_tracking.forwarding LOG TRACKER --parent PID ...`."""
+
+import sys
+
+from drivetrain_tracking.forwarding.writer import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""A tracker by its name, written to by a process beside the training, which feeds it from the log."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
+from drivetrain_tracking.forwarding.writer import options_path
+from drivetrain_tracking.forwarding.writer_process import WriterCommand, WriterProcess
+from drivetrain_tracking.protocol import Metrics, Tracker
+from drivetrain_tracking.registry import make_tracker
+from drivetrain_tracking.settings import TrackingSettings
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardedTracker:
+    """A tracker whose platform cannot slow, stop or crash the process that logs.
+
+    `log` does nothing: a `JSONLTracker` of the same folder, started before and finished before this one, writes the
+    log that the process beside the training follows.
+
+    Args:
+        name: The name of a tracker, as for `make_tracker`.
+        log: The log.
+        settings: The `tracking` section; the defaults if None.
+
+    Attributes:
+        name: The tracker's own name.
+        on_all_ranks: Always False: only rank 0 writes.
+        platform: A tracker like the one in the other process, never started: it tells the options of `start`.
+
+    Raises:
+        UnknownTrackerError: There is no tracker of this name.
+        MissingLibraryError: The platform's library is not installed.
+    """
+
+    on_all_ranks = False
+
+    def __init__(self, name: str, log: Path, *, settings: TrackingSettings | None = None) -> None:
+        self.platform: Tracker = make_tracker(name, log.parent)
+        self.name = self.platform.name
+        self._made_by = name
+        self._log = log
+        self._settings = settings or TrackingSettings()
+        self._writer: WriterProcess | None = None
+
+    def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 - the log tells them
+        """Start the process; its platform starts with the run that the log tells.
+
+        Raises:
+            TrackerStateError: It is started already.
+            ValueNotLoggableError: An option is no plain value, which another process could not be given.
+        """
+        if self._writer is not None:
+            raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")
+        _write_options(options_path(self._log, self.name), options, self.name)
+        command = WriterCommand(
+            log=self._log,
+            tracker=self._made_by,
+            platform=self.name,
+            seconds_after_end=self._settings.drain_seconds,
+            left_out=getattr(self.platform, "joining_variables", ()),
+            import_path=[path for path in sys.path if path] if ":" in self._made_by else (),
+        )
+        self._writer = WriterProcess(command, parent=os.getpid())
+
+    def log(self, values: Metrics, *, step: int | None = None) -> None:
+        """Do nothing: the process beside the training reads the values from the log."""
+
+    def finish(self) -> None:
+        """Wait up to `drain_seconds` for the platform to take what is left, and tell if it did not."""
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        if not writer.finish(self._settings.drain_seconds):
+            logger.warning(
+                "tracker %r did not take everything within %g s; nothing is lost: drivetrain track replay %s --to %s "
+                "sends the rest",
+                self.name,
+                self._settings.drain_seconds,
+                self._log.parent,
+                self._made_by,
+            )
+
+
+def _write_options(path: Path, options: dict[str, Any], name: str) -> None:
+    try:
+        told = json.dumps(options)
+    except (TypeError, ValueError) as error:
+        raise ValueNotLoggableError(
+            f"options of the tracker {name!r}: {error}; it is started in a process of its own, so that its options "
+            "are plain values. Pass the platform's own object in log_with to start it in this process"
+        ) from None
+    path.write_text(told)

@@ -1,0 +1,208 @@
+"""Deliver a log to a tracker in order: at once, again while a platform is down, and on after a kill."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
+from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
+from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
+from drivetrain_tracking.protocol import PlanTracker, PlatformTracker, Tracker
+from drivetrain_tracking.records import LoggedRecord
+from drivetrain_tracking.spool.reader import SpooledRecord, SpoolReader
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 256  # records that a platform gets at once
+
+
+class Forwarder:
+    """The delivery of one log to one tracker. Not thread-safe.
+
+    What is delivered is kept in a file beside the log. Before a batch is sent, the file says so: after a kill, and
+    after a call that failed, a `PlatformTracker` is asked which of these records it holds. Any other tracker gets the
+    records one by one, and the one that was on its way a second time.
+
+    A record that the tracker refuses as such, by a `ValueNotLoggableError`, is counted and passed over. Any other
+    error is raised: the platform's, which may be gone at the next call.
+
+    Args:
+        log: The log.
+        tracker: The tracker, which is not started yet.
+        options: Keyword arguments of the tracker's `start`.
+
+    Attributes:
+        delivery: How far the log is delivered.
+        num_damaged: The damaged lines that were passed over.
+
+    Raises:
+        DeliveryFileError: The file that tells what was delivered is damaged.
+        DeliveryInUseError: Another process delivers this log to this platform.
+    """
+
+    def __init__(self, log: Path, tracker: Tracker, *, options: Mapping[str, Any] | None = None) -> None:
+        self._place = delivery_path(log, tracker.name)
+        self._lock = _lock_alone(self._place)
+        self.delivery = Delivery.load(self._place)
+        self._log = log
+        self._reader = SpoolReader(log, self.delivery.offset)
+        self._tracker = tracker
+        self._options = options or {}
+        self._waiting: list[SpooledRecord] = []
+        self._is_started = False
+        self._doubtful_end = self.delivery.sending_end  # up to here the platform may hold records
+        self._singly_end = 0  # up to here records go one by one
+
+    @property
+    def num_damaged(self) -> int:
+        """The number of damaged lines that were passed over."""
+        return self._reader.num_damaged
+
+    def deliver(self, *, on_progress: Callable[[Delivery], None] = lambda _: None) -> bool:
+        """Deliver what is in the log by now.
+
+        Args:
+            on_progress: A function that is called after each batch.
+
+        Returns:
+            Whether the run has ended by now: the last record is that of its end.
+
+        Raises:
+            Exception: The platform failed; a later call goes on where this one stopped.
+        """
+        has_ended = False
+        while self._waiting or self._read():
+            has_ended = self._waiting[0].record.get("event") == "finish"
+            if "event" in self._waiting[0].record:
+                self._deliver_event(self._waiting[0])
+            else:
+                self._deliver_batch(self._next_batch())
+            on_progress(self.delivery)
+        return has_ended
+
+    def close(self) -> None:
+        """End the platform's run, if it is open, and let other processes deliver."""
+        try:
+            if self._is_started:
+                self._is_started = False
+                self._tracker.finish()
+        finally:
+            os.close(self._lock)
+
+    def _read(self) -> bool:
+        self._waiting += self._reader.read()
+        return bool(self._waiting)
+
+    def _next_batch(self) -> list[SpooledRecord]:
+        one_by_one = (
+            not isinstance(self._tracker, PlatformTracker) or self._waiting[0].end <= self._singly_end
+        )
+        most = 1 if one_by_one else _BATCH
+        return list(takewhile(lambda found: "event" not in found.record, self._waiting[:most]))
+
+    def _deliver_batch(self, batch: Sequence[SpooledRecord]) -> None:
+        records = [logged_record(found.record, self._log.parent) for found in batch]
+        self._ensure_started()
+        if isinstance(self._tracker, PlatformTracker) and batch[0].end <= self._doubtful_end:
+            held = self._tracker.count_held(records)
+            self._advance(batch[:held])
+            batch, records = batch[held:], records[held:]
+        if not batch:
+            return
+        self._doubtful_end = max(self._doubtful_end, batch[-1].end)
+        self._save(sending_end=self._doubtful_end)
+        try:
+            self._send(records)
+        except ValueNotLoggableError as error:
+            if len(batch) > 1:
+                self._singly_end = batch[-1].end  # which of them it was shows when each goes by itself
+                return
+            logger.warning("tracker %r does not take a record: %s", self._tracker.name, error)
+            self._advance(batch, num_refused=1)
+        else:
+            self._advance(batch)
+
+    def _send(self, records: Sequence[LoggedRecord]) -> None:
+        if isinstance(self._tracker, PlatformTracker):
+            self._tracker.write([self._without_foreign_media(record, self._tracker) for record in records])
+            return
+        for record in records:
+            self._tracker.log(record.values, step=record.step)
+
+    def _without_foreign_media(self, record: LoggedRecord, tracker: PlatformTracker) -> LoggedRecord:
+        taken = {name: medium for name, medium in record.media.items() if medium.kind in tracker.media_kinds}
+        for name in record.media.keys() - taken.keys():
+            logger.info(
+                "tracker %r has no %s: %r is beside the log only", tracker.name, record.media[name].kind, name
+            )
+        return replace(record, media=taken)
+
+    def _deliver_event(self, found: SpooledRecord) -> None:
+        record, event = found.record, found.record["event"]
+        if event == "start":
+            self._restart(record)
+            start_offset = self.delivery.offset
+            self._advance([found], run_offset=start_offset)
+            return
+        if event == "plan" and isinstance(self._tracker, PlanTracker):
+            self._ensure_started()
+            self._tracker.record_plan(numbers_restored(record["plan"]))
+        elif event == "finish" and self._is_started:
+            self._is_started = False
+            self._tracker.finish()
+        self._advance([found])
+
+    def _restart(self, record: Mapping[str, Any]) -> None:
+        if self._is_started:
+            self._is_started = False
+            self._tracker.finish()
+        self._tracker.start(record["run"], numbers_restored(record["config"]), **self._options)
+        self._is_started = True
+
+    def _ensure_started(self) -> None:
+        """Start the tracker with the run that is being delivered, after an earlier process was killed."""
+        if self._is_started:
+            return
+        if self.delivery.run_offset < 0:
+            self._restart({"run": self._log.parent.name, "config": {}})  # the line of its start is damaged
+            return
+        started = SpoolReader(self._log, self.delivery.run_offset).read()
+        self._restart(next(found.record for found in started if found.record.get("event") == "start"))
+
+    def _advance(
+        self, batch: Sequence[SpooledRecord], *, num_refused: int = 0, run_offset: int | None = None
+    ) -> None:
+        if not batch:
+            return
+        self.delivery = replace(
+            self.delivery,
+            offset=batch[-1].end,
+            run_offset=self.delivery.run_offset if run_offset is None else run_offset,
+            num_delivered=self.delivery.num_delivered + len(batch) - num_refused,
+            num_refused=self.delivery.num_refused + num_refused,
+        )
+        del self._waiting[: len(batch)]
+        self._save(sending_end=max(self.delivery.offset, self._doubtful_end))
+
+    def _save(self, *, sending_end: int) -> None:
+        self.delivery = replace(self.delivery, sending_end=sending_end)
+        self.delivery.save(self._place)
+
+
+def _lock_alone(place: Path) -> int:
+    """Take the lock of a delivery, which the end of this process by any signal releases."""
+    path = place.with_suffix(".lock")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise DeliveryInUseError(
+            f"{place.parent}: another process sends this log to {place.stem!r}: wait until it has ended, or end it"
+        ) from None
+    return file

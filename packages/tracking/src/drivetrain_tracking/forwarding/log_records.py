@@ -1,0 +1,40 @@
+"""Turn lines of a log into records for a platform."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from drivetrain_tracking.jsonl import RESERVED_NAMES
+from drivetrain_tracking.media.stored import read_medium
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.records import LoggedRecord
+
+_NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def logged_record(line: Mapping[str, Any], folder: Path) -> LoggedRecord:
+    """Return the record of a line of values.
+
+    Args:
+        line: The line, parsed.
+        folder: The folder of the log, which media are relative to.
+    """
+    values = {name: value for name, value in line.items() if name not in RESERVED_NAMES}
+    return LoggedRecord(
+        time=line["time"],
+        step=line.get("step"),
+        attempt=line.get("attempt", 1),
+        values=cast("Mapping[str, Plain]", numbers_restored(values)),
+        media={name: read_medium(entry, folder) for name, entry in line.get("media", {}).items()},
+    )
+
+
+def numbers_restored(value: Any) -> Any:
+    """Return a value of a log with the floats that JSON lacks, which stand there as strings."""
+    if isinstance(value, str):
+        return _NUMBERS.get(value, value)
+    if isinstance(value, dict):
+        return {name: numbers_restored(item) for name, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [numbers_restored(item) for item in cast("list[Any]", value)]
+    return value

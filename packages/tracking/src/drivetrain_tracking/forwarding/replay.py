@@ -1,0 +1,110 @@
+"""Send a run's log to a platform after the run: `drivetrain track replay FOLDER --to wandb`."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drivetrain_tracking.errors import (
+    DeliveryFileError,
+    DeliveryInUseError,
+    MissingLibraryError,
+    UnknownTrackerError,
+)
+from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
+from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
+from drivetrain_tracking.forwarding.forwarder import Forwarder
+from drivetrain_tracking.forwarding.writer import options_path
+from drivetrain_tracking.jsonl import LOG_NAME
+from drivetrain_tracking.registry import make_tracker
+
+_UNDELIVERED = 1
+_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayArguments:
+    """The arguments of `drivetrain track replay`."""
+
+    folder: Path = field(metadata={"positional": True, "help": f"Folder of the run, which holds {LOG_NAME}."})
+    to: str = field(metadata={"help": "Tracker to send to: wandb, mlflow, ..., or module:Class of your own."})
+    from_start: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to begin at the first record, and leave out those that the platform holds."
+        },
+    )
+    patience_seconds: float = field(
+        default=60.0, metadata={"help": "Seconds for which a platform that fails is tried again."}
+    )
+
+
+class Command(NamedTuple):
+    """A subcommand of `drivetrain`, in the shape that the launcher takes.
+
+    Attributes:
+        arguments: The dataclass of its arguments.
+        run: A function that takes the arguments and returns the exit code.
+        help: A description in one sentence.
+    """
+
+    arguments: type[Any]
+    run: Callable[[Any], int]
+    help: str
+
+
+def run(arguments: ReplayArguments) -> int:
+    """Send what was not sent, and return the exit code; an error is one line on stderr and exit code 2."""
+    log = arguments.folder / LOG_NAME
+    if not log.is_file():
+        sys.stderr.write(f"{arguments.folder}: there is no {LOG_NAME} in it; name the project_dir of a run\n")
+        return _USAGE
+    try:
+        forwarder = _open(log, arguments)
+    except (UnknownTrackerError, MissingLibraryError, DeliveryFileError, DeliveryInUseError) as error:
+        sys.stderr.write(f"{error}\n")
+        return _USAGE
+    before = forwarder.delivery
+    try:
+        is_delivered = deliver_until_end(
+            forwarder,
+            DeliveryLimits(seconds_after_end=arguments.patience_seconds, is_over=lambda: True),
+            on_progress=_show_progress(log.stat().st_size),
+        )
+    finally:
+        forwarder.close()
+    after = forwarder.delivery
+    told = f"{after.num_delivered - before.num_delivered} records sent to {arguments.to}"
+    if refused := after.num_refused - before.num_refused:
+        told += f", {refused} that it does not take"
+    if forwarder.num_damaged:
+        told += f", {forwarder.num_damaged} damaged lines passed over"
+    sys.stdout.write(
+        (told if is_delivered else f"{told}; the rest was not taken: run the command again") + "\n"
+    )
+    return 0 if is_delivered else _UNDELIVERED
+
+
+def _open(log: Path, arguments: ReplayArguments) -> Forwarder:
+    tracker = make_tracker(arguments.to, log.parent)
+    if arguments.from_start:
+        place = delivery_path(log, tracker.name)
+        Forwarder(log, tracker).close()  # refuses while another process delivers
+        Delivery(sending_end=log.stat().st_size).save(place)  # so that the platform is asked what it holds
+    options = options_path(log, tracker.name)
+    return Forwarder(log, tracker, options=json.loads(options.read_text()) if options.exists() else {})
+
+
+def _show_progress(size_bytes: int) -> Callable[[Delivery], None]:
+    def show(delivery: Delivery) -> None:
+        if sys.stderr.isatty():
+            share = delivery.offset / max(1, size_bytes)
+            sys.stderr.write(f"\r{share:4.0%} of {size_bytes / 1e6:.1f} MB")
+            sys.stderr.flush()
+
+    return show
+
+
+command = Command(arguments=ReplayArguments, run=run, help="Send a run's log to a tracking platform.")

@@ -1,0 +1,62 @@
+"""The process that writes to one platform: it follows the log until its run ends, or its trainer is gone."""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
+from drivetrain_tracking.forwarding.forwarder import Forwarder
+from drivetrain_tracking.registry import make_tracker
+
+logger = logging.getLogger(__name__)
+
+EXIT_UNDELIVERED = 3
+
+
+def options_path(log: Path, platform: str) -> Path:
+    """Return the file of the options of a platform's `start`, beside the log."""
+    return log.with_name(f"{platform}.options.json")
+
+
+def open_forwarder(log: Path, name: str) -> Forwarder:
+    """Open the delivery of a log to a tracker of this name, with the options that its run was started with.
+
+    Raises:
+        UnknownTrackerError: There is no tracker of this name.
+        DeliveryFileError: The file that tells what was delivered is damaged.
+        DeliveryInUseError: Another process delivers this log to this platform.
+    """
+    tracker = make_tracker(name, log.parent)
+    options = options_path(log, tracker.name)
+    return Forwarder(log, tracker, options=json.loads(options.read_text()) if options.exists() else {})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the process, and return its exit code: 0 if all was delivered, 3 if the platform failed to the end."""
+    parser = argparse.ArgumentParser(prog="drivetrain_tracking.forwarding")
+    parser.add_argument("log", type=Path)
+    parser.add_argument("tracker")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--seconds-after-end", type=float, required=True)
+    parser.add_argument("--import-path", action="append", default=[])
+    given = parser.parse_args(arguments)
+    # Its own group gets no Ctrl+C of the terminal; the run's end, which the log tells, ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    sys.path[:0] = given.import_path
+    forwarder = open_forwarder(given.log, given.tracker)
+    try:
+        is_delivered = deliver_until_end(
+            forwarder,
+            DeliveryLimits(
+                seconds_after_end=given.seconds_after_end, is_over=lambda: os.getppid() != given.parent
+            ),
+        )
+    finally:
+        forwarder.close()
+    return 0 if is_delivered else EXIT_UNDELIVERED

@@ -1,0 +1,156 @@
+"""Start the process that writes to a platform, and start it again when it crashes; training never waits for it."""
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
+from drivetrain_tracking.forwarding.writer import EXIT_UNDELIVERED
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 60.0
+_MOST_CRASHES = 8  # in a row, without a record delivered between them
+_SILENCE_SECONDS = 60.0  # after which a platform that takes nothing is told of, once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterCommand:
+    """What a writer process is started with.
+
+    Attributes:
+        log: The log that it follows.
+        tracker: The name by which it makes its tracker.
+        platform: The tracker's own name, which its files beside the log have.
+        seconds_after_end: How long it tries a failing platform again once this process is gone.
+        import_path: Folders to import the tracker from.
+        left_out: Environment variables that the writer does not inherit.
+    """
+
+    log: Path
+    tracker: str
+    platform: str
+    seconds_after_end: float
+    import_path: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+
+    def arguments(self, parent: int) -> list[str]:
+        """Return the command line of a writer that belongs to the process `parent`."""
+        paths = [part for path in self.import_path for part in ("--import-path", path)]
+        without = ["env", *(part for name in self.left_out for part in ("-u", name))] if self.left_out else []
+        return [
+            *without,
+            *(sys.executable, "-m", "drivetrain_tracking.forwarding", str(self.log), self.tracker),
+            *("--parent", str(parent), "--seconds-after-end", str(self.seconds_after_end)),
+            *paths,
+        ]
+
+    @property
+    def output(self) -> Path:
+        """The file of what the writer and its library print."""
+        return self.log.with_name(f"{self.platform}.writer.log")
+
+
+class WriterProcess:
+    """A writer process that is kept running by a thread of its own until `finish`.
+
+    Args:
+        command: What it is started with.
+        parent: The id of this process.
+    """
+
+    def __init__(self, command: WriterCommand, *, parent: int) -> None:
+        self._command = command
+        self._parent = parent
+        self._process = self._launch()
+        self._is_finishing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name=f"drivetrain {command.platform}", daemon=True)
+        self._keeper.start()
+
+    def finish(self, timeout_seconds: float) -> bool:
+        """Wait for the writer, whose log has its last line by now, and end it when the time is over.
+
+        Returns:
+            Whether all records were delivered.
+        """
+        self._is_finishing.set()
+        self._keeper.join()
+        try:
+            return self._process.wait(timeout_seconds) == 0
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(
+                signal.SIGKILL
+            )  # a call of a platform's library may not hear anything else
+            self._process.wait()
+            return False
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
+        with self._command.output.open("ab") as output:
+            return subprocess.Popen(
+                self._command.arguments(self._parent),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl+C of the terminal is for the training
+            )
+
+    def _keep(self) -> None:
+        crashes, delivered, changed_at, has_told = 0, self._delivered(), time.monotonic(), False
+        while not self._is_finishing.wait(_POLL_SECONDS):
+            now_delivered = self._delivered()
+            if now_delivered != delivered:
+                crashes, delivered, changed_at, has_told = 0, now_delivered, time.monotonic(), False
+            elif (
+                not has_told
+                and time.monotonic() - changed_at > _SILENCE_SECONDS
+                and self._is_behind(delivered)
+            ):
+                has_told = True
+                logger.warning(
+                    "tracker %r has taken nothing for %d s; training goes on, and the values wait in %s (see %s)",
+                    self._command.platform,
+                    _SILENCE_SECONDS,
+                    self._command.log,
+                    self._command.output,
+                )
+            if self._process.poll() is None:
+                continue
+            crashes += 1
+            if crashes > _MOST_CRASHES:
+                self._tell_end(f"has crashed {crashes} times in a row; training goes on without it")
+                return
+            pause = min(2.0 ** (crashes - 1), _LONGEST_PAUSE_SECONDS)
+            self._tell_end(f"is started again in {pause:g} s; training goes on")
+            if self._is_finishing.wait(pause):
+                pause = 0.0
+            self._process = self._launch()
+
+    def _delivered(self) -> int:
+        return Delivery.load(delivery_path(self._command.log, self._command.platform)).offset
+
+    def _is_behind(self, delivered: int) -> bool:
+        return self._command.log.stat().st_size > delivered
+
+    def _tell_end(self, what_next: str) -> None:
+        code = self._process.returncode
+        how = (
+            f"signal {-code}"
+            if code < 0
+            else "its failure"
+            if code == EXIT_UNDELIVERED
+            else f"exit code {code}"
+        )
+        logger.warning(
+            "the process that writes to %r ended with %s and %s (see %s)",
+            self._command.platform,
+            how,
+            what_next,
+            self._command.output,
+        )

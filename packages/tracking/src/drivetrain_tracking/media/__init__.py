@@ -1,0 +1,1 @@
+"""Images, audio, video, tables, histograms, texts, figures and artifacts: what is logged besides numbers."""

@@ -1,0 +1,128 @@
+"""Images, videos and figures."""
+
+import shutil
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking.errors import ValueNotLoggableError
+from drivetrain_tracking.media.medium import Medium, as_array, media_library
+from drivetrain_tracking.records import MediaKind, StoredMedium
+
+
+@dataclass(frozen=True, slots=True)
+class Image(Medium):
+    """An image.
+
+    Args:
+        data: An array or tensor of shape (height, width) or (height, width, 1, 3 or 4), of bytes or of floats from 0
+            to 1; a Pillow image; or the path of an image file, which is copied.
+        channels_first: Whether the channels stand before height and width, as in torch.
+        caption: A line of text to show with it.
+    """
+
+    data: Any
+    channels_first: bool = False
+    caption: str = ""
+
+    def store(self, stem: Path) -> StoredMedium:
+        """Write a PNG file, or copy the given one; see `Medium.store`."""
+        if isinstance(self.data, str | PathLike):
+            return copied(Path(self.data), stem, "image", self.caption)
+        picture = self.data if hasattr(self.data, "save") else _picture(self._pixels())
+        path = stem.with_name(stem.name + ".png")
+        picture.save(path)
+        return StoredMedium(kind="image", path=path, caption=self.caption)
+
+    def _pixels(self) -> Any:
+        pixels = as_array(self.data, "Image")
+        if self.channels_first and pixels.ndim == 3:
+            pixels = pixels.transpose(1, 2, 0)
+        if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)):
+            hint = "; pass channels_first=True" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
+            raise ValueNotLoggableError(
+                f"Image: shape {tuple(pixels.shape)}: allowed are (height, width) and (height, width, channels) of "
+                f"1, 3 or 4 channels{hint}"
+            )
+        return pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Video(Medium):
+    """A video.
+
+    Args:
+        data: The path of a video file, which is copied; or frames of shape (time, height, width, 1, 3 or 4), of bytes
+            or of floats from 0 to 1, which become an animated GIF.
+        frames_per_second: The rate of frames that are given as an array.
+        caption: A line of text to show with it.
+    """
+
+    data: Any
+    frames_per_second: float = 10.0
+    caption: str = ""
+
+    def store(self, stem: Path) -> StoredMedium:
+        """Copy the file, or write a GIF; see `Medium.store`."""
+        if isinstance(self.data, str | PathLike):
+            return copied(Path(self.data), stem, "video", self.caption)
+        frames = as_array(self.data, "Video")
+        if frames.ndim != 4 or not len(frames) or frames.shape[3] not in (1, 3, 4):
+            raise ValueNotLoggableError(
+                f"Video: shape {tuple(frames.shape)}: frames have the shape (time, height, width, channels)"
+            )
+        if self.frames_per_second <= 0:
+            raise ValueNotLoggableError(
+                f"Video(frames_per_second={self.frames_per_second!r}): must be above 0"
+            )
+        first, *rest = [_picture(frame) for frame in frames]
+        path = stem.with_name(stem.name + ".gif")
+        first.save(path, save_all=True, append_images=rest, duration=1000 / self.frames_per_second, loop=0)
+        return StoredMedium(kind="video", path=path, caption=self.caption)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure(Medium):
+    """A figure of matplotlib, or of any library whose figures have `savefig`. It is not closed.
+
+    Args:
+        figure: The figure.
+        caption: A line of text to show with it.
+    """
+
+    figure: Any
+    caption: str = ""
+
+    def store(self, stem: Path) -> StoredMedium:
+        """Write a PNG file; see `Medium.store`."""
+        if not callable(getattr(self.figure, "savefig", None)):
+            raise ValueNotLoggableError(
+                f"Figure({type(self.figure).__name__}): it has no savefig, as matplotlib's have"
+            )
+        path = stem.with_name(stem.name + ".png")
+        self.figure.savefig(path)
+        return StoredMedium(kind="figure", path=path, caption=self.caption)
+
+
+def _picture(pixels: Any) -> Any:
+    """Return a Pillow image of pixels, shape (height, width) or (height, width, channels)."""
+    numpy = media_library("numpy")
+    if pixels.dtype.kind == "f":
+        pixels = numpy.clip(numpy.nan_to_num(pixels), 0, 1) * 255.0 + 0.5
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    return media_library("PIL.Image").fromarray(pixels.astype(numpy.uint8))
+
+
+def copied(source: Path, stem: Path, kind: MediaKind, caption: str) -> StoredMedium:
+    """Return a medium whose file is a copy of one of the user's.
+
+    Raises:
+        ValueNotLoggableError: There is no such file.
+    """
+    if not source.is_file():
+        raise ValueNotLoggableError(f"{kind} {str(source)!r}: there is no such file")
+    path = stem.with_name(stem.name + source.suffix)
+    shutil.copyfile(source, path)
+    return StoredMedium(kind=kind, path=path, caption=caption)

@@ -1,0 +1,181 @@
+"""Aim: runs in the repository `DIRECTORY/.aim`, which `aim up --repo DIRECTORY` shows, or on an Aim server."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking import compat
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.platform import Platform, folder_name, load_library
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
+
+_MARK = "drivetrain"  # the run's attribute with the time and step of the last record that it holds whole
+
+
+class AimTracker(Platform):
+    """A tracker that writes to an Aim repository.
+
+    Numbers and booleans are metrics, strings are texts, NaN and infinities stay; None is left to the log. A record
+    without a step gets the step after the last. Steps that a resumed run logs again are in the context
+    `{"attempt": 2}`, since Aim keeps one value for a name, context and step.
+
+    RocksDB hands each value to the operating system at once, so a kill takes nothing back. A record that a kill cut
+    short is written again over its first part. Queries (`Repo.query_metrics`, `Repo.iter_runs`) read an index that
+    `aim up` fills; `finish` adds the run to it, so that they find it without a server.
+    """
+
+    name = "aim"
+    library = "aim"
+    media_kinds = frozenset({"image", "figure", "audio", "histogram", "text", "artifact"})
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._run: Any = None
+        self._given: Any = None  # a run of the user's
+        self._place: str | None = None
+        self._experiment: str | None = None
+        self._tags: Sequence[str] = ()
+        self._force_resume = False
+        self._step = -1
+
+    @classmethod
+    def of(cls, live: Any) -> "AimTracker":
+        """Return a tracker of an `aim.Run` that the caller made; `finish` leaves it open."""
+        tracker = cls(live.repo.root_path)
+        tracker._given = live
+        return tracker
+
+    def start(
+        self,
+        run_name: str,
+        config: Metrics,
+        *,
+        repo: str | None = None,
+        experiment: str | None = None,
+        tags: Sequence[str] = (),
+        force_resume: bool = False,
+    ) -> None:
+        """Start a run, or continue a stopped run of the same name.
+
+        Args:
+            run_name: The name of the run.
+            config: The configuration of the run, its attribute `hparams`.
+            repo: The folder of the repository, or a server, `aim://HOST:PORT`; the tracker's directory by default.
+            experiment: The experiment that the run belongs to.
+            tags: The tags of the run.
+            force_resume: True to break the lock that a killed process left. Aim breaks it itself where it sees that
+                the process is gone: not on another machine, and not if another process has its number now.
+        """
+        self._place, self._experiment, self._tags = repo, experiment, tags
+        self._force_resume = force_resume
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Open the run in write mode, and note its configuration."""
+        self._run = self._given or self._open(run_name)
+        for tag in self._tags:
+            self._run.add_tag(tag)
+        self._run["hparams"] = dict(config)
+        self._step = int(self._mark().get("step", -1))
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write each value on this thread, then note the time of the last record."""
+        for record in records:
+            self._step = self._step + 1 if record.step is None else record.step
+            for name, value in flat_numbers(record.values).items():
+                self._track(record, name, value)
+            for name, text in flat_texts(record.values).items():
+                self._track(record, name, load_library("aim", extra=self.name).Text(text))
+            for name, medium in record.media.items():
+                self._add_medium(record, name, medium)
+        if records:
+            self._run[_MARK] = {"time": records[-1].time, "step": self._step}
+            compat.aim_wait_for_server(self._run.repo)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records up to the time that the run notes."""
+        last = self._mark().get("time")
+        return 0 if last is None else sum(record.time <= last for record in records)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Set the plan as the run's attribute `plan`."""
+        self._run["plan"] = dict(plan)
+
+    def close(self) -> None:
+        """Close the run, and add it to the index."""
+        run, self._run = self._run, None
+        if self._given is not None:
+            return
+        run.close()
+        if run.repo.is_remote_repo:
+            return
+        errors = load_library("aimrocks.errors", extra=self.name)
+        with suppress(errors.RocksIOError):  # a running `aim up` holds the index, and adds the run itself
+            compat.aim_add_to_index(run)
+
+    def _open(self, run_name: str) -> Any:
+        library = load_library("aim", extra=self.name)
+        place = self._place or str(self.directory)
+        is_folder = "://" not in place
+        repo = library.Repo.from_path(place, init=is_folder and not library.Repo.exists(place))
+        compat.aim_forget_runs(repo)
+        known = self.run_id(run_name)
+        run = library.Run(
+            known if known is not None and repo.run_exists(known) else None,
+            repo=repo,
+            experiment=self._experiment,
+            force_resume=self._force_resume,
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+        run.name = run_name
+        self.remember_run_id(run_name, run.hash)
+        return run
+
+    def _mark(self) -> Mapping[str, Any]:
+        return self._run.get(_MARK, {})
+
+    def _track(self, record: LoggedRecord, name: str, value: object) -> None:
+        context = {} if record.attempt == 1 else {"attempt": record.attempt}
+        for taken in (name, f"{name}.{type(value).__name__.lower()}"):
+            try:
+                compat.aim_track(
+                    self._run, value, time=record.time, name=taken, step=self._step, context=context
+                )
+                return
+            except ValueError:  # Aim keeps values of one type under a name: others get the type's name too
+                if taken != name:
+                    raise
+
+    def _add_medium(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
+        library = load_library("aim", extra=self.name)
+        if medium.kind in ("image", "figure"):
+            self._track(record, name, library.Image(str(medium.path), caption=medium.caption))
+        elif medium.kind == "audio" and medium.path is not None:
+            kind = medium.path.suffix[1:]
+            self._track(record, name, library.Audio(str(medium.path), format=kind, caption=medium.caption))
+        elif medium.kind == "histogram":
+            self._track(record, name, self._distribution(medium))
+        elif medium.kind == "text":
+            self._track(record, name, library.Text(str(medium.data)))
+        elif medium.kind == "artifact" and medium.path is not None:
+            if self._run.artifacts_uri is None:
+                self._run.set_artifacts_uri((self.directory / "aim-artifacts").as_uri())
+            suffix = medium.path.suffix
+            at = f"{self._step}" if record.attempt == 1 else f"attempt-{record.attempt}-{self._step}"
+            self._run.log_artifact(str(medium.path), f"{folder_name(name)}-{at}{suffix}", block=True)
+
+    def _distribution(self, medium: StoredMedium) -> Any:
+        """Return a histogram with bins of one width, as Aim's have; other bins count where their centre is."""
+        numpy = load_library("numpy", extra=self.name)
+        assert isinstance(medium.data, dict)
+        edges, counts = numpy.asarray(medium.data["edges"]), numpy.asarray(medium.data["counts"])
+        if not numpy.allclose(numpy.diff(edges), edges[1] - edges[0]):
+            centres = (edges[1:] + edges[:-1]) / 2
+            counts, edges = numpy.histogram(
+                centres, bins=len(counts), range=(edges[0], edges[-1]), weights=counts
+            )
+        library = load_library("aim", extra=self.name)
+        return library.Distribution.from_histogram(counts, (float(edges[0]), float(edges[-1])))

@@ -1,0 +1,208 @@
+"""ClearML: online where an access key is configured, else offline sessions for `Task.import_offline_session`."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from drivetrain_tracking.compat import clearml_has_key, use_clearml_threads
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.clearml_session import TIME_SERIES, TIME_TITLE, EventFile, drop_cut_record
+from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
+
+ClearMLMode: TypeAlias = Literal["online", "offline"]
+
+_LONGEST_WAIT_SECONDS = 30.0
+_PAUSE_SECONDS = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    project: str = "drivetrain"
+    tags: tuple[str, ...] = ()
+    mode: ClearMLMode | None = None
+
+
+class ClearMLTracker(Platform):
+    """A tracker that writes a task of ClearML; a process has one such task at a time.
+
+    Numbers and booleans are scalars, `lr/head` the series "head" of the plot "lr"; strings are lines of the console;
+    None is left to the log. ClearML would report 0 for a value that is not finite: the series "loss is NaN",
+    "loss is Infinity" or "loss is -Infinity" is 1 at that step instead. A step that is missing is the last one.
+    `drivetrain/time` holds each record's time. ClearML overwrites a step that is reported again, so that values which
+    a resumed run logs again are the series "loss (attempt 2)".
+
+    Offline, `write` returns once all is in the session's file of events, which a kill does not change. The sessions
+    are where ClearML keeps them, `~/.clearml/cache/offline` or CLEARML_CACHE_DIR. A stopped run goes on in a further
+    session: `Task.import_offline_session(folder)` imports the first, and with `previous_task_id=` the others into the
+    same task. Online, `write` returns once the server has taken all; values of a record that a kill cut off are
+    overwritten by the same. Lines of the console, media and artifacts may then be there twice.
+    """
+
+    name = "clearml"
+    library = "clearml"
+    joining_variables = ("CLEARML_PROC_MASTER_ID",)
+    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
+        {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
+    )
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._options = _Options()
+        self._live: Any = None  # a task that the user owns
+        self._task: Any = None
+        self._sessions: tuple[str, ...] = ()  # ids of a run's offline tasks, this one last
+        self._file: EventFile | None = None
+        self._step = 0
+
+    @classmethod
+    def of(cls, live: Any) -> Self:
+        """Return a tracker that logs to a `clearml.Task` of the user's, and leaves it open at the end.
+
+        An offline task that reports from a process of its own, as ClearML's do by default, writes every 5 seconds,
+        and each `write` waits for it.
+        """
+        tracker = cls(Path())
+        tracker._live = live
+        return tracker
+
+    def start(
+        self,
+        run_name: str,
+        config: Metrics,
+        *,
+        project: str = "drivetrain",
+        tags: Sequence[str] = (),
+        mode: ClearMLMode | None = None,
+    ) -> None:
+        """Start a task, or continue a stopped one of the same name.
+
+        Args:
+            run_name: The name of the task.
+            config: The configuration of the run.
+            project: The name of the project.
+            tags: Labels of the task.
+            mode: "online" or "offline"; if None, online where ClearML's environment or file holds an access key.
+        """
+        self._options = _Options(project=project, tags=tuple(tags), mode=mode)
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Create the task, or the next offline session of it."""
+        library = load_library("clearml", extra=self.name)
+        if self._live is not None:
+            self._task, self._sessions = self._live, (self._live.id,)
+        else:
+            self._task = self._init(library, run_name)
+        is_offline = library.Task.is_offline()
+        self._file = EventFile(self._folder(self._task.id)) if is_offline else None
+        self._task.connect(dict(config))
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Report the values of each record, its time last, and wait until they left this process."""
+        logger = self._task.get_logger()
+        for record in records:
+            self._step = self._step if record.step is None else record.step
+            for name, medium in record.media.items():
+                self._report_medium(name, medium)
+            for name, text in flat_texts(record.values).items():
+                logger.report_text(f"{name}: {text}", print_console=False)
+            suffix = f" (attempt {record.attempt})" if record.attempt > 1 else ""
+            for name, number in flat_numbers(record.values).items():
+                title, series = _place(name)
+                if not math.isfinite(number):
+                    told = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+                    series, number = f"{series} is {told}", 1.0
+                logger.report_scalar(title, series + suffix, number, iteration=self._step)
+            logger.report_scalar(TIME_TITLE, TIME_SERIES, record.time, iteration=self._step)
+        if records:
+            self._wait_for(records[-1].time)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records whose times the run's sessions hold; online, those of the newest step at the server."""
+        if self._file is None:
+            reported = self._task.get_reported_scalars().get(TIME_TITLE, {}).get(TIME_SERIES, {"y": []})
+            times = set(reported["y"])
+        else:
+            times = {one for session in self._sessions for one in EventFile(self._folder(session)).times()}
+        held = [record.time in times for record in records]
+        return held.index(False) if False in held else len(held)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Keep the plan as the task's configuration "plan"."""
+        self._task.connect_configuration(dict(plan), name="plan")
+
+    def close(self) -> None:
+        """Close the task, unless it is the user's."""
+        if self._live is None:
+            self._task.close()
+
+    def _init(self, library: Any, run_name: str) -> Any:
+        known = (self.run_id(run_name) or "").split()
+        mode = self._options.mode or ("online" if clearml_has_key() else "offline")
+        library.Task.set_offline(mode == "offline")
+        use_clearml_threads()
+        task = library.Task.init(
+            project_name=self._options.project,
+            task_name=run_name,
+            tags=list(self._options.tags),
+            reuse_last_task_id=known[-1] if known and mode == "online" else False,
+            continue_last_task=0
+            if known and mode == "online"
+            else False,  # steps are counted from 0, not the last
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks={"detect_repository": False},
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        self._sessions = tuple(dict.fromkeys([*known, task.id]))
+        self.remember_run_id(run_name, " ".join(self._sessions))
+        if mode == "offline":
+            for session in known:
+                folder = Path(task.get_offline_mode_folder()).parent / session
+                if not folder.with_suffix(".zip").exists():  # it was killed
+                    drop_cut_record(folder)
+        return task
+
+    def _folder(self, session: str) -> Path:
+        return Path(self._task.get_offline_mode_folder()).parent / session
+
+    def _wait_for(self, last_time: float) -> None:
+        self._task.flush(wait_for_uploads=self._file is None)
+        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while self._file is not None and last_time not in self._file.times():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"clearml: no event reached {self._folder(self._task.id)} in {_LONGEST_WAIT_SECONDS:g} s"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+    def _report_medium(self, name: str, medium: StoredMedium) -> None:
+        logger, data = self._task.get_logger(), medium.data
+        content: Any = data
+        place = dict(zip(("title", "series"), _place(name), strict=True), iteration=self._step)
+        if medium.kind == "table":
+            logger.report_table(**place, table_plot=[content["columns"], *content["rows"]])
+        elif medium.kind == "histogram":
+            edges = content["edges"]
+            labels = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+            logger.report_histogram(**place, values=content["counts"], xlabels=labels)
+        elif medium.kind == "text":
+            logger.report_text(f"{name}: {content}", print_console=False)
+        elif medium.kind in ("image", "figure"):
+            logger.report_image(**place, local_path=str(medium.path))
+        elif medium.kind in ("audio", "video"):
+            logger.report_media(**place, local_path=str(medium.path))
+        else:
+            self._task.upload_artifact(name, artifact_object=str(medium.path), wait_on_upload=True)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Return the plot and the series of a name: those of "lr/head" are "lr" and "head"."""
+    title, _, series = name.partition("/")
+    return title, series or title

@@ -1,0 +1,232 @@
+"""Comet: online where an API key is configured, else archives in `DIRECTORY/comet` for `comet upload`."""
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.comet_archive import (
+    TIME_METRIC,
+    MessageFile,
+    archive_lines,
+    close_killed,
+    held_times,
+)
+from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
+
+CometMode: TypeAlias = Literal["online", "offline"]
+
+_LONGEST_WAIT_SECONDS = 30.0
+_PAUSE_SECONDS = 0.002
+_QUIET: Mapping[str, Any] = {
+    "log_code": False,
+    "log_graph": False,
+    "auto_param_logging": False,
+    "auto_metric_logging": False,
+    "parse_args": False,
+    "auto_output_logging": False,
+    "log_env_details": False,
+    "log_git_metadata": False,
+    "log_git_patch": False,
+    "display_summary_level": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    project: str | None = None
+    workspace: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: CometMode | None = None
+
+
+class CometTracker(Platform):
+    """A tracker that writes an experiment of Comet.
+
+    Numbers and booleans are metrics, NaN and infinities too; a string is one of Comet's "others", which hold the last
+    value; None is left to the log. A step that is missing is the last one. `drivetrain/time` holds a record's time.
+    Values that a resumed run logs again are named `attempt-2/NAME`.
+
+    Offline, `write` returns once all is in the experiment's file of messages, which a kill does not change. A stopped
+    run goes on in a further archive of the same key; the first start after a kill also makes the archive that the
+    killed process did not. Upload `KEY.zip` before `KEY-*.zip`. Online, `write` returns once Comet has taken all;
+    a record that a kill cut off may then be there twice in part.
+    """
+
+    name = "comet"
+    library = "comet_ml"
+    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
+        {"image", "audio", "video", "table", "text", "figure", "artifact"}
+    )
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._options = _Options()
+        self._live: Any = None  # an experiment that the user owns
+        self._experiment: Any = None
+        self._file: MessageFile | None = None  # of offline experiments
+
+    @classmethod
+    def of(cls, live: Any) -> Self:
+        """Return a tracker that logs to a comet_ml experiment of the user's, and leaves it open at the end."""
+        tracker = cls(Path())
+        tracker._live = live
+        return tracker
+
+    def start(
+        self,
+        run_name: str,
+        config: Metrics,
+        *,
+        project: str | None = None,
+        workspace: str | None = None,
+        tags: Sequence[str] = (),
+        mode: CometMode | None = None,
+    ) -> None:
+        """Start an experiment, or continue a stopped one of the same name.
+
+        Args:
+            run_name: The name of the run.
+            config: The configuration of the run.
+            project: The project; if None, Comet's own default.
+            workspace: The workspace; if None, Comet's own default.
+            tags: Labels of the experiment.
+            mode: "online" or "offline"; if None, online where Comet's own configuration holds an API key.
+        """
+        self._options = _Options(project=project, workspace=workspace, tags=tuple(tags), mode=mode)
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Begin the experiment, after an archive was made of what a killed process left."""
+        comet = load_library("comet_ml", extra=self.name)
+        if self._live is None:
+            logging.getLogger("comet_ml").setLevel(logging.ERROR)
+            self._experiment = self._begin(comet, run_name)
+            self._experiment.set_name(run_name)
+            self._experiment.add_tags(list(self._options.tags))
+        else:
+            self._experiment = self._live
+        is_offline = isinstance(self._experiment, comet.OfflineExperiment)
+        self._file = MessageFile(Path(self._experiment.tmpdir)) if is_offline else None
+        self._experiment.log_parameters(dict(config))
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write the metrics of each record, its time last, and wait until they left this process."""
+        for record in records:
+            if record.step is not None:
+                self._experiment.set_step(record.step)
+            for name, medium in record.media.items():
+                self._log_medium(name, medium, record.step)
+            for name, text in flat_texts(record.values).items():
+                self._experiment.log_other(name, text)
+            prefix = f"attempt-{record.attempt}/" if record.attempt > 1 else ""
+            for name, number in flat_numbers(record.values).items():
+                self._experiment.log_metric(prefix + name, number, step=record.step)
+            self._experiment.log_metric(TIME_METRIC, record.time, step=record.step)
+        if records:
+            self._wait_for(records[-1].time)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records whose times the archives of this key hold, or Comet itself, if online."""
+        times = set(self._held_times())
+        held = [record.time in times for record in records]
+        return held.index(False) if False in held else len(held)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Keep the plan as the asset `plan.json`."""
+        self._experiment.log_asset_data(json.dumps(plan, indent=2), name="plan.json")
+
+    def close(self) -> None:
+        """End the experiment, unless it is the user's; an offline one becomes an archive."""
+        if self._live is None:
+            self._experiment.end()
+
+    def _begin(self, comet: Any, run_name: str) -> Any:
+        given, known = self._options, self.run_id(run_name)
+        key = known or comet.generate_guid()
+        self.remember_run_id(run_name, key)
+        common = {
+            "project_name": given.project,
+            "workspace": given.workspace,
+            "experiment_key": key,
+            **_QUIET,
+        }
+        api_key = comet.get_config("comet.api_key")
+        if given.mode == "online" or (given.mode is None and api_key):
+            return comet.ExistingExperiment(**common) if known else comet.Experiment(**common)
+        folder = self.directory / self.name
+        self._close_killed(folder, key)
+        is_new = not (folder / f"{key}.zip").exists()
+        kind = comet.OfflineExperiment if is_new else comet.ExistingOfflineExperiment
+        with _temporary_files_in(folder / "running" / key / ("new" if is_new else "more")):
+            return kind(offline_directory=str(folder), **common)
+
+    def _close_killed(self, folder: Path, key: str) -> None:
+        """Make archives of what killed processes left, and remove those that they only began."""
+        for archive in folder.glob(f"{key}*.zip"):
+            if not archive_lines(archive):
+                archive.unlink()
+        for left in sorted((folder / "running" / key).glob("*/*")):
+            is_new = left.parent.name == "new"
+            archive = folder / (f"{key}.zip" if is_new else f"{key}-{left.name}.zip")
+            given = self._options
+            close_killed(left, archive, project=given.project, workspace=given.workspace, is_new=is_new)
+
+    def _held_times(self) -> Iterator[float]:
+        key = self._experiment.get_key()
+        if self._file is None:
+            api = load_library("comet_ml.api", extra=self.name).API(cache=False)
+            for metric in api.get_experiment_by_key(key).get_metrics(TIME_METRIC):
+                yield float(metric["metricValue"])
+            return
+        for archive in sorted(Path(self._experiment.offline_directory).glob(f"{key}*.zip")):
+            yield from held_times(archive_lines(archive))
+        yield from MessageFile(Path(self._experiment.tmpdir)).times()
+
+    def _wait_for(self, last_time: float) -> None:
+        if self._file is None:
+            if not self._experiment.flush():
+                raise TimeoutError("comet: Comet did not take all that was sent within its time limit")
+            return
+        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while last_time not in self._file.times():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"comet: no message reached {self._experiment.tmpdir} in {_LONGEST_WAIT_SECONDS:g} s"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+    def _log_medium(self, name: str, medium: StoredMedium, step: int | None) -> None:
+        data: Any = medium.data
+        at, path = self._experiment, str(medium.path)
+        if medium.kind == "table":
+            at.log_table(f"{name}.csv", tabular_data=data["rows"], headers=data["columns"])
+        elif medium.kind == "text":
+            at.log_text(str(data), step=step, metadata={"name": name})
+        elif medium.kind in ("image", "figure"):
+            at.log_image(path, name=name, step=step)
+        elif medium.kind == "audio":
+            at.log_audio(path, file_name=name, step=step)
+        elif medium.kind == "video":
+            at.log_video(path, name=name, step=step)
+        else:
+            at.log_asset(path, file_name=name, step=step)
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Generator[None]:
+    """Make Python's temporary files in a folder: Comet keeps an experiment in one until it ends, and asks nobody."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before

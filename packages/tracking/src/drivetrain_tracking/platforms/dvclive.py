@@ -1,0 +1,222 @@
+"""DVCLive: tables, parameters and images in `DIRECTORY/dvclive/RUN`, which DVC and its editor extension show."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from drivetrain_tracking import compat
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.platform import Platform, folder_name, load_library
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+
+_STATE = (
+    ".drivetrain.json"  # in the run's folder: the last record's time, and how long each table was after it
+)
+
+
+class DVCLiveTracker(Platform):
+    """A tracker that writes DVCLive's files.
+
+    Numbers and strings are rows of `plots/metrics/NAME.tsv`, true and false are 1 and 0, NaN and infinities are the
+    words `nan` and `inf`; None is left to the log. A record without a step gets the last step. Steps that a resumed
+    run logs again go to `attempt-2/NAME`. A name that is another's folder in DVC's summary (`loss` and `loss/val`)
+    gets dots in place of slashes.
+
+    DVCLive closes a table after each row, so a kill takes none back. What a killed `write` left half-done is cut off
+    when the next tracker starts.
+    """
+
+    name = "dvclive"
+    library = "dvclive"
+    media_kinds = frozenset({"image", "figure", "histogram"})
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._live: Any = None
+        self._given: Any = None  # a Live of the user's
+        self._dvcyaml: str | None = None
+        self._save_experiment = False
+        self._report: str | None = None
+        self._names: dict[str, str] = {}  # as logged -> DVCLive's
+        self._num_listed = 0  # names that dvc.yaml was written for
+
+    @classmethod
+    def of(cls, live: Any) -> "DVCLiveTracker":
+        """Return a tracker of a `dvclive.Live` that the caller made; `finish` leaves it open.
+
+        What a killed process left half-done in it stays, since other values than the tracker's may be among it.
+        """
+        tracker = cls(Path(live.dir).absolute())
+        tracker._given = live
+        return tracker
+
+    def start(
+        self,
+        run_name: str,
+        config: Metrics,
+        *,
+        dvcyaml: str | None = None,
+        save_experiment: bool = False,
+        report: str | None = None,
+    ) -> None:
+        """Start a run, or continue a stopped run of the same name.
+
+        Args:
+            run_name: The name of the run, of its folder, and of the experiment in DVC.
+            config: The configuration of the run, in `params.yaml`.
+            dvcyaml: The path of the `dvc.yaml` to write; one in the run's folder by default.
+            save_experiment: True to save the run as an experiment of DVC when it ends, which needs a Git repository.
+            report: `"md"` or `"html"` for a report in the run's folder, which DVCLive writes anew at each `write`.
+        """
+        self._dvcyaml, self._save_experiment, self._report = dvcyaml, save_experiment, report
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Open the run's folder, and write its parameters."""
+        self._live = self._given or self._open(run_name)
+        state = self._state()
+        self._names = dict(state.get("names", {}))
+        self._live.log_params(dict(config))
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write a row for each value, then note how long the tables are."""
+        for record in records:
+            if record.step is not None:
+                self._live.step = record.step
+            for name, value in flat_values(record.values).items():
+                if value is not None:
+                    self._live.log_metric(
+                        self._name(record, name), int(value) if isinstance(value, bool) else value
+                    )
+            for name, medium in record.media.items():
+                self._add_medium(record, name, medium)
+        if records:
+            self._note(records[-1].time)
+            self._publish()
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records up to the time that was noted last."""
+        last = self._state().get("time")
+        return 0 if last is None else sum(record.time <= last for record in records)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Write the plan as the parameter `plan`."""
+        self._live.log_param("plan", dict(plan))
+
+    def close(self) -> None:
+        """End the run."""
+        live, self._live = self._live, None
+        if self._given is not None:
+            return
+        if self._save_experiment or compat.dvclive_sends_to_studio(live):
+            live.end()
+            return
+        live.make_summary()  # `end` does the same, and leaves a thread behind that waits for Studio
+        self._list(live)
+        live.make_report()
+
+    def _open(self, run_name: str) -> Any:
+        library = load_library("dvclive", extra=self.name)
+        folder = self.directory / self.name / folder_name(run_name)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = _read_json(folder / _STATE)
+        _cut(folder, cast("Mapping[str, int]", state.get("sizes", {})))
+        live = library.Live(
+            str(folder),
+            resume=True,
+            report=self._report,
+            save_dvc_exp=self._save_experiment,
+            dvcyaml=self._dvcyaml or str(folder / "dvc.yaml"),
+            exp_name=run_name if self._save_experiment else None,
+        )
+        live.summary = dict(state.get("summary", {}))
+        live.step = int(state.get("step", 0))
+        return live
+
+    def _publish(self) -> None:
+        """Bring DVC's summary up to date, and Studio, if a token of it is there."""
+        if compat.dvclive_sends_to_studio(self._live):
+            self._live.sync()
+            return
+        self._live.make_summary()
+        self._live.make_report()
+        if self._given is None and self._num_listed != len(self._names):
+            self._num_listed = len(self._names)
+            self._list(self._live)
+
+    def _list(self, live: Any) -> None:
+        """Write what DVC shows to dvc.yaml. DVCLive adds to a file in the run's own folder without taking away."""
+        if self._dvcyaml is None:
+            Path(live.dvc_file).unlink(missing_ok=True)
+        live.make_dvcyaml()
+
+    def _name(self, record: LoggedRecord, name: str) -> str:
+        at = name if record.attempt == 1 else f"attempt-{record.attempt}/{name}"
+        if at not in self._names:
+            self._names[at] = free_name(at, frozenset(self._names.values()))
+        return self._names[at]
+
+    def _state(self) -> dict[str, Any]:
+        return _read_json(Path(self._live.dir) / _STATE)
+
+    def _note(self, time: float) -> None:
+        """Note the time of the last record and the sizes of the tables, by a rename that a kill cannot cut short."""
+        folder = Path(self._live.dir)
+        tables = {name: folder / "plots" / "metrics" / f"{name}.tsv" for name in set(self._names.values())}
+        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in tables.values()}
+        beside = folder / f"{_STATE}.new"
+        noted = {
+            "time": time,
+            "step": self._live.step,
+            "sizes": sizes,
+            "names": self._names,
+            "summary": self._live.summary,
+        }
+        beside.write_text(json.dumps(noted))
+        beside.replace(folder / _STATE)
+
+    def _add_medium(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
+        above = "" if record.attempt == 1 else f"attempt-{record.attempt}/"
+        at = f"{free_name(above + name, frozenset())}/{self._live.step}"
+        if medium.kind in ("image", "figure") and medium.path is not None:
+            self._live.log_image(f"{at}{medium.path.suffix}", str(medium.path))
+        elif medium.kind == "histogram":
+            assert isinstance(medium.data, dict)
+            edges = cast("list[float]", medium.data["edges"])
+            counts = cast("list[float]", medium.data["counts"])
+            rows = [{"from": edge, "count": count} for edge, count in zip(edges, counts, strict=False)]
+            self._live.log_plot(at, rows, x="from", y="count", title=name)
+
+
+def free_name(name: str, taken: frozenset[str]) -> str:
+    """Return a name for files: parts without dots in front, none that is a folder of another in DVC's summary."""
+    parts = [folder_name(part) for part in name.split("/") if part.strip(" .")] or ["run"]
+    kept = "/".join(parts)
+    above = {str(one) for one in PurePosixPath(kept).parents}
+    if above & taken:
+        return ".".join(parts)
+    if any(one.startswith(f"{kept}/") for one in taken):
+        return f"{kept}.value"
+    return kept
+
+
+def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Cut tables to what the last whole `write` left, and remove files that a kill may have left in the middle."""
+    for table in sorted(folder.glob("plots/metrics/**/*.tsv")):
+        size = sizes.get(str(table.relative_to(folder)), 0)
+        if size == 0:
+            table.unlink()
+        elif table.stat().st_size > size:
+            with table.open("r+b") as file:
+                file.truncate(size)
+    for name in ("metrics.json", "params.yaml", "dvc.yaml"):  # written again from what is known
+        (folder / name).unlink(missing_ok=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return cast("dict[str, Any]", json.loads(path.read_text()))
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,214 @@
+"""MLflow: a tracking server where one is configured, else the sqlite store `DIRECTORY/mlflow/mlflow.db`."""
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import (
+    LoggedRecord,
+    MediaKind,
+    StoredMedium,
+    flat_numbers,
+    flat_texts,
+    flat_values,
+)
+
+_TIME, _ATTEMPT, _INFINITE = "drivetrain/time", "drivetrain/attempt", "drivetrain/infinite"
+_MOST_METRICS, _MOST_TAGS = 1000, 100  # MLflow's limits of one call, in which both together are at most 1000
+_MOST_CHARACTERS = {"name": 250, "tag": 5000, "param": 6000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    experiment: str = "Default"
+    tracking_uri: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class MLflowTracker(Platform):
+    """A tracker that writes a run of MLflow through its client.
+
+    Numbers and booleans are metrics, a string is a tag that holds its last value, None is left to the log. A step
+    that is missing is 0. NaN is kept; a store in SQL makes the largest number of an infinity, so that the metric
+    `drivetrain/infinite` counts them. `drivetrain/time` holds each record's time. MLflow keeps all values of a step;
+    those that a resumed run logs again have `drivetrain/attempt` at the same time.
+
+    `write` returns once the store has committed, which a kill does not change. An image whose record a kill cut off
+    may be there twice.
+    """
+
+    name = "mlflow"
+    library = "mlflow"
+    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
+        {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
+    )
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._options = _Options()
+        self._live: Any = None  # a run that the user owns
+        self._client: Any = None
+        self._run_id = ""
+        self._last_milliseconds = 0
+
+    @classmethod
+    def of(cls, live: Any) -> Self:
+        """Return a tracker that logs to an active `mlflow.ActiveRun` of the user's, and leaves it open at the end."""
+        tracker = cls(Path())
+        tracker._live = live
+        return tracker
+
+    def start(
+        self,
+        run_name: str,
+        config: Metrics,
+        *,
+        experiment: str = "Default",
+        tracking_uri: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start a run, or continue a stopped run of the same name.
+
+        Args:
+            run_name: The name of the run.
+            config: The configuration of the run.
+            experiment: The experiment, created where it does not exist.
+            tracking_uri: The store, such as "http://127.0.0.1:5000" or "sqlite:///runs.db"; if None, what
+                `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI say, else a sqlite file in the directory.
+            tags: Tags of the run.
+        """
+        self._options = _Options(experiment=experiment, tracking_uri=tracking_uri, tags=dict(tags or {}))
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Connect to the store, and create the run or open it again."""
+        mlflow = load_library("mlflow", extra=self.name)
+        if self._live is not None:
+            self._client, self._run_id = mlflow.MlflowClient(), self._live.info.run_id
+        else:
+            self._open_own(mlflow, run_name)
+        self._log_config(config)
+        history = self._client.get_metric_history(self._run_id, _TIME)
+        self._last_milliseconds = max((metric.timestamp for metric in history), default=0)
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write the records in batches of up to 1000 metrics; a record's time is committed with its last values."""
+        batch: list[Any] = []
+        tags: dict[str, str] = {}
+        for record in records:
+            for name, medium in record.media.items():
+                self._log_medium(name, medium, record)
+            metrics = list(self._metrics(record))
+            texts = {mlflow_name(name): text for name, text in flat_texts(record.values).items()}
+            if len(batch) + len(metrics) + _MOST_TAGS > _MOST_METRICS or len(tags | texts) > _MOST_TAGS:
+                self._commit(batch, tags)
+                batch, tags = [], {}
+            batch += metrics
+            tags |= texts
+        self._commit(batch, tags)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records whose times the run's metric `drivetrain/time` holds."""
+        times = {metric.value for metric in self._client.get_metric_history(self._run_id, _TIME)}
+        held = [record.time in times for record in records]
+        return held.index(False) if False in held else len(held)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Keep the plan as the artifact `plan.json`."""
+        self._client.log_dict(self._run_id, dict(plan), "plan.json")
+
+    def close(self) -> None:
+        """Set the run's status to finished, unless it is the user's."""
+        if self._live is None:
+            self._client.set_terminated(self._run_id)
+
+    def _open_own(self, mlflow: Any, run_name: str) -> None:
+        folder, artifacts = self.directory / self.name, None
+        uri = self._options.tracking_uri or (
+            mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+        )
+        if uri is None:
+            folder.mkdir(exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of each new table
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        known = self.run_id(run_name)
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+            self._run_id = known
+            return
+        name = self._options.experiment
+        experiment = self._client.get_experiment_by_name(name)
+        place = (
+            self._client.create_experiment(name, artifact_location=artifacts)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        run = self._client.create_run(place, run_name=run_name, tags=dict(self._options.tags))
+        self._run_id = run.info.run_id
+        self.remember_run_id(run_name, self._run_id)
+
+    def _log_config(self, config: Mapping[str, Plain]) -> None:
+        """Keep the configuration as `config.json`, and as parameters, which MLflow never lets change."""
+        entities = load_library("mlflow.entities", extra=self.name)
+        self._client.log_dict(self._run_id, dict(config), "config.json")
+        known = self._client.get_run(self._run_id).data.params
+        given = {mlflow_name(name): value for name, value in flat_values(config).items()}
+        new = [
+            entities.Param(name, str(value)[: _MOST_CHARACTERS["param"]])
+            for name, value in given.items()
+            if name not in known
+        ]
+        for begin in range(0, len(new), _MOST_TAGS):
+            self._client.log_batch(self._run_id, params=new[begin : begin + _MOST_TAGS])
+
+    def _metrics(self, record: LoggedRecord) -> Iterator[Any]:
+        """Yield the metrics of a record, its time last; each record has a millisecond of its own.
+
+        MLflow keeps one of two equal values of the same name, step and millisecond.
+        """
+        metric = load_library("mlflow.entities", extra=self.name).Metric
+        numbers = flat_numbers(record.values)
+        num_infinite = sum(math.isinf(number) for number in numbers.values())
+        more = {_INFINITE: num_infinite} if num_infinite else {}
+        more |= {_ATTEMPT: record.attempt} if record.attempt > 1 else {}
+        self._last_milliseconds = max(self._last_milliseconds + 1, int(record.time * 1000))
+        for name, number in {**numbers, **more, _TIME: record.time}.items():
+            yield metric(mlflow_name(name), number, self._last_milliseconds, record.step or 0)
+
+    def _commit(self, metrics: Sequence[Any], tags: Mapping[str, str]) -> None:
+        entities = load_library("mlflow.entities", extra=self.name)
+        pairs = [entities.RunTag(name, text[: _MOST_CHARACTERS["tag"]]) for name, text in tags.items()]
+        for begin in range(0, len(pairs), _MOST_TAGS):
+            self._client.log_batch(self._run_id, tags=pairs[begin : begin + _MOST_TAGS])
+        for begin in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _MOST_METRICS])
+
+    def _log_medium(self, name: str, medium: StoredMedium, record: LoggedRecord) -> None:
+        folder = f"{medium.kind}/{mlflow_name(name)}"
+        place = f"{folder}/{record.step or 0}-{int(record.time * 1000)}"
+        if medium.kind == "text":
+            self._client.log_text(self._run_id, str(medium.data), f"{place}.txt")
+        elif medium.path is None:  # tables and histograms
+            self._client.log_dict(self._run_id, medium.data, f"{place}.json")
+        elif medium.kind in ("image", "figure") and find_spec("PIL"):
+            image = load_library("mlflow", extra=self.name).Image(str(medium.path))
+            key, at = mlflow_name(name), int(record.time * 1000)
+            self._client.log_image(self._run_id, image, key=key, step=record.step or 0, timestamp=at)
+        else:
+            self._client.log_artifact(self._run_id, str(medium.path), place)
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow takes: letters, digits and `_-. :/`, no empty part, at most 250 characters."""
+    plain = re.sub(r"[^\w\-. :/]", "-", name)
+    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[: _MOST_CHARACTERS["name"]] or "unnamed"

@@ -1,0 +1,122 @@
+"""TensorBoard: event files in `DIRECTORY/tensorboard/RUN`, which `tensorboard --logdir` shows."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking.errors import TrackerStateError
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.platform import Platform, folder_name, load_library
+from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, flat_numbers, flat_texts
+
+
+class TensorBoardTracker(Platform):
+    """A tracker that writes TensorBoard's event files, without TensorFlow or torch.
+
+    Numbers and booleans are scalars, strings are texts; None is left out. A record without a step gets the last step.
+    The configuration is a text and a row of the HParams tab, the plan a text. Steps that a resumed run logs again are
+    a run of their own, `attempt-2`, since TensorBoard hides what it takes for an abandoned past.
+
+    Each record is one event, with a checksum: a kill leaves it in its file whole or not at all.
+    """
+
+    name = "tensorboard"
+    library = "tensorboard"
+    media_kinds = frozenset({"image", "figure", "audio", "table", "histogram", "text"})
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._folder = self.directory
+        self._given: Any = None  # a SummaryWriter of the user's
+        self._writers: dict[int, Any] = {}  # by attempt
+        self._step = 0
+
+    @classmethod
+    def of(cls, live: Any) -> "TensorBoardTracker":
+        """Return a tracker of a `SummaryWriter` of torch or tensorboardX; `finish` leaves it open.
+
+        Raises:
+            TrackerStateError: The writer is closed.
+        """
+        if live.file_writer is None:
+            raise TrackerStateError("tensorboard: this SummaryWriter is closed: make another one")
+        tracker = cls(live.file_writer.get_logdir())
+        tracker._given = live
+        return tracker
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Choose the run's folder, and write its configuration."""
+        load_library("tensorboard", extra=self.name)
+        if self._given is None:
+            self._folder = self.directory / self.name / folder_name(run_name)
+        told = text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+        self._add(1, wall_time=0.0, values=[told, hyperparameters(config, start_time=time.time())])
+        self._flush()
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write each record as one event."""
+        for record in records:
+            self._step = self._step if record.step is None else record.step
+            values = [scalar(name, value) for name, value in flat_numbers(record.values).items()]
+            values += [text(name, content) for name, content in flat_texts(record.values).items()]
+            values += [medium_value(name, medium) for name, medium in record.media.items()]
+            self._add(record.attempt, wall_time=record.time, values=values)
+        self._flush()
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records whose times the event files hold."""
+        times = {attempt: self._times(attempt) for attempt in {record.attempt for record in records}}
+        held = [record.time in times[record.attempt] for record in records]
+        return held.index(False) if False in held else len(held)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Write the plan as a text."""
+        self._add(
+            1, wall_time=0.0, values=[text("plan", f"```json\n{json.dumps(dict(plan), indent=2)}\n```")]
+        )
+        self._flush()
+
+    def close(self) -> None:
+        """Close the event files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _attempt_folder(self, attempt: int) -> Path:
+        return self._folder if attempt == 1 else self._folder / f"attempt-{attempt}"
+
+    def _times(self, attempt: int) -> set[float]:
+        loader = load_library("tensorboard.backend.event_processing.event_file_loader", extra=self.name)
+        files = sorted(self._attempt_folder(attempt).glob("events.out.tfevents.*"))
+        return {event.wall_time for file in files for event in loader.EventFileLoader(str(file)).Load()}
+
+    def _add(self, attempt: int, *, wall_time: float, values: list[Any]) -> None:
+        event = load_library("tensorboard.compat.proto.event_pb2", extra=self.name).Event(
+            wall_time=wall_time, step=self._step
+        )
+        event.summary.value.extend(values)
+        if attempt == 1 and self._given is not None:
+            self._add_to_given(event, wall_time)
+            return
+        if attempt not in self._writers:
+            library = load_library("tensorboard.summary.writer.event_file_writer", extra=self.name)
+            self._writers[attempt] = library.EventFileWriter(str(self._attempt_folder(attempt)))
+        self._writers[attempt].add_event(event)
+
+    def _add_to_given(self, event: Any, wall_time: float) -> None:
+        if (
+            type(self._given).__module__.partition(".")[0] == "tensorboardX"
+        ):  # it has an Event class of its own
+            own = load_library("tensorboardX.proto.event_pb2", extra=self.name).Event
+            event = own.FromString(event.SerializeToString())
+        self._given.file_writer.add_event(event, self._step, wall_time)
+
+    def _flush(self) -> None:
+        if self._given is not None:
+            self._given.flush()
+        for writer in self._writers.values():
+            writer.flush()

@@ -1,0 +1,208 @@
+"""Trackio: rows of its local SQLite database, which `trackio show --project PROJECT` displays."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from drivetrain_tracking import compat
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.platform import Platform, folder_name, load_library
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+
+_MOST_IDS = 500  # in one question to SQLite
+
+
+class TrackioTracker(Platform):
+    """A tracker that writes Trackio's database, where Trackio keeps it: `TRACKIO_DIR`, or its folder in the home.
+
+    Each record is a row with its time and step; a record without a step gets the step after the last. Strings,
+    booleans, None, NaN and infinities are kept. Names that Trackio has for itself (`time`, `step`, ...) get two
+    underscores in front, as `trackio.log` gives them. Steps that a resumed run logs again are the run
+    `NAME (attempt 2)`.
+
+    A call of `write` is one transaction of SQLite, and a row that is there already is not written twice: a kill
+    neither takes nor doubles anything. The configuration is stored with the first record after the start, since
+    Trackio has no place for that of an empty run. To send a run to a Space, call `trackio.sync` after it.
+    """
+
+    name = "trackio"
+    library = "trackio"
+    media_kinds = frozenset({"image", "figure", "audio", "video", "table", "histogram", "text", "artifact"})
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._given: Any = None  # a trackio.Run of the user's
+        self._project = ""
+        self._group: str | None = None
+        self._run_name = ""
+        self._run_id = ""
+        self._config: dict[str, Plain] = {}
+        self._attempts: set[int] = set()
+
+    @classmethod
+    def of(cls, live: Any) -> "TrackioTracker":
+        """Return a tracker of a `trackio.Run` that the caller made; `finish` leaves it open.
+
+        Raises:
+            ValueError: The run goes to a Space or a server, which take no rows with times of their own.
+        """
+        if not compat.trackio_is_local(live):
+            raise ValueError(
+                f"the Trackio run {live.name!r} goes to {live.url}; a tracker needs a run of the local database: "
+                "trackio.init() without space_id and server_url, then trackio.sync(project, space_id)"
+            )
+        tracker = cls(Path.cwd())
+        tracker._given = live
+        return tracker
+
+    def start(
+        self, run_name: str, config: Metrics, *, project: str = "drivetrain", group: str | None = None
+    ) -> None:
+        """Start a run, or continue a stopped run of the same name.
+
+        Args:
+            run_name: The name of the run.
+            config: The configuration of the run.
+            project: The project, which is one database of Trackio.
+            group: The group of the run in the dashboard.
+        """
+        self._project, self._group = project, group
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Open the project's database."""
+        storage = self._storage()
+        created = datetime.now(UTC).isoformat()
+        if self._given is not None:
+            self._project, self._run_name, self._run_id = (
+                self._given.project,
+                self._given.name,
+                self._given.id,
+            )
+            own = self._given.config
+        else:
+            storage.validate_project_name(self._project)
+            self._run_name, self._run_id = run_name, self.run_id(run_name) or uuid4().hex
+            own = {"_Created": created, "_Group": self._group}
+            self.remember_run_id(run_name, self._run_id)
+        known = storage.get_run_config(self._project, run_id=self._run_id) or {}
+        self._config = {**_not_reserved(config), **own, **{k: known[k] for k in ("_Created",) if k in known}}
+        self._attempts = set()
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write the records of each attempt in one transaction."""
+        for attempt in sorted({record.attempt for record in records}):
+            rows = [record for record in records if record.attempt == attempt]
+            self._storage().bulk_log(
+                self._project,
+                self._name_of(attempt),
+                [self._row(record) for record in rows],
+                steps=[record.step for record in rows],
+                timestamps=[_timestamp(record.time) for record in rows],
+                config=None if attempt in self._attempts else self._config,
+                log_ids=[self._log_id(record) for record in rows],
+                run_id=self._id_of(attempt),
+            )
+            self._attempts.add(attempt)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records that have a row."""
+        wanted = [self._log_id(record) for record in records]
+        held: set[str] = set()
+        storage = self._storage()
+        if not storage.get_project_db_path(self._project).exists():
+            return 0
+        for first in range(0, len(wanted), _MOST_IDS):
+            some = ", ".join(f"'{one}'" for one in wanted[first : first + _MOST_IDS])
+            found = storage.query_project(
+                self._project, f"SELECT log_id FROM metrics WHERE log_id IN ({some})"
+            )
+            held |= {row["log_id"] for row in found["rows"]}
+        return next((at for at, one in enumerate(wanted) if one not in held), len(wanted))
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Keep the plan as the section `plan` of the configuration."""
+        self._config["plan"] = dict(plan)
+        self._attempts = set()
+
+    def close(self) -> None:
+        """Forget the run; nothing of it is open."""
+        self._attempts = set()
+
+    def _storage(self) -> Any:
+        return load_library("trackio.sqlite_storage", extra=self.name).SQLiteStorage
+
+    def _name_of(self, attempt: int) -> str:
+        return self._run_name if attempt == 1 else f"{self._run_name} (attempt {attempt})"
+
+    def _id_of(self, attempt: int) -> str:
+        return self._run_id if attempt == 1 else f"{self._run_id}-attempt-{attempt}"
+
+    def _log_id(self, record: LoggedRecord) -> str:
+        return f"{self._run_id}-{record.attempt}-{float(record.time).hex()}"
+
+    def _row(self, record: LoggedRecord) -> dict[str, Any]:
+        row = _not_reserved(flat_values(record.values))
+        for name, medium in record.media.items():
+            if medium.kind == "artifact":
+                self._add_artifact(record, name, medium)
+            else:
+                kept = compat.trackio_medium(
+                    self._medium(medium),
+                    project=self._project,
+                    run=folder_name(self._name_of(record.attempt)),  # a folder's name there
+                    step=record.step or 0,
+                )
+                row.update(_not_reserved({name: kept}))
+        return row
+
+    def _medium(self, medium: StoredMedium) -> Any:
+        library: Any = load_library("trackio", extra=self.name)
+        data: Any = medium.data
+        match medium.kind:
+            case "table":
+                return library.Table(columns=data["columns"], data=data["rows"])
+            case "histogram":
+                return library.Histogram(np_histogram=(data["counts"], data["edges"]))
+            case "text":
+                return library.Markdown(data)
+            case "audio":
+                return library.Audio(str(medium.path), caption=medium.caption)
+            case "video":
+                return library.Video(str(medium.path), caption=medium.caption)
+            case _:
+                return library.Image(str(medium.path), caption=medium.caption)
+
+    def _add_artifact(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
+        """Add a version of an artifact; content that is there already makes none."""
+        library = load_library("trackio", extra=self.name)
+        run = folder_name(self._name_of(record.attempt))
+        artifact = library.Artifact(re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{name}"), type="file")
+        artifact.add_file(str(medium.path))
+        self._storage().commit_artifact_version(
+            project=self._project,
+            name=artifact.name,
+            type=artifact.type,
+            description=medium.caption or None,
+            manifest=compat.trackio_manifest(artifact, self._project),
+            metadata={},
+            aliases=None,
+            run_name=self._name_of(record.attempt),
+            run_id=self._id_of(record.attempt),
+        )
+
+
+def _not_reserved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with two underscores in front of names that Trackio has for itself."""
+    reserved = load_library("trackio.utils", extra="trackio").RESERVED_KEYS
+    return {
+        f"__{name}" if name in reserved or name.startswith("_") else name: v for name, v in values.items()
+    }
+
+
+def _timestamp(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="microseconds")

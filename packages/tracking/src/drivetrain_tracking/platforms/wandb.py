@@ -1,0 +1,227 @@
+"""Weights & Biases: online where somebody is logged in, else `offline-run-*` folders for `wandb sync`."""
+
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from drivetrain_tracking.compat import WANDB_FLUSH_SETTING
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.platforms.wandb_file import WandbFile
+from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_values
+
+WandbMode: TypeAlias = Literal["online", "offline", "disabled"]
+
+_FLUSH_SECONDS = 0.05
+_LONGEST_WAIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    job_type: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
+    mode: WandbMode | None = None
+
+
+class WandbTracker(Platform):
+    """A tracker that writes a run of Weights & Biases.
+
+    Each record is one row of the run's history, with its own time as `_timestamp`. wandb's step counts rows, since
+    wandb drops a row whose step is behind; the optimizer step is `drivetrain/step`, the x axis of all charts. Rows
+    that a resumed run logs again have `drivetrain/attempt`. Strings, booleans, None, NaN and infinities are kept.
+
+    wandb writes from a service process. `write` returns once the row is in the run's `.wandb` file, which neither a
+    kill of this process nor one of the service changes. What a killed online run had not uploaded, `wandb sync` sends
+    from that file. A stopped offline run goes on in another `offline-run-*` folder with the same id, which
+    `wandb beta sync` joins to one run.
+    """
+
+    name = "wandb"
+    library = "wandb"
+    joining_variables = ("WANDB_SERVICE",)
+    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
+        {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
+    )
+
+    def __init__(self, directory: Path | str) -> None:
+        super().__init__(directory)
+        self._options = _Options()
+        self._live: Any = None  # a run that the user owns
+        self._run: Any = None
+        self._file = WandbFile(self.directory)
+        self._num_rows = 0
+
+    @classmethod
+    def of(cls, live: Any) -> Self:
+        """Return a tracker that logs to a `wandb.Run` of the user's, and leaves it open at the end.
+
+        Its `write` returns once wandb's service process has the rows; that process writes them to the run's file as
+        often as the run's own settings say, and when this process dies.
+        """
+        tracker = cls(Path(live.dir))
+        tracker._live = live
+        return tracker
+
+    def start(
+        self,
+        run_name: str,
+        config: Metrics,
+        *,
+        project: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] = (),
+        notes: str | None = None,
+        mode: WandbMode | None = None,
+    ) -> None:
+        """Start a run, or continue a stopped run of the same name.
+
+        Args:
+            run_name: The name of the run.
+            config: The configuration of the run.
+            project: The project; if None, wandb's own default.
+            entity: The user or team; if None, wandb's own default.
+            group: A group of runs, such as those of one sweep.
+            job_type: The kind of run within its group, such as "train".
+            tags: Labels of the run.
+            notes: A longer description.
+            mode: "online", "offline" or "disabled"; if None, wandb's own environment and login decide, and it is
+                offline where nobody is logged in.
+        """
+        self._options = _Options(
+            project=project,
+            entity=entity,
+            group=group,
+            job_type=job_type,
+            tags=tuple(tags),
+            notes=notes,
+            mode=mode,
+        )
+        super().start(run_name, config)
+
+    def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
+        """Start wandb's service process and the run."""
+        wandb = load_library("wandb", extra=self.name)
+        if self._live is not None:
+            self._run = self._live
+            self._run.config.update(config, allow_val_change=True)
+        else:
+            self._run = self._init(wandb, run_name, config)
+            self.remember_run_id(run_name, self._run.id)
+            self._run.define_metric("drivetrain/step", hidden=True)
+            self._run.define_metric("*", step_metric="drivetrain/step", step_sync=False)
+        self._num_rows = len(self._held_times())
+        self._file = WandbFile(Path(self._run.settings.sync_file))
+
+    def write_records(self, records: Sequence[LoggedRecord]) -> None:
+        """Write each record as one row, and wait until all are in the run's file."""
+        for record in records:
+            row: dict[str, Any] = {**flat_values(record.values), "_timestamp": record.time}
+            if record.step is not None:
+                row["drivetrain/step"] = record.step
+            if record.attempt > 1:
+                row["drivetrain/attempt"] = record.attempt
+            for name, medium in record.media.items():
+                if medium.kind == "artifact":
+                    self._log_file(name, medium)
+                else:
+                    row[name] = self._medium(medium)
+            step = None if self._live is not None else self._num_rows
+            self._run.log(row, step=step, commit=True)
+            self._num_rows += 1
+        if records:
+            self._wait_for(records[-1].time)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Count the records whose times the run's files hold, over all folders of its id."""
+        times = set(self._held_times())
+        held = [record.time in times for record in records]
+        return held.index(False) if False in held else len(held)
+
+    def record_plan(self, plan: Metrics) -> None:
+        """Keep the plan as the artifact `plan-RUN`, of type "plan"."""
+        artifact = load_library("wandb", extra=self.name).Artifact(f"plan-{self._run.id}", type="plan")
+        with artifact.new_file("plan.json") as file:
+            json.dump(plan, file, indent=2)
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        """Finish the run, unless it is the user's."""
+        if self._live is None:
+            self._run.finish()
+
+    def _init(self, wandb: Any, run_name: str, config: Mapping[str, Plain]) -> Any:
+        if WANDB_FLUSH_SETTING not in wandb.Settings.model_fields:
+            raise RuntimeError(
+                f"wandb {wandb.__version__} writes a run's file every 32 KiB only: a kill would lose records. Run "
+                "pip install 'wandb>=0.31', or pass a run of your own to WandbTracker.of(run)"
+            )
+        given, run_id = self._options, self.run_id(run_name)
+        mode = given.mode or (None if wandb.login(prompt=False) else "offline")
+        quiet: dict[str, Any] = {"silent": True, "console": "off", WANDB_FLUSH_SETTING: _FLUSH_SECONDS}
+        return wandb.init(
+            dir=str(self.directory),
+            name=run_name,
+            id=run_id,
+            resume="allow" if run_id and mode != "offline" else None,
+            config=dict(config),
+            project=given.project,
+            entity=given.entity,
+            group=given.group,
+            job_type=given.job_type,
+            tags=given.tags or None,
+            notes=given.notes,
+            mode=mode,
+            reinit="create_new",  # a run of the user's in this process stays wandb.run
+            settings=wandb.Settings(**quiet),
+        )
+
+    def _held_times(self) -> list[float]:
+        """Return the times in the run's files, those of earlier processes included."""
+        folder = Path(self._run.settings.sync_file).parents[1]
+        files = folder.glob(f"*run-*-{self._run.id}*/run-{self._run.id}.wandb")
+        return [one for file in sorted(files) for one in WandbFile(file).times()]
+
+    def _wait_for(self, last_time: float) -> None:
+        """Wait until the service process has the row of this time and, for our own runs, has written it."""
+        _ = self._run.step  # the service answers after it took what was sent before
+        if self._live is not None or self._run.disabled:
+            return
+        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while last_time not in self._file.times():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"wandb: its service process wrote no row into {self._run.settings.sync_file} for "
+                    f"{_LONGEST_WAIT_SECONDS:g} s; {self._run.settings.log_internal} may say why"
+                )
+            time.sleep(_FLUSH_SECONDS / 10)
+
+    def _medium(self, medium: StoredMedium) -> Any:
+        wandb = load_library("wandb", extra=self.name)
+        data: Any = medium.data
+        if medium.kind == "table":
+            return wandb.Table(columns=data["columns"], data=data["rows"], allow_mixed_types=True)
+        if medium.kind == "histogram":
+            return wandb.Histogram(np_histogram=(data["counts"], data["edges"]))
+        if medium.kind == "text":
+            return wandb.Html(f"<pre>{html.escape(str(data))}</pre>", inject=False)
+        kinds = {"image": wandb.Image, "figure": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
+        return kinds[medium.kind](str(medium.path), caption=medium.caption or None)
+
+    def _log_file(self, name: str, medium: StoredMedium) -> None:
+        plain = "".join(one if one.isalnum() or one in "-_." else "-" for one in name)[:128]
+        artifact = load_library("wandb", extra=self.name).Artifact(
+            plain, type="file", description=medium.caption or None
+        )
+        artifact.add_file(str(medium.path))
+        self._run.log_artifact(artifact)

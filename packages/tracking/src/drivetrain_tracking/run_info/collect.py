@@ -1,0 +1,67 @@
+"""Collect what surrounds a run."""
+
+import os
+import platform
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.run_info.git import git_info
+from drivetrain_tracking.run_info.secrets import mask_command
+
+
+def collect_info() -> dict[str, Plain]:
+    """Return the commit, versions, hardware and command line of this process, without secrets.
+
+    Versions are those of the packages that are imported by now; accelerators are told if torch is.
+    """
+    script = Path(sys.argv[0]).absolute().parent if sys.argv and sys.argv[0] else Path.cwd()
+    return {
+        "command": list[Plain](mask_command([sys.executable, *sys.argv])),
+        "folder": str(Path.cwd()),
+        "git": git_info(script) if script.is_dir() else git_info(Path.cwd()),
+        "python": platform.python_version(),
+        "packages": dict[str, Plain](_imported_packages()),
+        "hardware": _hardware(),
+    }
+
+
+def _imported_packages() -> dict[str, str]:
+    names = sorted({name.partition(".")[0] for name in sys.modules if not name.startswith("_")})
+    found: dict[str, str] = {}
+    for name in names:
+        if name in sys.stdlib_module_names:
+            continue
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # a module of the user's own, or one whose distribution has another name
+    return found
+
+
+def _hardware() -> dict[str, Plain]:
+    found: dict[str, Plain] = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "accelerators": list[Plain](_accelerators()),
+    }
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _accelerators() -> list[str]:
+    torch: Any = sys.modules.get("torch")  # this package does not import it
+    if torch is None or not torch.accelerator.is_available():
+        return []
+    accelerator: Any = torch.accelerator.current_accelerator()
+    name_of = getattr(getattr(torch, accelerator.type), "get_device_name", None)
+    return [
+        f"{accelerator.type}:{index}" if name_of is None else str(name_of(index))
+        for index in range(torch.accelerator.device_count())
+    ]

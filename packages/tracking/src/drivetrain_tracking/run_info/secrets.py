@@ -1,0 +1,101 @@
+"""Mask secrets in configurations, command lines and texts before they are written anywhere."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+MASK = "***"
+
+# Words of a name that say what its value is. "token" is a word of vocabularies too (pad_token, num_tokens), so that
+# it counts alone, or behind a word that says whose it is.
+_SECRET_WORDS = frozenset(
+    {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
+)
+_KEY_OWNERS = frozenset({"api", "access", "private", "secret", "account", "encryption", "signing"})
+_TOKEN_OWNERS = frozenset(
+    {
+        "access",
+        "api",
+        "auth",
+        "bearer",
+        "bot",
+        "gh",
+        "github",
+        "gitlab",
+        "hf",
+        "hub",
+        "id",
+        "refresh",
+        "session",
+        "wandb",
+    }
+)
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+# Secrets that tell themselves by their form.
+_FORMS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}"
+    r"|\bglpat-[A-Za-z0-9_-]{20,}|\bAKIA[A-Z0-9]{16}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+_ASSIGNMENT = re.compile(
+    r"(?P<name>[A-Za-z_][\w.-]*)(?P<between>[\"']?\s*[:=]\s*[\"']?)(?P<value>[^\s\"',;]{4,})"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a name says that its value is a secret: api_key, hf-token, DB_PASSWORD; not pad_token."""
+    words = [word.lower() for word in _WORDS.findall(name)]
+    for index, word in enumerate(words):
+        owner = words[index - 1] if index else ""
+        if word in _SECRET_WORDS or (word == "key" and owner in _KEY_OWNERS):
+            return True
+        if word == "token" and index == len(words) - 1 and (not owner or owner in _TOKEN_OWNERS):
+            return True
+    return False
+
+
+def mask_config(value: Any) -> Any:
+    """Return plain nested values with the secrets among them masked: by their names, and by their form."""
+    if isinstance(value, Mapping):
+        return {
+            name: MASK if is_secret_name(str(name)) and _is_given(item) else mask_config(item)
+            for name, item in cast("Mapping[Any, Any]", value).items()
+        }
+    if isinstance(value, list):
+        return [mask_config(item) for item in cast("list[Any]", value)]
+    return _mask_forms(value) if isinstance(value, str) else value
+
+
+def mask_command(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the values of secret flags masked: `--api-key X` and `--api-key=X`."""
+    masked: list[str] = []
+    hides_next = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_secret = is_secret_name(name) and (name.startswith("-") or bool(equals))
+        if hides_next and not argument.startswith("-"):
+            masked.append(MASK)
+        else:
+            masked.append(f"{name}={MASK}" if is_secret and equals else _mask_forms(argument))
+        hides_next = is_secret and not equals
+    return masked
+
+
+def mask_text(text: str) -> str:
+    """Return a text, such as the changes of a commit, with secrets masked: assignments to their names, and forms."""
+
+    def masked(found: "re.Match[str]") -> str:
+        is_secret = is_secret_name(found["name"])
+        return found["name"] + found["between"] + MASK if is_secret else found[0]
+
+    return _ASSIGNMENT.sub(masked, _mask_forms(text))
+
+
+def _mask_forms(text: str) -> str:
+    return _URL_PASSWORD.sub(MASK, _FORMS.sub(MASK, text))
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False and value is not True and value != ""

@@ -1,0 +1,57 @@
+"""The lines of a spool: JSON objects that end in a checksum of themselves.
+
+```text
+{"step": 10, "time": 1763690003.9, "loss": 2.31, "crc": "5e3b12af"}
+```
+
+The checksum is the CRC-32 of all bytes before `, "crc"`, so that a line that was cut, or that two programs wrote into
+at once, is told from a whole one. Readers that know nothing of it see one more member.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+from drivetrain_tracking.plain import Plain
+
+_MARK = b', "crc": "'
+_END = b'"}\n'
+_TAIL = len(_MARK) + 8 + len(_END)
+
+
+def encode(record: Mapping[str, Plain]) -> bytes:
+    """Return the line of a record, with its line break. NaN and infinities, which JSON lacks, become strings.
+
+    Raises:
+        ValueError: The record is empty.
+    """
+    try:
+        body = json.dumps(record, allow_nan=False).encode()[:-1]
+    except ValueError:  # a NaN or an infinity: rare, and dear to look for in every record
+        body = json.dumps(_strict(dict(record)), allow_nan=False).encode()[:-1]
+    if body == b"{":
+        raise ValueError("an empty record has no line")
+    return b'%b, "crc": "%08x"}\n' % (body, crc32(body))
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line without its checksum, or None if the line is not whole."""
+    body, tail = line[:-_TAIL], line[-_TAIL:]
+    if not tail.startswith(_MARK) or not tail.endswith(_END):
+        return None
+    if tail != b"%b%08x%b" % (_MARK, crc32(body), _END):
+        return None
+    return json.loads(body + b"}")
+
+
+def _strict(value: Plain) -> Plain:
+    """Return the value with NaN and infinities replaced by strings that JavaScript and Python parse as numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return value

@@ -1,0 +1,64 @@
+"""Read a spool from any line on, while it is written: damaged lines are passed over and counted."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drivetrain_tracking.spool.line import decode
+
+_CHUNK_BYTES = 1 << 20
+
+
+class SpooledRecord(NamedTuple):
+    """A record of a spool.
+
+    Attributes:
+        end: The offset of the next line in the file, in bytes, by which a reader goes on later.
+        record: The record.
+    """
+
+    end: int
+    record: dict[str, Any]
+
+
+class SpoolReader:
+    """A reader of the records behind an offset. Not thread-safe.
+
+    Args:
+        path: The spool; it need not exist yet.
+        offset: The `end` of the last record that was read, or 0.
+
+    Attributes:
+        offset: The offset of the first byte that is not read yet.
+        num_damaged: The number of damaged lines that were passed over.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.offset = offset
+        self.num_damaged = 0
+        self._path = path
+
+    def read(self) -> Iterator[SpooledRecord]:
+        """Yield the records that are complete by now. A last line without its line break is left for the next call.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        try:
+            file = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            rest = b""
+            while chunk := os.pread(file, _CHUNK_BYTES, self.offset + len(rest)):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self.offset += len(line) + 1
+                    record = decode(line + b"\n")
+                    if record is None:
+                        self.num_damaged += 1
+                    else:
+                        yield SpooledRecord(self.offset, record)
+        finally:
+            os.close(file)

@@ -1,0 +1,184 @@
+"""Append records to a spool without ever stopping the training that writes them."""
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from weakref import ref
+
+from drivetrain_tracking.errors import SpoolInUseError, TrackerStateError
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.spool.line import encode
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Spool:
+    """A file of records that one process appends to.
+
+    A record is with the operating system when `append` returns: it survives the end of this process by any signal. It
+    survives the end of the machine from the next flush on, which a thread of the spool makes every `flush_seconds`.
+
+    A disk that is full or fails takes nothing from training: records that could not be written are counted, told
+    once, and a record of their number follows when the disk takes records again.
+
+    Args:
+        path: The file, created if it is missing; what a killed process left of a line is removed first.
+        flush_seconds: The time between flushes to the disk.
+
+    Attributes:
+        num_lost: The number of records that could not be written.
+
+    Raises:
+        SpoolInUseError: Another process appends to the file.
+        OSError: The file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:
+        self.num_lost = 0
+        self._path = path
+        self._num_lost_told = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = _open_alone(path)
+        self._end = _cut_unfinished_line(self._file)
+        self._written = threading.Event()
+        self._closing = threading.Event()
+        self._flusher = threading.Thread(
+            target=self._flush_often, args=(self._file, flush_seconds), name="drivetrain spool", daemon=True
+        )
+        self._flusher.start()
+        _forget_in_children(self)
+
+    def append(self, record: Mapping[str, Plain]) -> None:
+        """Append a record; an error of the disk is counted, not raised.
+
+        Raises:
+            TrackerStateError: The spool is closed.
+            ValueError: The record has no line; see `encode`.
+        """
+        if self._file is None:
+            raise TrackerStateError(f"append() to {self._path}, which is closed")
+        line = encode(record)
+        if self.num_lost > self._num_lost_told:
+            # One write for both: the record of what was lost goes only together with one that was not.
+            line = encode({"event": "lost", "count": self.num_lost - self._num_lost_told}) + line
+        try:
+            _write_whole(self._file, line, self._end)
+        except OSError as error:
+            self._lose(error)
+            return
+        self._end += len(line)
+        self._num_lost_told = self.num_lost
+        self._written.set()
+
+    def close(self) -> None:
+        """Flush and close the file. A second call does nothing."""
+        if self._file is None:
+            return
+        self._closing.set()
+        self._written.set()
+        self._flusher.join()
+        _unlock(self._file)
+        os.close(self._file)
+        self._file = None
+        if self.num_lost:
+            logger.warning("%d records could not be written to %s", self.num_lost, self._path)
+
+    def forget(self) -> None:
+        """Close the file without a flush or an unlock, in a forked child: its parent goes on with both."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _lose(self, error: OSError) -> None:
+        if self.num_lost == self._num_lost_told:  # the first since the last record that went
+            logger.warning(
+                "%s cannot be written (%s): training goes on, and what is logged meanwhile is lost and counted",
+                self._path,
+                os.strerror(error.errno or errno.EIO),
+            )
+        self.num_lost += 1
+
+    def _flush_often(self, file: int, seconds: float) -> None:
+        while not self._closing.wait(seconds):
+            self._flush(file)
+            self._written.wait()
+        self._flush(file)
+
+    def _flush(self, file: int) -> None:
+        if self._written.is_set():
+            self._written.clear()
+            try:
+                os.fdatasync(file)
+            except OSError as error:
+                logger.warning("%s cannot be flushed to the disk: %s", self._path, error)
+
+
+def _open_alone(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise SpoolInUseError(
+            f"{path}: another run logs to this file; give each run a folder of its own, or end the other one first"
+        ) from None
+    except OSError as error:
+        logger.warning(
+            "%s has no locks (%s): a second run that logs there is not noticed", path.parent, error
+        )
+    return file
+
+
+def _unlock(file: int) -> None:
+    """Release the lock also for forked children that have not closed their copy of the file yet."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _forget_in_children(spool: Spool) -> None:
+    """Close the file in forked children: an flock lasts until every process that has the file open closes it."""
+    parents = ref(spool)
+
+    def forget() -> None:
+        if (own := parents()) is not None:
+            own.forget()
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def _cut_unfinished_line(file: int) -> int:
+    """Remove what a killed process left of a line, and return the end of the file. No reader has passed it."""
+    end = os.lseek(file, 0, os.SEEK_END)
+    whole = end
+    while whole > 0:
+        start = max(0, whole - _CHUNK_BYTES)
+        if (found := os.pread(file, whole - start, start).rfind(b"\n")) >= 0:
+            whole = start + found + 1
+            break
+        whole = start
+    if whole < end:
+        os.ftruncate(file, whole)
+    return whole
+
+
+def _write_whole(file: int, line: bytes, end: int) -> None:
+    """Write a line at the end of the file, or nothing.
+
+    Raises:
+        OSError: The disk took less than the line.
+    """
+    try:
+        if os.pwrite(file, line, end) == len(line):
+            return
+    except OSError:
+        os.ftruncate(file, end)
+        raise
+    os.ftruncate(file, end)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,71 @@
+"""Tell steps that a resumed run logs again from those that it logs for the first time."""
+
+import logging
+import operator
+from typing import Any
+
+from drivetrain_tracking.errors import ValueNotLoggableError
+
+logger = logging.getLogger(__name__)
+
+
+class StepOrder:
+    """The last step of a run, and the attempt that its steps belong to. Not thread-safe.
+
+    A run that was resumed from a checkpoint may log steps again that it logged before it stopped. They are a new
+    attempt, so that neither curve replaces the other in silence.
+
+    Args:
+        last_step: The last step that was logged before, or None.
+        attempt: The attempt that it belongs to.
+
+    Attributes:
+        attempt: The attempt of the next step; 1 is the first.
+    """
+
+    def __init__(self, last_step: int | None = None, attempt: int = 1) -> None:
+        self.attempt = attempt
+        self._last_step = last_step
+        self._may_repeat = last_step is not None
+        self._has_warned = False
+
+    def expect_repeated_steps(self) -> None:
+        """Have the next step begin a new attempt if it is not behind the last one: a checkpoint was restored."""
+        self._may_repeat = True
+
+    def add(self, step: int | None) -> int:
+        """Return the attempt that a step belongs to, and remember the step."""
+        if step is None:
+            return self.attempt
+        last = self._last_step
+        if last is not None and step <= last and self._may_repeat:
+            self.attempt += 1
+            logger.info(
+                "step %d was logged before, up to step %d: attempt %d begins", step, last, self.attempt
+            )
+        elif last is not None and step < last and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "step=%d is logged after step %d: it is kept, in the order of the calls; said once",
+                step,
+                last,
+            )
+        self._may_repeat = False
+        self._last_step = step
+        return self.attempt
+
+
+def checked_step(step: Any) -> int | None:
+    """Return a step as an int.
+
+    Raises:
+        ValueNotLoggableError: It is no integer.
+    """
+    if step is None or type(step) is int:
+        return step
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise ValueNotLoggableError(
+            f"step={step!r} ({type(step).__name__}): a step is an integer, the number of an optimizer step, or None"
+        ) from None

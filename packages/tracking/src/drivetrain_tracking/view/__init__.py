@@ -1,0 +1,1 @@
+"""A local page that shows runs from their logs: `drivetrain track view`."""

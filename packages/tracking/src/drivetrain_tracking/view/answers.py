@@ -1,0 +1,187 @@
+"""The answers to a page's questions, as plain values for JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from drivetrain_tracking.records import flat_values
+from drivetrain_tracking.view.curve import Curve
+from drivetrain_tracking.view.differences import ComparedValue, compare_values
+from drivetrain_tracking.view.downsampling import ReducedPoints, Window, marked_columns, reduce_points
+from drivetrain_tracking.view.run_index import RunIndex
+from drivetrain_tracking.view.sorted_points import Axis
+
+ShownAxis = Literal["step", "time", "relative"]
+_MOST_MEDIA = 200  # the newest; each is a picture to load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveQuestion:
+    """A question for one metric of some runs.
+
+    Attributes:
+        metric: The name of the metric.
+        runs: The runs, by index.
+        axis: Steps, times, or seconds since the start of each run.
+        low: The left end; None for the first point.
+        high: The right end; None for the last point.
+        num_columns: The width of the picture in pixels.
+    """
+
+    metric: str
+    runs: Sequence[int]
+    axis: ShownAxis
+    low: float | None
+    high: float | None
+    num_columns: int
+
+
+def describe_run(index: int, run: RunIndex) -> dict[str, Any]:
+    """Return what the list of runs shows of a run."""
+    with run.lock:
+        facts = run.facts
+        return {
+            "id": index,
+            "label": run.place.label,
+            "folder": str(run.place.path.parent),
+            "run": facts.run_name,
+            "version": run.version,
+            "read_bytes": run.read_bytes,
+            "size_bytes": run.size_bytes,
+            "problem": run.problem,
+            "start_time": facts.start_time,
+            "last_time": facts.last_time,
+            "last_step": facts.last_step,
+            "attempt": facts.attempt,
+            "is_finished": facts.is_finished,
+            "num_damaged": facts.num_damaged,
+            "num_lost": facts.num_lost,
+            "num_foreign": facts.num_foreign,
+            "num_left_out": sum(curve.num_left_out for curve in run.curves.values()),
+            "num_media": len(facts.media),
+            "metrics": {name: curve.num_points for name, curve in run.curves.items()},
+        }
+
+
+def describe_details(run: RunIndex) -> dict[str, Any]:
+    """Return what a run was started with, its texts, and its newest media."""
+    with run.lock:
+        facts = run.facts
+        first = max(0, len(facts.media) - _MOST_MEDIA)
+        return {
+            "config": flat_values(facts.config),
+            "plan": flat_values(facts.plan),
+            "info": flat_values(facts.info),
+            "texts": dict(facts.texts),
+            "media": [
+                {
+                    "id": first + index,
+                    "name": medium.name,
+                    "kind": medium.kind,
+                    "step": medium.step,
+                    "caption": medium.caption,
+                    "has_file": medium.file is not None,
+                    "data": medium.data,
+                }
+                for index, medium in enumerate(facts.media[first:])
+            ],
+        }
+
+
+def describe_differences(first: RunIndex, second: RunIndex) -> dict[str, Any]:
+    """Return the configurations and plans of two runs side by side."""
+    sides: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for run in (first, second):
+        with run.lock:
+            sides.append((dict(run.facts.config), dict(run.facts.plan)))
+    (config, plan), (other_config, other_plan) = sides
+    return {
+        "config": [_row(one) for one in compare_values(config, other_config)],
+        "plan": [_row(one) for one in compare_values(plan, other_plan)],
+    }
+
+
+def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str, Any]:
+    """Return the points of a metric in several runs, reduced to what a picture of the range can show."""
+    chosen = [(index, runs[index]) for index in question.runs if index < len(runs)]
+    low, high = _range_of([run for _, run in chosen], question)
+    answered: list[dict[str, Any]] = []
+    for index, run in chosen:
+        with run.lock:
+            curve = run.curves.get(question.metric)
+            if curve is None:
+                continue
+            origin = (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0
+            window = Window(
+                axis=_axis_of(question.axis),
+                low=low + origin,
+                high=high + origin,
+                num_columns=question.num_columns,
+            )
+            answered.append({"run": index, **_describe_curve(curve, window, origin)})
+    return {"metric": question.metric, "low": low, "high": high, "curves": answered}
+
+
+def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, Any]:
+    pieces = [
+        {
+            "attempt": piece.branch.attempt,
+            "is_replaced": piece.is_replaced,
+            **_describe_points(reduce_points(piece.branch.points, window, piece.start, piece.stop), origin),
+        }
+        for piece in curve.pieces()
+    ]
+    marks = {
+        kind: sorted({x - origin for branch in branches for x in marked_columns(branch.points, window)})
+        for kind, branches in curve.marks.items()
+    }
+    return {
+        "pieces": [piece for piece in pieces if piece["x"]],
+        "marks": marks,
+        "num_points": curve.num_points,
+    }
+
+
+def _describe_points(reduced: ReducedPoints, origin: float) -> dict[str, Any]:
+    is_all = reduced.mean_xs is reduced.xs
+    return {
+        "x": [x - origin for x in reduced.xs],
+        "y": list(reduced.ys),
+        "mean_x": None if is_all else [x - origin for x in reduced.mean_xs],
+        "mean_y": None if is_all else list(reduced.means),
+        "num_points": reduced.num_points,
+    }
+
+
+def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float, float]:
+    """Return the ends of the axis: those that were asked for, else the ends of the points."""
+    low, high = inf, -inf
+    for run in runs:
+        with run.lock:
+            curve = run.curves.get(question.metric)
+            origin = (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0
+            branches = (
+                [] if curve is None else [*curve.branches, *(b for bs in curve.marks.values() for b in bs)]
+            )
+            for branch in branches:
+                xs = branch.points.positions(_axis_of(question.axis))
+                low, high = min(low, xs[0] - origin), max(high, xs[-1] - origin)
+    if low > high:
+        low = high = 0.0
+    low = low if question.low is None else question.low
+    high = high if question.high is None else question.high
+    return low, max(low, high)
+
+
+def _axis_of(axis: ShownAxis) -> Axis:
+    return "step" if axis == "step" else "time"
+
+
+def _row(compared: ComparedValue) -> dict[str, Any]:
+    return {
+        "name": compared.name,
+        "first": compared.first,
+        "second": compared.second,
+        "is_different": compared.is_different,
+    }

@@ -1,0 +1,135 @@
+"""The command `drivetrain track view`: serve a page that shows runs."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drivetrain_tracking.view.log_places import LOG_NAME, find_logs
+from drivetrain_tracking.view.log_reader import parse_lines
+from drivetrain_tracking.view.run_collection import RunCollection
+from drivetrain_tracking.view.server import ViewServer
+
+_USAGE = 2  # exit code of a command that cannot be carried out
+_MOST_PORT = 65535
+_FIRST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewArguments:
+    """The arguments of `drivetrain track view`."""
+
+    folders: tuple[str, ...] = field(
+        metadata={
+            "positional": True,
+            "help": f"Folders of runs: each has a {LOG_NAME}, or holds folders that do.",
+        }
+    )
+    port: int = field(default=0, metadata={"help": "Port on 127.0.0.1; by default, any free one."})
+
+    def __post_init__(self) -> None:
+        """Check the port."""
+        if not 0 <= self.port <= _MOST_PORT:
+            raise ValueError(
+                f"--port {self.port}: say a number from 1 to {_MOST_PORT}, or 0 for any free port"
+            )
+
+
+class Command(NamedTuple):
+    """A subcommand of `drivetrain`, in the shape that the launcher takes.
+
+    Attributes:
+        arguments: The dataclass of its arguments.
+        run: A function that takes the arguments and returns the exit code.
+        help: A description in one sentence.
+    """
+
+    arguments: type[Any]
+    run: Callable[[Any], int]
+    help: str
+
+
+def run(arguments: ViewArguments) -> int:
+    """Serve the page until Ctrl-C and return the exit code; an error is one line on stderr and exit code 2."""
+    folders = [Path(text).expanduser() for text in arguments.folders]
+    try:
+        check_folders(folders)
+        collection = RunCollection(folders)
+        server = open_server(collection, arguments.port)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
+        return _USAGE
+    counted = f"{len(collection.runs)} run{'' if len(collection.runs) == 1 else 's'}"
+    with server, collection:
+        sys.stdout.write(f"{counted} at {server.address} (Ctrl-C ends it)\n")
+        sys.stdout.flush()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+    return 0
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Check that each folder exists and holds a log, and that the logs are those of runs.
+
+    Raises:
+        ValueError: There is no folder or no log, or a log of another kind; the message says what to do.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder} is {'a file' if folder.is_file() else 'not there'}: name the folder of a run, which "
+                f"holds its {LOG_NAME}, or one with several runs in it"
+            )
+        places = find_logs([folder])
+        if not places:
+            raise ValueError(
+                f"{folder} holds no {LOG_NAME}, nor do the folders up to four levels below it: name the folder that "
+                "runs log to, and see that they use the tracker 'jsonl'"
+            )
+        for place in places:
+            check_kind(place.path)
+
+
+def check_kind(log: Path) -> None:
+    """Check that a log begins with a record of a run; an empty one is a run that has just begun.
+
+    Raises:
+        ValueError: It begins with something else.
+        OSError: It cannot be read.
+    """
+    with log.open("rb") as file:
+        lines = file.read(_FIRST_BYTES).split(b"\n")
+    # The last line may be cut; a run may also have been killed in its first line, so any line will do.
+    whole = [line for line in lines[:-1] if line.strip()]
+    records, _ = parse_lines(whole)
+    if whole and not any("event" in record or "time" in record for record in records):
+        raise ValueError(
+            f"{log} is no log of drivetrain: its lines have neither a time nor an event. Name folders whose log "
+            "the tracker 'jsonl' has written"
+        )
+
+
+def open_server(collection: RunCollection, port: int) -> ViewServer:
+    """Return a server that listens.
+
+    Raises:
+        OSError: The port is in use or not allowed; the message says what to do.
+    """
+    try:
+        return ViewServer(collection, port)
+    except OSError as error:
+        why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs rights that this user lacks"}
+        said = why.get(error.errno or 0, os.strerror(error.errno or errno.EIO))
+        raise OSError(
+            f"--port {port} {said}: name another one, or leave it out to take any free port"
+        ) from error
+
+
+command = Command(
+    arguments=ViewArguments, run=run, help="Show runs in a browser: curves, settings and their differences."
+)

@@ -1,0 +1,153 @@
+"""The points of one metric of a run: attempts kept apart, and values that are no finite numbers beside them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from drivetrain_tracking.view.sorted_points import SortedPoints
+
+NOT_FINITE = ("nan", "inf", "-inf")
+_MAX_BRANCHES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Points of one attempt whose steps never decrease.
+
+    Attributes:
+        attempt: 1, and one more each time that a resumed run logs steps again.
+        points: The points, in the order of their steps.
+    """
+
+    attempt: int
+    points: SortedPoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a branch.
+
+    Attributes:
+        branch: The branch that it is a part of.
+        start: The index of its first point.
+        stop: The index behind its last point.
+        is_replaced: True if a later attempt has logged these steps again.
+    """
+
+    branch: Branch
+    start: int
+    stop: int
+    is_replaced: bool
+
+
+class Curve:
+    """The points of one metric of a run. Not thread-safe.
+
+    An attempt is one branch as a rule. Where code logs the same metric with two step counters, the points go to
+    several branches, in each of which steps grow; points that find none of 32 are only counted.
+
+    Attributes:
+        branches: The finite values, by attempt.
+        marks: The places of values that are not finite, by kind: nan, inf and -inf.
+        num_points: The number of values, whichever they are.
+        num_left_out: The number of points that no branch could take.
+        last: The last value.
+    """
+
+    def __init__(self) -> None:
+        self.branches: list[Branch] = []
+        self.marks: dict[str, list[Branch]] = {kind: [] for kind in NOT_FINITE}
+        self.num_points = 0
+        self.num_left_out = 0
+        self.last = 0.0
+
+    def extend(
+        self, attempt: int, steps: Sequence[int], times: Sequence[float], values: Sequence[float]
+    ) -> None:
+        """Append the values of an attempt, as many steps and times as values, in the order of the log."""
+        self.num_points += len(values)
+        self.last = values[-1]
+        # A comparison of sums costs less than one test for each value, and NaN and infinities never leave a sum.
+        total = sum(values)
+        if total - total == 0:
+            self._place(self.branches, attempt, steps, times, values)
+            return
+        rows = list(zip(steps, times, values, strict=True))
+        kinds = {"nan": [row for row in rows if row[2] != row[2]]}
+        kinds |= {
+            "inf": [row for row in rows if row[2] == inf],
+            "-inf": [row for row in rows if row[2] == -inf],
+        }
+        for kind, found in kinds.items():
+            if found:
+                self._place(
+                    self.marks[kind], attempt, *_columns([(step, time, 0.0) for step, time, _ in found])
+                )
+        if finite := [row for row in rows if row[2] - row[2] == 0]:
+            self._place(self.branches, attempt, *_columns(finite))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the branches in parts: those that are valid, and those whose steps a later attempt logged again."""
+        for branch in self.branches:
+            later = [other.points.steps[0] for other in self.branches if other.attempt > branch.attempt]
+            end = len(branch.points)
+            kept = end if not later else branch.points.first_at("step", min(later))
+            if kept > 0:
+                yield Piece(branch=branch, start=0, stop=kept, is_replaced=False)
+            if kept < end:
+                yield Piece(branch=branch, start=kept, stop=end, is_replaced=True)
+
+    def _place(
+        self,
+        branches: list[Branch],
+        attempt: int,
+        steps: Sequence[int],
+        times: Sequence[float],
+        values: Sequence[float],
+    ) -> None:
+        """Append points to branches of their attempt, and make new ones for steps that fall back."""
+        own = [branch for branch in branches if branch.attempt == attempt]
+        if not own:
+            own = [Branch(attempt=attempt, points=SortedPoints())]
+            branches.append(own[0])
+        last = own[0].points.steps
+        if len(own) == 1 and sorted(steps) == steps and (not last or last[-1] <= steps[0]):
+            own[0].points.extend(steps, times, values)
+            return
+        ends = [branch.points.steps[-1] if len(branch.points) else None for branch in own]
+        chosen = _choose_branches(steps, ends)
+        self.num_left_out += chosen.count(None)
+        for number in range(1 + max((number for number in chosen if number is not None), default=-1)):
+            if number == len(own):
+                own.append(Branch(attempt=attempt, points=SortedPoints()))
+                branches.append(own[number])
+            rows = [
+                row
+                for row, to in zip(zip(steps, times, values, strict=True), chosen, strict=True)
+                if to == number
+            ]
+            if rows:
+                own[number].points.extend(*_columns(rows))
+
+
+def _columns(
+    rows: Sequence[tuple[int, float, float]],
+) -> tuple[list[int], list[float], list[float]]:
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def _choose_branches(steps: Sequence[int], ends: Sequence[int | None]) -> list[int | None]:
+    """Return the branch of each step: the one whose last step is nearest below it, or a new one, or None for none."""
+    lasts = list(ends)
+    chosen: list[int | None] = []
+    for step in steps:
+        fitting = [(last, number) for number, last in enumerate(lasts) if last is not None and last <= step]
+        number = max(fitting)[1] if fitting else lasts.index(None) if None in lasts else len(lasts)
+        if number == len(lasts):
+            if number >= _MAX_BRANCHES:
+                chosen.append(None)
+                continue
+            lasts.append(step)
+        lasts[number] = step
+        chosen.append(number)
+    return chosen

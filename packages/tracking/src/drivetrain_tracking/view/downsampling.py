@@ -1,0 +1,121 @@
+"""Reduce points to those that a picture can show: the lowest and highest value of each column of pixels. Pure."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+
+from drivetrain_tracking.view.sorted_points import Axis, SortedPoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The part of an axis that a picture shows.
+
+    Attributes:
+        axis: The axis: steps, or times in seconds since the epoch.
+        low: The left end, included.
+        high: The right end, included.
+        num_columns: The width of the picture in pixels.
+    """
+
+    axis: Axis
+    low: float
+    high: float
+    num_columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedPoints:
+    """Some of the points of a window, in their order.
+
+    Attributes:
+        xs: The step or time of each point.
+        ys: The value of each point.
+        mean_xs: The position of each mean: that of a point if all are there, else the middle of a pixel column.
+        means: The mean value at each place of `mean_xs`, for smoothing.
+        num_points: The number of points in the window.
+    """
+
+    xs: Sequence[float] = ()
+    ys: Sequence[float] = ()
+    mean_xs: Sequence[float] = ()
+    means: Sequence[float] = ()
+    num_points: int = 0
+
+
+def column_edges(window: Window) -> list[float]:
+    """Return where each column of pixels begins, and where the last one ends: one number more than columns."""
+    width = (window.high - window.low) / window.num_columns
+    inner = [window.low + width * column for column in range(1, window.num_columns)]
+    # Rounding must not carry an inner edge past the end.
+    return [window.low, *(min(max(edge, window.low), window.high) for edge in inner), window.high]
+
+
+def reduce_points(
+    points: SortedPoints, window: Window, start: int = 0, stop: int | None = None
+) -> ReducedPoints:
+    """Return the points that a picture of a window needs.
+
+    Those are all points if there are at most two a column, else the lowest and the highest of each column. The points
+    next to the window on the left and right are included, so that the line leaves the picture where it should.
+
+    Args:
+        points: The points to reduce.
+        window: The part to show.
+        start: The first point to look at, by index.
+        stop: The index behind the last point to look at; None for all.
+    """
+    xs = points.positions(window.axis)
+    end = len(xs) if stop is None else stop
+    first = bisect_left(xs, window.low, start, end)
+    last = bisect_right(xs, window.high, first, end)
+    before = [first - 1] if first > start else []
+    behind = [last] if last < end else []
+    if last - first <= 2 * window.num_columns:
+        shown = [*before, *range(first, last), *behind]
+        positions = [float(xs[index]) for index in shown]
+        values = [points.values[index] for index in shown]
+        return ReducedPoints(
+            xs=positions, ys=values, mean_xs=positions, means=values, num_points=last - first
+        )
+    edges = column_edges(window)
+    bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
+    shown = before
+    mean_xs: list[float] = []
+    means: list[float] = []
+    for column, (begin, until) in enumerate(pairwise(bounds)):
+        if begin == until:
+            continue
+        shown += sorted({points.lowest(begin, until), points.highest(begin, until)})
+        mean_xs.append((edges[column] + edges[column + 1]) / 2)
+        means.append(_mean(points, begin, until))
+    shown += behind
+    return ReducedPoints(
+        xs=[float(xs[index]) for index in shown],
+        ys=[points.values[index] for index in shown],
+        mean_xs=mean_xs,
+        means=means,
+        num_points=last - first,
+    )
+
+
+def marked_columns(points: SortedPoints, window: Window) -> list[float]:
+    """Return one position for each column of pixels that holds any point."""
+    xs = points.positions(window.axis)
+    first = bisect_left(xs, window.low)
+    last = bisect_right(xs, window.high, first)
+    if last - first <= window.num_columns:
+        return sorted({float(xs[index]) for index in range(first, last)})
+    edges = column_edges(window)
+    bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
+    return [float(xs[begin]) for begin, until in pairwise(bounds) if begin < until]
+
+
+def _mean(points: SortedPoints, start: int, stop: int) -> float:
+    mean = points.total(start, stop) / (stop - start)
+    if isfinite(mean):
+        return mean
+    # The sum of values near the largest float is none; the middle of the two ends is a number always.
+    return points.values[points.lowest(start, stop)] / 2 + points.values[points.highest(start, stop)] / 2

@@ -1,0 +1,83 @@
+"""The media of a run: what each log entry names, and which files of the run's folder may be served."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.records import MediaKind
+
+_KINDS = frozenset(get_args(MediaKind))
+
+# What a browser may show in the page. Other files are downloads: an SVG or an HTML file would run its scripts.
+_CONTENT_TYPES: Mapping[str, str] = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".webp": "image/webp",
+    ".wav": "audio/wav",
+    ".mp3": "audio/mpeg",
+    ".ogg": "audio/ogg",
+    ".mp4": "video/mp4",
+    ".webm": "video/webm",
+}
+DOWNLOAD = "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedMedium:
+    """A medium as a log names it.
+
+    Attributes:
+        name: The name that it was logged with.
+        kind: The kind of medium.
+        step: The step, if there is one.
+        time: When it was logged, in seconds since the epoch.
+        file: The path of its file, as it stands in the log; None where `data` holds all.
+        data: A table, a histogram or a text.
+        caption: A line of text to show with it.
+    """
+
+    name: str
+    kind: str
+    step: int | None
+    time: float
+    file: str | None
+    data: Plain
+    caption: str
+
+
+def read_media(entries: object, step: int | None, time: float) -> list[LoggedMedium]:
+    """Return the media of the member `media` of a record; entries of another shape are passed over."""
+    if not isinstance(entries, dict):
+        return []
+    return [
+        LoggedMedium(
+            name=name,
+            kind=kind,
+            step=step,
+            time=time,
+            file=entry["file"] if isinstance(entry.get("file"), str) else None,
+            data=entry.get("data"),
+            caption=str(entry.get("caption", "")),
+        )
+        for name, entry in cast("dict[str, Any]", entries).items()
+        if isinstance(entry, dict) and isinstance(kind := entry.get("kind"), str) and kind in _KINDS
+    ]
+
+
+def find_medium_file(folder: Path, file: str) -> Path | None:
+    """Return the file of a medium, or None if it is missing or lies outside of the run's folder, by a link too."""
+    try:
+        path = (folder / file).resolve(strict=True)
+        inside = path.is_relative_to(folder.resolve(strict=True)) and path.is_file()
+    except (OSError, ValueError, RuntimeError):  # no such file; a name with a null byte; a circle of links
+        return None
+    return path if inside else None
+
+
+def content_type_of(path: Path) -> str:
+    """Return the type that a file is served as: that of a picture, a sound or a film, or that of a download."""
+    return _CONTENT_TYPES.get(path.suffix.lower(), DOWNLOAD)

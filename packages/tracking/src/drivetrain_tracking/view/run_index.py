@@ -1,0 +1,244 @@
+"""The index of one run: its curves and what is known of it, built from its log while others ask."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.records import flat_values
+from drivetrain_tracking.view.curve import Curve
+from drivetrain_tracking.view.log_places import LogPlace
+from drivetrain_tracking.view.log_reader import LogChunk, LogReader
+from drivetrain_tracking.view.media import LoggedMedium, read_media
+
+_OWN_NAMES = frozenset({"step", "time", "event", "attempt", "media", "crc"})
+_NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+_MOST_STEP = 2**63 - 1  # what an array of 64-bit integers holds
+_MOST_SECONDS = 1e12
+
+Rows = dict[str, tuple[list[int], list[float], list[float]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFacts:
+    """The facts that a log tells of its run, besides curves.
+
+    Attributes:
+        run_name: The name of the run.
+        config: The configuration of the newest start.
+        plan: The effective plan.
+        info: Commit, versions, hardware, command.
+        start_time: The time of the first record, in seconds since the epoch; None before.
+        last_time: The time of the newest record.
+        last_step: The newest step, None before the first.
+        attempt: The attempt of the newest step.
+        is_finished: True if the run has ended, and not begun again.
+        num_damaged: The number of damaged lines.
+        num_lost: The number of records that the run itself could not write.
+        num_foreign: The number of lines that hold JSON of another kind.
+        texts: The newest value of each name that was logged with a string.
+        media: All media, in order.
+    """
+
+    run_name: str = ""
+    config: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    plan: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    info: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    start_time: float | None = None
+    last_time: float = 0.0
+    last_step: int | None = None
+    attempt: int = 1
+    is_finished: bool = False
+    num_damaged: int = 0
+    num_lost: int = 0
+    num_foreign: int = 0
+    texts: dict[str, str] = field(default_factory=dict[str, str])
+    media: list[LoggedMedium] = field(default_factory=list[LoggedMedium])
+
+
+class RunIndex:
+    """The index of one run. One thread calls `advance`; any thread reads, while it holds `lock`.
+
+    Args:
+        place: The place of the log.
+
+    Attributes:
+        place: The place of the log.
+        lock: The lock that a reader of the other attributes holds.
+        facts: The facts that are known of the run.
+        curves: The curves by metric, in the order of their first value.
+        generation: A number, one more each time that another log takes the place of the old one.
+        version: A number, one more with each change.
+        problem: The reason why the log cannot be read at present; empty if it can.
+        read_bytes: The number of bytes that were read.
+        size_bytes: The size of the log.
+    """
+
+    def __init__(self, place: LogPlace) -> None:
+        self.place = place
+        self.lock = threading.Lock()
+        self.facts = RunFacts()
+        self.curves: dict[str, Curve] = {}
+        self.generation = 0
+        self.version = 0
+        self.problem = ""
+        self.read_bytes = 0
+        self.size_bytes = 0
+        self._reader = LogReader(place.path)
+        self._num_values = 0  # lines of values, which count as steps where none are logged
+        self._may_repeat = False  # True between the start of a resumed run and its first step
+
+    def advance(self) -> bool:
+        """Read some more of the log, and return whether more is there. A log that cannot be read is a `problem`."""
+        try:
+            chunk = self._reader.read()
+        except OSError as error:
+            self._note_problem(
+                "the log is gone; what was read before is shown"
+                if isinstance(error, FileNotFoundError)
+                else f"the log cannot be read: {error.strerror}"
+            )
+            return False
+        rows: dict[int, Rows] = {}
+        with self.lock:
+            self._note_chunk(chunk)
+            for record in chunk.records:
+                self._take(record, rows)
+            for attempt, by_name in rows.items():
+                for name, columns in by_name.items():
+                    self.curves.setdefault(name, Curve()).extend(attempt, *columns)
+        return not chunk.is_last
+
+    def _note_problem(self, problem: str) -> None:
+        with self.lock:
+            self.version += problem != self.problem
+            self.problem = problem
+
+    def _note_chunk(self, chunk: LogChunk) -> None:
+        """Take over what a read says of the file itself."""
+        changed = bool(chunk.records or chunk.num_damaged or chunk.is_replaced or self.problem)
+        self.version += changed
+        self.problem = ""
+        if chunk.is_replaced:
+            self.facts, self.curves, self._num_values, self._may_repeat = RunFacts(), {}, 0, False
+            self.generation += 1
+        self.facts.num_damaged += chunk.num_damaged
+        self.read_bytes, self.size_bytes = self._reader.offset, self._reader.size_bytes
+
+    def _take(self, record: dict[str, Any], rows: dict[int, Rows]) -> None:
+        """Add a record: an event to the facts, values to the rows of their attempt."""
+        time, step = record.get("time"), record.get("step")
+        if "event" in record:
+            self._take_event(record)
+        elif not _is_time(time) or not _is_step(step):
+            self.facts.num_foreign += 1
+        else:
+            facts = self.facts
+            facts.is_finished = False
+            facts.last_time = max(facts.last_time, time)
+            if facts.start_time is None:
+                facts.start_time = time
+            at = self._place(record, step)
+            self._take_values(record, at, float(time), rows)
+            if "media" in record:
+                facts.media += read_media(record["media"], step, float(time))
+
+    def _place(self, record: dict[str, Any], step: int | None) -> int:
+        """Return the step of a line of values, and note its attempt.
+
+        A line without a step stands where the line before it does; in a log without steps, lines are counted.
+        """
+        facts = self.facts
+        attempt = record.get("attempt", 1)
+        if isinstance(attempt, int) and attempt > facts.attempt:
+            facts.attempt, self._may_repeat = attempt, False
+        self._num_values += 1
+        if step is None:
+            return self._num_values - 1 if facts.last_step is None else facts.last_step
+        # Older logs do not tell attempts: there, a resumed run is a second start and a step that was there before.
+        if self._may_repeat and facts.last_step is not None and step <= facts.last_step:
+            facts.attempt += 1
+        self._may_repeat = False
+        facts.last_step = step
+        return step
+
+    def _take_values(self, record: dict[str, Any], step: int, time: float, rows: dict[int, Rows]) -> None:
+        by_name = rows.setdefault(self.facts.attempt, {})
+        nested = False
+        for name, value in record.items():
+            if type(value) is float and name not in _OWN_NAMES:
+                if (columns := by_name.get(name)) is None:
+                    columns = by_name[name] = ([], [], [])
+                columns[0].append(step)
+                columns[1].append(time)
+                columns[2].append(value)
+            elif name not in _OWN_NAMES:
+                nested = True
+        if nested:
+            self._take_others(record, step, time, by_name)
+
+    def _take_others(self, record: dict[str, Any], step: int, time: float, by_name: Rows) -> None:
+        """Add the values of a line that are not plain floats: nested ones, integers, strings that stand for NaN."""
+        others = {
+            name: value
+            for name, value in record.items()
+            if name not in _OWN_NAMES and type(value) is not float
+        }
+        for name, value in flat_values(others).items():
+            number = _number_of(value)
+            if number is None:
+                if isinstance(value, str):
+                    self.facts.texts[name] = value
+                continue
+            columns = by_name.setdefault(name, ([], [], []))
+            for column, item in zip(columns, (step, time, number), strict=True):
+                column.append(item)  # pyright: ignore[reportArgumentType] the first is of integers
+
+    def _take_event(self, record: dict[str, Any]) -> None:
+        facts, event, time = self.facts, record["event"], record.get("time")
+        if _is_time(time):
+            facts.last_time = max(facts.last_time, time)
+            if facts.start_time is None:
+                facts.start_time = time
+        if event == "start":
+            facts.is_finished = False
+            self._may_repeat = facts.last_step is not None
+            facts.run_name = str(record.get("run", ""))
+            facts.config = _mapping_of(record, "config")
+        elif event == "plan":
+            facts.plan = _mapping_of(record, "plan")
+        elif event == "info":
+            facts.info = _mapping_of(record, "info")
+        elif event == "rewind":
+            attempt = record.get("attempt")
+            facts.attempt = max(facts.attempt + 1, attempt) if isinstance(attempt, int) else facts.attempt + 1
+            self._may_repeat = False
+        elif event == "lost":
+            count = record.get("count")
+            facts.num_lost += count if isinstance(count, int) else 1
+        elif event == "finish":
+            facts.is_finished = True
+
+
+def _is_time(time: object) -> TypeGuard[float]:
+    return isinstance(time, (int, float)) and abs(time) < _MOST_SECONDS  # false for NaN too
+
+
+def _is_step(step: object) -> bool:
+    return step is None or (type(step) is int and -_MOST_STEP <= step <= _MOST_STEP)
+
+
+def _number_of(value: object) -> float | None:
+    """Return a value as a number, or None if it is none; strings that stand for NaN and infinities are numbers."""
+    if isinstance(value, (int, float)):
+        try:
+            return float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            return float("inf") if value > 0 else float("-inf")
+    return _NOT_FINITE.get(value) if isinstance(value, str) else None
+
+
+def _mapping_of(record: dict[str, Any], name: str) -> Mapping[str, Plain]:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}

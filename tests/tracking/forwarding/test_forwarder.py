@@ -1,0 +1,205 @@
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from drivetrain_tracking import JSONLTracker, ValueNotLoggableError
+from drivetrain_tracking.errors import DeliveryFileError, DeliveryInUseError
+from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
+from drivetrain_tracking.forwarding.forwarder import Forwarder
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium
+
+
+class Kept:
+    """A platform in memory, whose content outlives its trackers as a server's would."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+        self.records: list[LoggedRecord] = []
+        self.fail_after: int | None = None  # so many records are taken, then a call fails
+        self.refused = -1  # the step of a record that is never taken
+
+
+class KeptTracker:
+    name, on_all_ranks = "kept", False
+    media_kinds: frozenset[MediaKind] = frozenset({"text"})
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+
+    def start(self, run_name: str, config: Mapping[str, object], *, tag: str = "") -> None:
+        self.kept.events.append(("start", run_name, dict(config), tag))
+
+    def log(self, values: Mapping[str, object], *, step: int | None = None) -> None:
+        raise AssertionError("a platform gets records")
+
+    def write(self, records: Sequence[LoggedRecord]) -> None:
+        for record in records:
+            if self.kept.fail_after == 0:
+                raise OSError("out of quota")
+            if record.step == self.kept.refused:
+                raise ValueNotLoggableError("not this one")
+            if self.kept.fail_after is not None:
+                self.kept.fail_after -= 1
+            self.kept.records.append(record)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        times = {record.time for record in self.kept.records}
+        held = [record.time in times for record in records]
+        return held.index(False) if False in held else len(held)
+
+    def record_plan(self, plan: Mapping[str, object]) -> None:
+        self.kept.events.append(("plan", dict(plan)))
+
+    def finish(self) -> None:
+        self.kept.events.append("finish")
+
+    @property
+    def steps(self) -> list[int | None]:
+        return [record.step for record in self.kept.records]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> JSONLTracker:
+    log = JSONLTracker(tmp_path)
+    log.start("bytes", {"lr": 0.1, "limit": float("inf")})
+    return log
+
+
+def test_a_run_is_delivered_as_it_was_logged(log: JSONLTracker) -> None:
+    tracker = KeptTracker(Kept())
+    forwarder = Forwarder(log.path, tracker, options={"tag": "first"})
+    log.record_plan({"backend": "ddp"})
+    log.log({"loss": float("nan"), "note": "warm-up", "lr": {"head": 0.5}}, step=3)
+    assert not forwarder.deliver()
+    log.log({"done": True})
+    log.finish()
+    assert forwarder.deliver()
+    forwarder.close()
+    assert tracker.kept.events == [
+        ("start", "bytes", {"lr": 0.1, "limit": float("inf")}, "first"),
+        ("plan", {"backend": "ddp"}),
+        "finish",
+    ]
+    first, second = tracker.kept.records
+    assert str(first.values) == "{'loss': nan, 'note': 'warm-up', 'lr': {'head': 0.5}}"
+    assert (first.step, first.attempt, second.step, dict(second.values)) == (3, 1, None, {"done": True})
+    assert first.time < second.time
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_after_a_failure_in_a_batch_every_record_is_there_once(log: JSONLTracker, taken: int) -> None:
+    tracker = KeptTracker(Kept())
+    for step in range(8):
+        log.log({"loss": 1.0}, step=step)
+    forwarder = Forwarder(log.path, tracker)
+    tracker.kept.fail_after = taken
+    with pytest.raises(OSError, match="out of quota"):
+        forwarder.deliver()
+    tracker.kept.fail_after = None
+    log.log({"loss": 1.0}, step=8)
+    forwarder.deliver()
+    assert tracker.steps == list(range(9))
+    assert forwarder.delivery.num_delivered == 11 - 1  # nine records and the start
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_a_new_process_goes_on_where_a_killed_one_was(log: JSONLTracker, taken: int) -> None:
+    for step in range(8):
+        log.log({"loss": 1.0}, step=step)
+    kept = Kept()
+    killed = Forwarder(log.path, KeptTracker(kept))
+    kept.fail_after = taken
+    with pytest.raises(OSError, match="out of quota"):
+        killed.deliver()
+    killed.close()  # releases the lock, as the end of its process does
+    kept.fail_after = None
+    tracker = KeptTracker(kept)
+    forwarder = Forwarder(log.path, tracker)
+    forwarder.deliver()
+    assert tracker.steps == list(range(8))
+    assert [event for event in kept.events if event != "finish"] == [
+        ("start", "bytes", {"lr": 0.1, "limit": float("inf")}, "")
+    ] * 2  # the platform's run is opened again, by each process
+
+
+@pytest.mark.parametrize("refused", [0, 3, 7])
+def test_a_record_that_is_never_taken_is_counted_and_passed(
+    log: JSONLTracker, refused: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(8):
+        log.log({"loss": 1.0}, step=step)
+    tracker = KeptTracker(Kept())
+    tracker.kept.refused = refused
+    forwarder = Forwarder(log.path, tracker)
+    with caplog.at_level(logging.WARNING):
+        forwarder.deliver()
+    assert tracker.steps == [step for step in range(8) if step != refused]
+    assert (forwarder.delivery.num_refused, forwarder.delivery.num_delivered) == (1, 8)
+    assert "does not take a record: not this one" in caplog.text
+
+
+def test_media_that_a_platform_lacks_stay_beside_the_log(log: JSONLTracker) -> None:
+    media = {
+        "note": StoredMedium(kind="text", data="hello"),
+        "sample": StoredMedium(kind="image", path=log.path.parent / "media" / "1.png", caption="a cat"),
+    }
+    log.write([LoggedRecord(time=log.now(), step=1, media=media)])
+    tracker = KeptTracker(Kept())
+    Forwarder(log.path, tracker).deliver()
+    assert tracker.kept.records[0].media == {"note": media["note"]}
+
+
+def test_damaged_lines_are_passed_over_and_the_good_part_is_sent(log: JSONLTracker) -> None:
+    for step in range(3):
+        log.log({"loss": 1.0}, step=step)
+    log.finish()
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    lines[0] = lines[0].replace(b"bytes", b"bites")  # the line of the start, too
+    lines[2] = lines[2].replace(b"1.0", b"9.0")
+    log.path.write_bytes(b"".join(lines))
+    tracker = KeptTracker(Kept())
+    forwarder = Forwarder(log.path, tracker)
+    assert forwarder.deliver()
+    assert (tracker.steps, forwarder.num_damaged) == ([0, 2], 2)
+    assert tracker.kept.events[0] == ("start", log.path.parent.name, {}, "")
+
+
+def test_one_process_delivers_to_a_platform(log: JSONLTracker) -> None:
+    first = Forwarder(log.path, KeptTracker(Kept()))
+    with pytest.raises(DeliveryInUseError, match="another process sends this log to 'kept'"):
+        Forwarder(log.path, KeptTracker(Kept()))
+    first.close()
+    Forwarder(log.path, KeptTracker(Kept())).close()
+
+
+def test_a_damaged_file_of_what_was_delivered_is_told(log: JSONLTracker) -> None:
+    place = delivery_path(log.path, "kept")
+    Delivery(offset=3).save(place)
+    assert Delivery.load(place).offset == 3
+    place.write_text('{"offset": ')
+    with pytest.raises(DeliveryFileError, match="remove it to send the whole log again"):
+        Forwarder(log.path, KeptTracker(Kept()))
+
+
+class Plain:
+    name, on_all_ranks = "plain", False
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int | None, dict[str, object]]] = []
+
+    def start(self, run_name: str, config: Mapping[str, object]) -> None: ...
+
+    def log(self, values: Mapping[str, object], *, step: int | None = None) -> None:
+        self.logged.append((step, dict(values)))
+
+    def finish(self) -> None: ...
+
+
+def test_a_tracker_of_a_users_own_gets_its_three_calls(log: JSONLTracker) -> None:
+    log.log({"loss": 1.0}, step=1)
+    log.log({"loss": 0.5}, step=2)
+    tracker = Plain()
+    Forwarder(log.path, tracker).deliver()
+    assert tracker.logged == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]

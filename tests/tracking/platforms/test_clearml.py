@@ -1,0 +1,174 @@
+import json
+import math
+import random
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from drivetrain_tracking.platforms.clearml import ClearMLTracker
+from drivetrain_tracking.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.testing import PlatformContract
+from killed_trackers import kill_writers, numbered_records
+from loopback_only import loopback_only  # noqa: F401 a fixture
+from platform_media import sample_media
+
+clearml = pytest.importorskip("clearml")
+
+pytestmark = [
+    pytest.mark.usefixtures("loopback_only"),
+    # the reader of configuration files that clearml 2.1 brings calls pyparsing 3 by its old names
+    pytest.mark.filterwarnings("ignore:'.*' .*deprecated.* use '.*':DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ClearML keeps sessions in a folder of the test, and no access key is configured."""
+    for name in ("CLEARML_API_ACCESS_KEY", "TRAINS_API_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where it remembers the last task
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
+    monkeypatch.setenv("CLEARML_LOG_LEVEL", "ERROR")
+    for name in (
+        "CLEARML_OFFLINE_MODE",
+        "CLEARML_PROC_MASTER_ID",
+    ):  # ClearML sets them, monkeypatch takes them back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def events_of(tmp_path: Path, sessions: Sequence[str]) -> list[dict]:
+    """Return the events of sessions, from their archives where they ended, else from their folders."""
+    found = []
+    for session in sessions:
+        folder = tmp_path / "cache" / "offline" / session
+        if folder.with_suffix(".zip").exists():
+            with zipfile.ZipFile(folder.with_suffix(".zip")) as file:
+                text = file.read("metrics.jsonl").decode() if "metrics.jsonl" in file.namelist() else ""
+        else:
+            text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+        found += [event for line in text.splitlines() for event in json.loads(line)]
+    return found
+
+
+def sessions_of(directory: Path) -> list[str]:
+    return " ".join(json.loads((directory / "clearml.runs.json").read_text()).values()).split()
+
+
+def read_rows(events: Sequence[dict]) -> list[tuple[int, dict[str, float]]]:
+    """Return the step and values of each record: the scalars up to one of its time."""
+    found, row = [], {}
+    for event in events:
+        if event["type"] != "training_stats_scalar":
+            continue
+        title, series = event["metric"], event["variant"].removesuffix(" (attempt 2)")
+        if (title, series) == ("drivetrain", "time"):
+            found.append((event["iter"], row))
+            row = {}
+        else:
+            row[title if series == title else f"{title}/{series}"] = event["value"]
+    assert not row, "the scalars of a record end with its time"
+    return found
+
+
+class Contract(PlatformContract):
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+
+    def make(self, directory: Path) -> ClearMLTracker:
+        return ClearMLTracker(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return read_rows(events_of(self.tmp_path, sessions_of(directory)))
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return flat_numbers(values)
+
+
+def test_the_contract_of_platforms(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    Contract(tmp_path).check_all(tmp_path / "runs")
+
+
+def test_values_that_are_not_finite_are_marked_and_texts_are_in_the_console(tmp_path: Path) -> None:
+    tracker = ClearMLTracker(tmp_path)
+    tracker.start("first", {"lr": {"head": 0.1}}, project="p", tags=["a"], mode="offline")
+    values = {"loss": math.nan, "grad/norm": -math.inf, "phase": "end", "none": None}
+    tracker.write([LoggedRecord(time=1_700_000_000.2512345, step=3, attempt=2, values=values)])
+    tracker.record_plan({"backend": "ddp"})
+    tracker.finish()
+    (session,) = sessions_of(tmp_path)
+    scalars = {
+        (event["metric"], event["variant"]): event["value"] for event in events_of(tmp_path, [session])
+    }
+    assert scalars == {
+        ("loss", "loss is NaN (attempt 2)"): 1,
+        ("grad", "norm is -Infinity (attempt 2)"): 1,
+        ("drivetrain", "time"): 1_700_000_000.2512345,
+    }
+    with zipfile.ZipFile(tmp_path / "cache" / "offline" / f"{session}.zip") as file:
+        task = json.loads(file.read("task.json"))
+        assert b"phase: end" in file.read("log.jsonl")
+    assert (task["name"], task["project_name"], task["tags"]) == ("first", "p", ["a"])
+    assert "ddp" in task["configuration"]["plan"]["value"]
+    assert "0.1" in json.dumps(task["hyperparams"])
+
+
+def test_each_kind_of_medium_is_clearmls_own(tmp_path: Path) -> None:
+    media = sample_media(tmp_path)
+    assert set(media) == ClearMLTracker.media_kinds
+    tracker = ClearMLTracker(tmp_path)
+    tracker.start("media", {})
+    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
+    tracker.finish()
+    (session,) = sessions_of(tmp_path)
+    kinds = {event["metric"]: event["type"] for event in events_of(tmp_path, [session])}
+    assert kinds == {
+        "image": "training_debug_image",
+        "figure": "training_debug_image",
+        "audio": "training_debug_image",
+        "video": "training_debug_image",
+        "table": "plot",
+        "histogram": "plot",
+        "drivetrain": "training_stats_scalar",
+    }
+    with zipfile.ZipFile(tmp_path / "cache" / "offline" / f"{session}.zip") as file:
+        contents = [file.read(name) for name in file.namelist()]
+    for kind in ("image", "audio", "video", "artifact"):
+        assert media[kind].path.read_bytes() in contents
+    assert any(b"text: <b>said</b>" in content for content in contents)
+
+
+def test_a_task_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
+    clearml.Task.set_offline(True)
+    live = clearml.Task.init("p", "mine", reuse_last_task_id=False, auto_connect_frameworks=False)
+    tracker = ClearMLTracker.of(live)
+    tracker.start("ignored", {"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=7)
+    tracker.finish()
+    live.get_logger().report_scalar("mine", "mine", 1, iteration=8)
+    live.close()
+    events = events_of(tmp_path, [live.id])
+    assert [(event["metric"], event["iter"]) for event in events] == [
+        ("loss", 7),
+        ("drivetrain", 7),
+        ("mine", 8),
+    ]
+
+
+def check_killed_trackers(tmp_path: Path, **rounds: int) -> None:
+    kill_writers(ClearMLTracker, "clearml", tmp_path, **rounds)
+    expected = [(one.step, dict(one.values)) for one in numbered_records(rounds.get("num_records", 40))]
+    assert read_rows(events_of(tmp_path, sessions_of(tmp_path))) == expected
+
+
+def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
+    check_killed_trackers(tmp_path)
+
+
+@pytest.mark.slow
+def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
+    check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))

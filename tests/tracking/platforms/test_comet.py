@@ -1,0 +1,177 @@
+import json
+import math
+import random
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from drivetrain_tracking.platforms.comet import CometTracker
+from drivetrain_tracking.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.testing import PlatformContract
+from killed_trackers import kill_writers, numbered_records
+from loopback_only import loopback_only  # noqa: F401 a fixture
+from platform_media import sample_media
+
+with pytest.MonkeyPatch.context() as patch:
+    # Else the import makes experiments of what other tests of this process log to MLflow.
+    patch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
+    comet_ml = pytest.importorskip("comet_ml")
+offline = pytest.importorskip("comet_ml.offline")
+
+pytestmark = pytest.mark.usefixtures("loopback_only")
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No API key is configured."""
+    monkeypatch.delenv("COMET_API_KEY", raising=False)
+    monkeypatch.setenv("COMET_CONFIG", str(tmp_path / "none.config"))
+
+
+def messages(directory: Path) -> list[dict]:
+    """Return the messages of ended experiments, from archives as Comet opens them, and of running ones."""
+    found = []
+    archives = sorted(directory.glob("comet/*.zip"), key=lambda one: (one.stat().st_mtime_ns, one.name))
+    for archive in archives:
+        with zipfile.ZipFile(archive) as file:
+            if not file.namelist():  # begun: it is written when the experiment ends
+                continue
+        folder = Path(offline.unzip_offline_archive(str(archive)))
+        found += [json.loads(line) for line in (folder / "messages.json").read_text().splitlines()]
+        shutil.rmtree(folder)
+    for file in directory.glob("comet/running/*/*/*/messages.json"):
+        found += [json.loads(line) for line in file.read_text().splitlines()]
+    return found
+
+
+def read_rows(directory: Path) -> list[tuple[int | None, dict[str, float]]]:
+    """Return the step and values of each record: the metrics up to one of its time."""
+    found, row = [], {}
+    for message in messages(directory):
+        if message["type"] == "metric_msg":
+            metric = message["payload"]["metric"]
+            if metric["metricName"] == "drivetrain/time":
+                found.append((metric["step"], row))
+                row = {}
+            elif metric["metricName"] != "process duration":  # Comet's own, at the end
+                row[metric["metricName"].rpartition("attempt-2/")[2]] = float(metric["metricValue"])
+    assert not row, "the metrics of a record end with its time"
+    return found
+
+
+class Contract(PlatformContract):
+    def make(self, directory: Path) -> CometTracker:
+        return CometTracker(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return read_rows(directory)
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return flat_numbers(values)
+
+
+def test_the_checks_of_records_and_their_values(tmp_path: Path) -> None:
+    contract = Contract()
+    for check in (
+        contract.check_values_are_there_before_the_end,
+        contract.check_it_tells_which_records_it_holds,
+    ):
+        (tmp_path / check.__name__).mkdir()
+        check(tmp_path / check.__name__)
+
+
+@pytest.mark.slow  # Comet takes a second to end an experiment
+def test_the_contract_of_platforms(tmp_path: Path) -> None:
+    Contract().check_all(tmp_path)
+
+
+def test_a_record_keeps_its_time_nan_infinities_and_texts(tmp_path: Path) -> None:
+    tracker = CometTracker(tmp_path)
+    tracker.start("first", {"lr": {"head": 0.1}}, project="p", tags=["a"], mode="offline")
+    values = {"loss": math.nan, "up": math.inf, "phase": "end", "none": None}
+    tracker.write([LoggedRecord(time=1_700_000_000.2512345, step=3, attempt=2, values=values)])
+    tracker.record_plan({"backend": "ddp"})
+    tracker.finish()
+    told = messages(tmp_path)
+    metrics = {
+        m["payload"]["metric"]["metricName"]: m["payload"]["metric"]
+        for m in told
+        if m["type"] == "metric_msg"
+    }
+    assert metrics["drivetrain/time"]["metricValue"] == 1_700_000_000.2512345
+    assert metrics["attempt-2/loss"]["metricValue"] == "NaN"
+    assert metrics["attempt-2/up"] == {
+        **metrics["attempt-2/loss"],
+        "metricName": "attempt-2/up",
+        "metricValue": "Infinity",
+    }
+    others = {m["payload"]["key"]: m["payload"]["value"] for m in told if m["type"] == "log_other"}
+    assert (others["phase"], others["Name"]) == ("end", "first")
+    parameters = {
+        m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"]
+        for m in told
+        if m["type"] == "parameter_msg"
+    }
+    assert parameters["lr|head"] == 0.1
+    assert not tempfile.gettempdir().startswith(str(tmp_path))
+
+
+def test_each_kind_of_medium_is_comets_own(tmp_path: Path) -> None:
+    media = sample_media(tmp_path)
+    del media["histogram"]
+    assert set(media) == CometTracker.media_kinds
+    tracker = CometTracker(tmp_path / "log")
+    tracker.start("media", {})
+    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
+    tracker.record_plan({"backend": "ddp"})
+    tracker.finish()
+    (archive,) = (tmp_path / "log" / "comet").glob("*.zip")
+    uploads = [m["payload"] for m in messages(tmp_path / "log") if m["type"] == "file_upload"]
+    assert sorted(upload["upload_type"] for upload in uploads) == [
+        "asset", "asset", "asset", "audio", "text-sample", "video", "visualization", "visualization"
+    ]  # fmt: skip
+    with zipfile.ZipFile(archive) as file:
+        contents = [file.read(upload["file_path"]) for upload in uploads]
+    assert b"weights" in contents
+    assert b"<b>said</b>" in contents
+    assert media["image"].path.read_bytes() in contents
+    assert any(b"ddp" in content for content in contents)
+
+
+def test_an_experiment_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
+    live = comet_ml.OfflineExperiment(
+        offline_directory=str(tmp_path / "comet"), log_code=False, log_env_details=False
+    )
+    tracker = CometTracker.of(live)
+    tracker.start("ignored", {"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=7)
+    tracker.finish()
+    assert live.alive
+    live.end()
+    assert read_rows(tmp_path) == [(7, {"loss": 0.5})]
+
+
+def check_killed_trackers(directory: Path, **rounds: int) -> None:
+    kill_writers(CometTracker, "comet_ml", directory, **rounds)
+    expected = [(one.step, dict(one.values)) for one in numbered_records(rounds.get("num_records", 40))]
+    assert sorted(read_rows(directory)) == expected
+    keys = {file.name[:32] for file in directory.glob("comet/*.zip")}
+    assert len(keys) == 1, "a stopped run keeps its key"
+    for archive in directory.glob("comet/*.zip"):
+        with zipfile.ZipFile(archive) as file:
+            head = json.loads(file.read("experiment.json"))
+        is_first = archive.name == f"{head['offline_id']}.zip"
+        assert head["resume_strategy"] == ("create" if is_first else "get")
+
+
+def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
+    check_killed_trackers(tmp_path)
+
+
+@pytest.mark.slow
+def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
+    check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))

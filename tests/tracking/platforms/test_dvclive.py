@@ -1,0 +1,197 @@
+import json
+import math
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain_tracking.platforms.dvclive import DVCLiveTracker, free_name
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.testing import PlatformContract
+from killed_writers import run_killed_writers
+
+dvclive = pytest.importorskip("dvclive")
+utils = pytest.importorskip("dvclive.utils")
+
+
+@pytest.fixture(autouse=True)
+def outside_any_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # DVCLive makes a repository of DVC of a Git repository that it runs in
+
+
+class Contract(PlatformContract):
+    def make(self, directory: Path) -> DVCLiveTracker:
+        return DVCLiveTracker(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return read(directory / "dvclive" / "contract")
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return {
+            name: str(int(value) if isinstance(value, bool) else value)
+            for name, value in flat_values(values).items()
+        }
+
+
+class Numbers(Contract):
+    """The contract, with what are numbers read as such."""
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return [
+            (step, {k: number(v) for k, v in values.items()}) for step, values in super().logged(directory)
+        ]
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return {name: number(value) for name, value in super().as_stored(values).items()}
+
+
+def number(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def read(folder: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return the steps and values as DVCLive's own reader of its tables finds them, attempt after attempt."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for table in sorted((folder / "plots" / "metrics").rglob("*.tsv")):
+        name = str(table.relative_to(folder / "plots" / "metrics").with_suffix(""))
+        attempt, name = name.split("/", 1) if name.startswith("attempt-") else ("", name)
+        for row in utils.parse_tsv(table):
+            values = found.setdefault((attempt, int(row["step"])), {})
+            assert name not in values, "one row for a step"
+            values[name] = row[name.rpartition("/")[2]]
+    return [(step, values) for (_, step), values in sorted(found.items(), key=lambda one: one[0])]
+
+
+def test_the_contract_of_platforms(tmp_path: Path) -> None:
+    Numbers().check_all(tmp_path)
+
+
+def started(directory: Path, **options: Any) -> DVCLiveTracker:
+    tracker = DVCLiveTracker(directory)
+    tracker.start("run", {"lr": 0.1, "model": {"width": 8}}, **options)
+    return tracker
+
+
+def test_dvc_reads_parameters_plan_and_summary(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.record_plan({"world_size": 2})
+    tracker.log({"loss": 0.5, "eval": {"loss": 0.75}}, step=3)
+    tracker.finish()
+    folder = tmp_path / "dvclive" / "run"
+    parameters = pytest.importorskip("dvclive.serialize").load_yaml(folder / "params.yaml")
+    assert parameters == {"lr": 0.1, "model": {"width": 8}, "plan": {"world_size": 2}}
+    assert json.loads((folder / "metrics.json").read_text()) == {
+        "loss": 0.5,
+        "eval": {"loss": 0.75},
+        "step": 3,
+    }
+    listed = pytest.importorskip("dvclive.serialize").load_yaml(folder / "dvc.yaml")
+    assert listed["plots"] == [{"plots/metrics": {"x": "step"}}]
+
+
+def test_numbers_that_are_none_are_words_and_none_is_left_out(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True}, step=2)
+    tracker.finish()
+    assert read(tmp_path / "dvclive" / "run") == [(2, {"loss": "nan", "norm": "-inf", "done": "1"})]
+
+
+def test_a_name_that_is_a_folder_of_another_gets_dots(tmp_path: Path) -> None:
+    for values in ({"loss": 1.0, "loss/val": 2.0, "acc/val": 3.0, "acc": 4.0}, {"loss/val": 5.0, "acc": 6.0}):
+        tracker = started(tmp_path)
+        tracker.log(values, step=int(values["loss/val"]))
+        tracker.finish()
+    assert read(tmp_path / "dvclive" / "run") == [
+        (2, {"loss": "1.0", "loss.val": "2.0", "acc/val": "3.0", "acc.value": "4.0"}),
+        (5, {"loss.val": "5.0", "acc.value": "6.0"}),
+    ]
+
+
+@given(st.text(max_size=20), st.frozensets(st.text(alphabet="ab/.", min_size=1, max_size=6), max_size=4))
+def test_no_name_leaves_the_folder(name: str, taken: frozenset[str]) -> None:
+    parts = free_name(name, taken).split("/")
+    assert all(part and part not in (".", "..") and "\0" not in part for part in parts)
+
+
+def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
+    tracker = started(tmp_path)
+    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
+    assert kinds.keys() == tracker.media_kinds
+    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
+    tracker.write([LoggedRecord(time=2.0, step=7, attempt=2, media=kinds)])
+    tracker.finish()
+    plots = tmp_path / "dvclive" / "run" / "plots"
+    pillow = pytest.importorskip("PIL.Image")
+    for name in ("image/7", "figure/7", "attempt-2/image/7"):
+        assert pillow.open(plots / "images" / f"{name}.png").getpixel((0, 0)) == (250, 0, 0)
+    rows = utils.parse_json(plots / "custom" / "histogram" / "7.json")
+    assert rows == [{"from": 0.0, "count": 1}, {"from": 1.0, "count": 4}, {"from": 2.0, "count": 2}]
+
+
+def test_a_live_of_the_users_stays_open(tmp_path: Path) -> None:
+    live = dvclive.Live(str(tmp_path / "mine"), save_dvc_exp=False, dvcyaml=None)
+    live.log_metric("before", 1.0)
+    tracker = DVCLiveTracker.of(live)
+    tracker.start("run", {"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.finish()
+    live.step = 2
+    live.log_metric("loss", 0.25)
+    assert read(tmp_path / "mine") == [(0, {"before": "1.0"}), (1, {"loss": "0.5"}), (2, {"loss": "0.25"})]
+    live.end()
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_as_an_experiment_of_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("NAME", "a tester"), ("EMAIL", "tester@example.org")):
+        monkeypatch.setenv(f"GIT_AUTHOR_{name}", value)
+        monkeypatch.setenv(f"GIT_COMMITTER_{name}", value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    tracker = started(repository, save_experiment=True)
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.finish()
+    with pytest.importorskip("dvc.repo").Repo(str(repository)) as repo:
+        (saved,) = repo.experiments.ls().values()
+    assert [name for name, _ in saved] == ["run"]
+
+
+def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    tracker = started(tmp_path)
+    tracker.log({"loss": 1})
+    tracker.finish()
+    assert threading.active_count() == before
+    assert capfd.readouterr() == ("", "")
+    assert [one.name for one in tmp_path.iterdir()] == ["dvclive"]
+
+
+_CODE = """
+import dvclive, dvc.repo, dvc.scm, scmrepo.exceptions, ruamel.yaml, dvc_studio_client
+from drivetrain_tracking.platforms.dvclive import DVCLiveTracker as make
+
+def begin(tracker):
+    tracker.start("killed", {"lr": 0.1})
+"""
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
+    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
+    found = read(tmp_path / "dvclive" / "killed")
+    assert [(step, {k: float(v) for k, v in values.items()}) for step, values in found] == wanted
+    summary = json.loads((tmp_path / "dvclive" / "killed" / "metrics.json").read_text())
+    assert (summary["loss"], summary["step"]) == (wanted[-1][1]["loss"], wanted[-1][0])

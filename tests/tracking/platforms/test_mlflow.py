@@ -1,0 +1,216 @@
+import json
+import math
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain_tracking.platforms.mlflow import MLflowTracker, mlflow_name
+from drivetrain_tracking.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.testing import PlatformContract
+from killed_trackers import kill_writers, numbered_records
+from loopback_only import loopback_only  # noqa: F401 a fixture
+from platform_media import sample_media
+
+mlflow = pytest.importorskip("mlflow")
+pytest.importorskip("sqlalchemy")
+
+pytestmark = [
+    pytest.mark.usefixtures("loopback_only"),
+    # mlflow 3.17's own use of SQLAlchemy 2.1
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+    # SQLAlchemy's pool is collected after its last connection, by the interpreter and not by mlflow
+    pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One sqlite store for the module, since making its tables takes seconds, and nothing is configured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        yield f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/store.db"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MLflow keeps artifacts of a store that names no place for them in `mlruns` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Contract(PlatformContract):
+    """Each directory is an experiment of one store."""
+
+    def __init__(self, store: str) -> None:
+        self.store = store
+
+    def make(self, directory: Path) -> MLflowTracker:
+        class InStore(MLflowTracker):
+            def start(self, run_name, config, **options) -> None:
+                name = {"tracking_uri": contract.store, "experiment": str(directory)}
+                super().start(run_name, config, **name, **options)
+
+        contract = self
+        return InStore(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        client, run = only_run(self.store, str(directory))
+        return [(step, values) for step, values in read_rows(client, run).values()]
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return flat_numbers(values)
+
+
+def only_run(store: str, experiment: str):
+    client = mlflow.MlflowClient(tracking_uri=store)
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return client, run
+
+
+def read_rows(client, run) -> dict[int, tuple[int, dict[str, float]]]:
+    """Return the step and values of each millisecond, in order."""
+    found: dict[int, tuple[int, dict[str, float]]] = defaultdict(lambda: (0, {}))
+    for name in client.get_run(run.info.run_id).data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            found[metric.timestamp] = (metric.step, found[metric.timestamp][1])
+            if not name.startswith("drivetrain/"):
+                found[metric.timestamp][1][name] = metric.value
+    return dict(sorted(found.items()))
+
+
+def artifacts_of(client, run, path: str | None = None) -> list[str]:
+    found = []
+    for file in client.list_artifacts(run.info.run_id, path):
+        found += artifacts_of(client, run, file.path) if file.is_dir else [file.path]
+    return found
+
+
+def test_the_contract_of_platforms(tmp_path: Path, store: str) -> None:
+    Contract(store).check_all(tmp_path)
+
+
+def test_a_record_keeps_its_time_attempt_text_and_nan_and_an_infinity_is_counted(
+    tmp_path: Path, store: str
+) -> None:
+    tracker = MLflowTracker(tmp_path)
+    tracker.start("first", {"lr": {"head": 0.1}}, tracking_uri=store, experiment="e1", tags={"by": "me"})
+    values = {"loss": math.nan, "up": math.inf, "phase": "end", "none": None, "odd #name!": 1}
+    tracker.write([LoggedRecord(time=1_700_000_000.2512345, step=3, attempt=2, values=values)])
+    tracker.finish()
+    client, run = only_run(store, "e1")
+    held = client.get_run(run.info.run_id).data
+    assert held.metrics["drivetrain/time"] == 1_700_000_000.2512345
+    assert held.metrics["drivetrain/attempt"] == 2
+    assert held.metrics["drivetrain/infinite"] == 1
+    assert math.isnan(held.metrics["loss"])
+    assert held.metrics["up"] >= sys.float_info.max
+    assert held.metrics["odd -name-"] == 1
+    assert (held.tags["phase"], held.tags["by"], held.params) == ("end", "me", {"lr/head": "0.1"})
+    assert run.info.status == "FINISHED"
+
+
+def test_equal_values_within_one_millisecond_are_all_kept(tmp_path: Path, store: str) -> None:
+    tracker = MLflowTracker(tmp_path)
+    tracker.start("first", {}, tracking_uri=store, experiment="e2")
+    tracker.write([LoggedRecord(time=1.0 + n / 100_000, values={"loss": 1.0}) for n in range(5)])
+    client, run = only_run(store, "e2")
+    assert [metric.value for metric in client.get_metric_history(run.info.run_id, "loss")] == [1.0] * 5
+    tracker.finish()
+
+
+def test_more_metrics_and_tags_than_one_call_takes_are_written(tmp_path: Path, store: str) -> None:
+    tracker = MLflowTracker(tmp_path)
+    tracker.start("first", {f"p{n}": n for n in range(130)}, tracking_uri=store, experiment="e3")
+    many = {f"m{n}": n for n in range(1500)} | {f"t{n}": "text" for n in range(130)}
+    tracker.write([LoggedRecord(time=1.0, values=many), LoggedRecord(time=2.0, values={"last": 1})])
+    tracker.finish()
+    client, run = only_run(store, "e3")
+    held = client.get_run(run.info.run_id).data
+    assert len([name for name in held.metrics if name.startswith("m")]) == 1500
+    assert held.metrics["last"] == 1
+    assert len([name for name in held.tags if name.startswith("t")]) == 130
+    assert len(held.params) == 130
+
+
+def test_a_changed_configuration_of_a_continued_run_is_in_its_file(tmp_path: Path, store: str) -> None:
+    for config in ({"lr": 0.1}, {"lr": 0.2, "new": 1}):
+        tracker = MLflowTracker(tmp_path)
+        tracker.start("first", config, tracking_uri=store, experiment="e4")
+        tracker.finish()
+    client, run = only_run(store, "e4")
+    assert client.get_run(run.info.run_id).data.params == {"lr": "0.1", "new": "1"}
+    kept = Path(client.download_artifacts(run.info.run_id, "config.json", str(tmp_path)))
+    assert json.loads(kept.read_text()) == {"lr": 0.2, "new": 1}
+
+
+def test_each_kind_of_medium_is_an_artifact(tmp_path: Path, store: str) -> None:
+    media = sample_media(tmp_path)
+    assert set(media) == MLflowTracker.media_kinds
+    tracker = MLflowTracker(tmp_path)
+    tracker.start("media", {}, tracking_uri=store, experiment="e5")
+    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
+    tracker.record_plan({"backend": "ddp"})
+    tracker.finish()
+    client, run = only_run(store, "e5")
+    kept = artifacts_of(client, run)
+    images = [path for path in kept if path.startswith("images/") and path.endswith(".png")]
+    assert sorted(path.split("+")[0] for path in images) == ["images/figure", "images/image"]
+    assert {path for path in kept if not path.startswith("images/")} == {
+        "config.json",
+        "plan.json",
+        "audio/audio/3-1500/sample.wav",
+        "video/video/3-1500/sample.mp4",
+        "artifact/artifact/3-1500/sample.bin",
+        "table/table/3-1500.json",
+        "histogram/histogram/3-1500.json",
+        "text/text/3-1500.txt",
+    }
+
+
+def test_a_run_of_the_users_gets_the_values_and_stays_open(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    with mlflow.start_run(experiment_id=mlflow.MlflowClient().create_experiment("e6")) as live:
+        tracker = MLflowTracker.of(live)
+        tracker.start("ignored", {"lr": 0.1})
+        tracker.log({"loss": 0.5}, step=7)
+        tracker.finish()
+        assert mlflow.get_run(live.info.run_id).info.status == "RUNNING"
+    held = mlflow.get_run(live.info.run_id).data
+    assert (held.metrics["loss"], held.params) == (0.5, {"lr": "0.1"})
+
+
+@given(st.text())
+def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
+    validation = pytest.importorskip("mlflow.utils.validation")
+    validation._validate_metric_name(mlflow_name(name))
+
+
+def check_killed_trackers(directory: Path, store: str, experiment: str, **rounds: int) -> None:
+    options = {"tracking_uri": store, "experiment": experiment}
+    MLflowTracker(directory / "other").start(
+        "tables", {}, tracking_uri=store
+    )  # makes the tables, which takes seconds
+    kill_writers(MLflowTracker, "mlflow", directory, options=options, **rounds)
+    client, run = only_run(store, experiment)
+    assert list(read_rows(client, run).values()) == [
+        (record.step, dict(record.values)) for record in numbered_records(rounds.get("num_records", 40))
+    ]
+
+
+def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:
+    check_killed_trackers(tmp_path, store, "killed", num_records=24)
+
+
+@pytest.mark.slow
+def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:
+    check_killed_trackers(
+        tmp_path, store, "twenty", num_rounds=20, num_records=200, seed=random.randrange(2**31)
+    )

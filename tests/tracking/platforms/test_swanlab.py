@@ -1,0 +1,223 @@
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.testing import PlatformContract
+from killed_writers import run_killed_writers
+
+swanlab = pytest.importorskip("swanlab")
+store = pytest.importorskip("swanlab.sdk.internal.core_python.store")
+protocol = pytest.importorskip("swanlab.proto.swanlab.record.v1.record_pb2")
+
+
+@pytest.fixture(autouse=True)
+def without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where SwanLab looks for keys
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("SWANLAB_")]:
+        monkeypatch.delenv(name)
+
+
+class Contract(PlatformContract):
+    def make(self, directory: Path) -> SwanLabTracker:
+        return SwanLabTracker(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return [
+            (step, {name.removeprefix("attempt-2/"): value for name, value in values.items()})
+            for step, values in read(directory)
+        ]
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return {k: v if isinstance(v, str) else float(v) for k, v in flat_values(values).items()}
+
+
+def stored(directory: Path, kind: str) -> list[Any]:
+    """Return the records of a kind that SwanLab's own reader finds in the files of all starts."""
+    found = []
+    for file in sorted(directory.glob("swanlog/*/*.swanlab")):
+        if file.stat().st_size < store.LEVELDBLOG_HEADER_LEN:
+            continue  # killed before the header was written
+        reader = store.DataStoreReader()
+        reader.open(file)
+        records = [protocol.Record.FromString(line) for line in reader]
+        found += [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
+        reader.close()
+    return found
+
+
+def read(directory: Path) -> list[tuple[int, dict[str, object]]]:
+    """Return the steps and values of a run by the times of the values."""
+    found: dict[tuple[int, int], dict[str, object]] = {}
+    for one in stored(directory, "scalar"):
+        values = found.setdefault((one.timestamp.ToNanoseconds(), one.step), {})
+        assert one.key not in values, "one value for a name and a time"
+        values[one.key] = one.value.number
+    for one in stored(directory, "media"):
+        values = found.setdefault((one.timestamp.ToNanoseconds(), one.step), {})
+        values[one.key] = content(directory, one).decode()
+    return [(step, values) for (_, step), values in sorted(found.items())]
+
+
+def content(directory: Path, record: Any) -> bytes:
+    (item,) = record.value.items
+    (file,) = directory.glob(f"swanlog/*/media/*/{item.filename}")
+    return file.read_bytes()
+
+
+def started(directory: Path, **options: Any) -> SwanLabTracker:
+    tracker = SwanLabTracker(directory)
+    tracker.start("run", {"lr": 0.1, "model": {"width": 8}}, **options)
+    return tracker
+
+
+def test_the_contract_of_platforms(tmp_path: Path) -> None:
+    Contract().check_all(tmp_path)
+
+
+def test_swanlab_knows_the_run_its_configuration_and_the_plan(tmp_path: Path) -> None:
+    tracker = started(tmp_path, project="trials", group="first", tags=("short",), description="a test")
+    tracker.record_plan({"world_size": 2})
+    tracker.finish()
+    (start,) = stored(tmp_path, "start")
+    assert (start.project, start.name, start.group, start.tags) == ("trials", "run", "first", ["short"])
+    (config,) = tmp_path.glob("swanlog/*/files/config.yaml")
+    text = config.read_text()
+    assert all(part in text for part in ("lr", "width", "world_size"))
+    assert str(config) in [save.source_path for save in stored(tmp_path, "save")]
+
+
+def test_a_stopped_run_goes_on_with_its_id(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tracker = started(tmp_path)
+        tracker.log({"loss": 1.0 / step}, step=step)
+        tracker.log({"tokens": 5})
+        tracker.finish()
+    assert len({start.id for start in stored(tmp_path, "start")}) == 1
+    assert [step for step, _ in read(tmp_path)] == [1, 2, 2, 3]
+
+
+def test_numbers_that_are_none_stay_and_none_is_left_out(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True}, step=2)
+    tracker.finish()
+    ((step, values),) = read(tmp_path)
+    assert math.isnan(values.pop("loss"))
+    assert (step, values) == (2, {"norm": -math.inf, "done": 1.0})
+
+
+def test_a_second_value_for_a_step_and_one_of_another_type_get_numbers(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.write(
+        [
+            LoggedRecord(time=1.0, step=1, values={"loss": 0.5}),
+            LoggedRecord(time=2.0, step=1, values={"loss": 0.25}),
+            LoggedRecord(time=3.0, step=2, values={"loss": "diverged"}),
+        ]
+    )
+    tracker.log({"loss": 0.125}, step=1)
+    tracker.finish()
+    assert read(tmp_path) == [
+        (1, {"loss": 0.5}),
+        (1, {"loss (2)": 0.25}),
+        (2, {"loss (3)": "diverged"}),
+        (1, {"loss (4)": 0.125}),
+    ]
+
+
+def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
+    tracker = started(tmp_path)
+    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
+    assert kinds.keys() == tracker.media_kinds
+    record = LoggedRecord(time=1.0, step=7, media=kinds)
+    tracker.write([record])
+    assert tracker.count_held([record]) == 1
+    tracker.finish()
+    found = {one.key: one for one in stored(tmp_path, "media")}
+    assert content(tmp_path, found["video"]) == media["video"].path.read_bytes()
+    pillow = pytest.importorskip("PIL.Image")
+    for kind in ("image", "figure"):
+        (file,) = {*tmp_path.glob(f"swanlog/*/media/*/{found[kind].value.items[0].filename}")}
+        assert pillow.open(file).getpixel((0, 0))[:3] == (250, 0, 0)
+        assert found[kind].value.items[0].caption == "a caption"
+    assert content(tmp_path, found["text"]) == b"a text"
+    table = json.loads(content(tmp_path, found["table"]))
+    assert table["rowData"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
+    chart = json.loads(content(tmp_path, found["histogram"]))
+    assert [bar["value"] if isinstance(bar, dict) else bar for bar in chart["series"][0]["data"]] == [1, 4, 2]
+    saved = [one for one in stored(tmp_path, "save") if one.name == "artifact-1-7.txt"]
+    assert [Path(one.source_path).read_text() for one in saved] == ["an artifact"]
+
+
+def test_a_run_of_the_users_stays_open(tmp_path: Path) -> None:
+    live = swanlab.init(mode="offline", name="mine", log_dir=str(tmp_path / "swanlog"), config={"seed": 1})
+    tracker = SwanLabTracker.of(live)
+    tracker.start("run", {"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.finish()
+    assert (live.alive, dict(live.config)) == (True, {"seed": 1, "lr": 0.1})
+    live.log({"loss": 0.25}, step=2)
+    live.finish()
+    assert [(step, values) for step, values in read(tmp_path) if "loss" in values] == [
+        (1, {"loss": 0.5}),
+        (2, {"loss": 0.25}),
+    ]
+
+
+def test_a_disabled_swanlab_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWANLAB_MODE", "disabled")
+    tracker = started(tmp_path)
+    tracker.log({"loss": 0.5}, step=1)
+    assert tracker.count_held([LoggedRecord(time=1.0)]) == 1
+    tracker.finish()
+    assert not (tmp_path / "swanlog").exists()
+
+
+@pytest.mark.parametrize("asked", [None, "online", "offline", "local"])
+@pytest.mark.parametrize("configured", ["online", "offline", "local", "disabled"])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_run_is_offline_where_nothing_else_is_said_and_no_key_is_there(
+    asked: str | None, configured: str, has_key: bool
+) -> None:
+    mode = chosen_mode(asked, configured, has_key=has_key)
+    if asked:
+        assert mode == asked
+    elif configured == "online":
+        assert mode == ("online" if has_key else "offline")
+    else:
+        assert mode == configured
+
+
+def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    tracker = started(tmp_path / "second")
+    tracker.log({"loss": 1})
+    tracker.finish()
+    assert threading.active_count() == before
+    assert capfd.readouterr() == ("", "")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["second"]
+
+
+_CODE = """
+os.environ["HOME"] = sys.argv[1]
+import swanlab, requests, watchdog.observers
+import swanlab.sdk.internal.bus.events, swanlab.sdk.internal.core_python.store
+from drivetrain_tracking.platforms.swanlab import SwanLabTracker as make
+
+def begin(tracker):
+    tracker.start("killed", {"lr": 0.1}, mode="offline")
+"""
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
+    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
+    assert read(tmp_path) == wanted

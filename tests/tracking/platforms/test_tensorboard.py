@@ -1,0 +1,152 @@
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drivetrain_tracking.errors import TrackerStateError
+from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.testing import PlatformContract
+from killed_writers import run_killed_writers
+
+events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+
+
+class Contract(PlatformContract):
+    def make(self, directory: Path) -> TensorBoardTracker:
+        return TensorBoardTracker(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return read(directory / "tensorboard")
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return {
+            name: value if isinstance(value, str) else float(np.float32(value))
+            for name, value in flat_values(values).items()
+        }
+
+
+def read(folder: Path) -> list[tuple[int, dict[str, object]]]:
+    """Return the steps and values of all events by their times; those of the run itself have none."""
+    found = []
+    for file in sorted(folder.glob("**/events.*")):
+        found += [
+            (event.wall_time, event.step, {v.tag: _content(v) for v in event.summary.value})
+            for event in events.EventFileLoader(str(file)).Load()
+            if event.wall_time and event.summary.value
+        ]
+    return [(step, values) for _, step, values in sorted(found, key=lambda one: one[0])]
+
+
+def _content(value: object) -> object:
+    if value.metadata.plugin_data.plugin_name == "text":
+        return value.tensor.string_val[0].decode()
+    return float(value.tensor.float_val[0])  # the loader makes tensors of scalars
+
+
+def test_the_contract_of_platforms(tmp_path: Path) -> None:
+    Contract().check_all(tmp_path)
+
+
+def started(directory: Path) -> TensorBoardTracker:
+    tracker = TensorBoardTracker(directory)
+    tracker.start("run", {"lr": 0.1, "model": {"width": 8, "bias": True, "act": "gelu"}, "limit": None})
+    return tracker
+
+
+def accumulated(folder: Path) -> Any:
+    """Return what TensorBoard itself reads of a run."""
+    library = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = library.EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def test_the_configuration_is_in_the_hparams_tab_and_the_plan_a_text(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.record_plan({"world_size": 2})
+    tracker.finish()
+    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
+    found = accumulated(tmp_path / "tensorboard" / "run")
+    content = found.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    session = metadata.parse_session_start_info_plugin_data(content)
+    assert {name: getattr(one, one.WhichOneof("kind")) for name, one in session.hparams.items()} == {
+        "lr": 0.1,
+        "model.width": 8.0,
+        "model.bias": True,
+        "model.act": "gelu",
+    }
+    (plan,) = found.Tensors("plan")
+    assert b'"world_size": 2' in plan.tensor_proto.string_val[0]
+
+
+def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
+    tracker = started(tmp_path)
+    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
+    assert kinds.keys() == tracker.media_kinds
+    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
+    tracker.finish()
+    found = accumulated(tmp_path / "tensorboard" / "run")
+    for kind in ("image", "figure"):
+        (image,) = found.Images(kind)
+        assert (image.width, image.height, image.step) == (4, 3, 7)
+        assert image.encoded_image_string == media[kind].path.read_bytes()
+    (audio,) = found.Audio("audio")
+    assert audio.encoded_audio_string == media["audio"].path.read_bytes()
+    assert (audio.sample_rate, audio.length_frames, audio.content_type) == (8000, 100, "audio/wav")
+    (histogram,) = [one.histogram_value for one in found.Histograms("histogram")]
+    assert (histogram.min, histogram.max, histogram.num) == (0.0, 3.0, 7.0)
+    assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0.0, 1.0, 2.0, 3.0], [0, 1, 4, 2])
+    assert found.Tensors("text")[0].tensor_proto.string_val[0] == b"a text"
+    table = found.Tensors("table")[0].tensor_proto.string_val[0].decode()
+    assert table.splitlines() == ["| name | n |", "| --- | --- |", "| a | 1 |", "| b | 2.5 |"]
+
+
+@pytest.mark.parametrize("library", ["torch.utils.tensorboard", "tensorboardX"])
+def test_a_writer_of_the_users_stays_open(library: str, tmp_path: Path) -> None:
+    live = pytest.importorskip(library).SummaryWriter(str(tmp_path))
+    with pytest.raises(AttributeError):
+        TensorBoardTracker.of(object())
+    tracker = TensorBoardTracker.of(live)
+    tracker.start("run", {"lr": 0.1})
+    tracker.write([LoggedRecord(time=1.5, step=1, values={"loss": 0.5})])
+    tracker.write([LoggedRecord(time=2.5, step=1, attempt=2, values={"loss": 0.75})])
+    assert tracker.count_held([LoggedRecord(time=1.5), LoggedRecord(time=9.0)]) == 1
+    tracker.finish()
+    live.add_scalar("loss", 0.25, 2)
+    live.close()
+    assert read(tmp_path) == [(1, {"loss": 0.5}), (1, {"loss": 0.75}), (2, {"loss": 0.25})]
+    assert [one.value for one in accumulated(tmp_path).Scalars("loss")] == [0.5, 0.25]
+    assert accumulated(tmp_path / "attempt-2").Scalars("loss")[0].wall_time == 2.5
+    if live.file_writer is None:
+        with pytest.raises(TrackerStateError, match="closed: make another"):
+            TensorBoardTracker.of(live)
+
+
+def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    tracker = started(tmp_path)
+    tracker.log({"loss": 1})
+    tracker.finish()
+    assert threading.active_count() == before
+    assert capfd.readouterr() == ("", "")
+
+
+_CODE = """
+import tensorboard.summary.writer.event_file_writer
+import tensorboard.backend.event_processing.event_file_loader
+from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker as make
+
+def begin(tracker):
+    tracker.start("killed", {"lr": 0.1})
+"""
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
+    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
+    assert read(tmp_path / "tensorboard") == wanted

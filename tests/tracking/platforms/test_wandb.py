@@ -1,0 +1,160 @@
+import json
+import random
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from drivetrain_tracking.platforms.wandb import WandbTracker
+from drivetrain_tracking.records import LoggedRecord, flat_values
+from drivetrain_tracking.testing import PlatformContract
+from killed_trackers import kill_writers, numbered_records
+from loopback_only import loopback_only  # noqa: F401 a fixture
+from platform_media import sample_media
+
+wandb = pytest.importorskip("wandb")
+
+pytestmark = pytest.mark.usefixtures("loopback_only")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nobody is logged in, and wandb's service process keeps its files to a folder of the tests."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR"):
+            patch.delenv(name, raising=False)
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "NETRC"):
+            patch.setenv(name, str(home / name.lower()))
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield
+        wandb.teardown()
+
+
+def read_log(directory: Path) -> list[dict]:
+    """Return the messages of a directory's runs, as `wandb leet inspect --json` prints them."""
+    found = []
+    for file in sorted(directory.glob("wandb/*run-*/run-*.wandb")):
+        command = [wandb.util.get_core_path(), "leet", "inspect", "--no-observability", "--json"]
+        command += ["--run-file", str(file), str(file.parents[1])]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found += [json.loads(line) for line in printed.splitlines()]
+    return found
+
+
+def rows(directory: Path) -> list[dict]:
+    return [message["history"]["item"] for message in read_log(directory) if message["type"] == "history"]
+
+
+def values_of(row: dict) -> dict:
+    return {name: value for name, value in row.items() if not name.startswith(("_", "drivetrain/"))}
+
+
+class Contract(PlatformContract):
+    def make(self, directory: Path) -> WandbTracker:
+        return WandbTracker(directory)
+
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+        return [(row.get("drivetrain/step"), values_of(row)) for row in rows(directory)]
+
+    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        return flat_values(values)
+
+
+def test_the_contract_of_platforms(tmp_path: Path) -> None:
+    Contract().check_all(tmp_path)
+
+
+def test_a_row_keeps_its_time_attempt_and_values_that_are_no_numbers(tmp_path: Path) -> None:
+    tracker = WandbTracker(tmp_path)
+    tracker.start("first", {"lr": 0.1}, project="p", tags=["a"], group="g", mode="offline")
+    values = {"loss": float("nan"), "up": float("inf"), "down": float("-inf"), "none": None, "phase": "end"}
+    tracker.write([LoggedRecord(time=1_700_000_000.2512345, attempt=2, values=values)])
+    (row,) = rows(tmp_path)
+    assert row["_timestamp"] == 1_700_000_000.2512345
+    assert row["drivetrain/attempt"] == 2
+    assert "drivetrain/step" not in row
+    kept = {"loss": "NaN", "up": "Infinity", "down": "-Infinity", "none": None, "phase": "end"}
+    assert values_of(row) == kept
+    tracker.finish()
+    (run,) = (message["run"] for message in read_log(tmp_path) if message["type"] == "run")
+    assert (run["project"], run["run_group"], run["tags"], run["display_name"]) == ("p", "g", ["a"], "first")
+    assert run["config"]["update"]["lr"] == 0.1
+
+
+def test_a_stopped_run_goes_on_under_its_id_with_rows_behind_the_earlier_ones(tmp_path: Path) -> None:
+    for records in (numbered_records(4)[:2], numbered_records(4)[2:]):
+        tracker = WandbTracker(tmp_path)
+        tracker.start("first", {})
+        tracker.write(records)
+        tracker.finish()
+    runs = [message["run"]["run_id"] for message in read_log(tmp_path) if message["type"] == "run"]
+    assert len(runs) == 2
+    assert len(set(runs)) == 1
+    assert [row["_step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_each_kind_of_medium_is_wandbs_own(tmp_path: Path) -> None:
+    media = sample_media(tmp_path)
+    assert set(media) == WandbTracker.media_kinds
+    tracker = WandbTracker(tmp_path / "log")
+    tracker.start("media", {})
+    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
+    tracker.record_plan({"backend": "ddp"})
+    tracker.finish()
+    (row,) = rows(tmp_path / "log")
+    kinds = {name: row[f"{name}._type"] for name in media if f"{name}._type" in row}
+    assert kinds == {
+        "image": "image-file",
+        "figure": "image-file",
+        "audio": "audio-file",
+        "video": "video-file",
+        "table": "table-file",
+        "histogram": "histogram",
+        "text": "html-file",
+    }
+    assert row["histogram.values"] == [1, 2]
+    (folder,) = (tmp_path / "log" / "wandb").glob("offline-run-*")
+    for name in ("image", "audio", "video", "text"):
+        assert (folder / "files" / row[f"{name}.path"]).stat().st_size > 0
+    assert "&lt;b&gt;said" in (folder / "files" / row["text.path"]).read_text()
+    artifacts = [one["artifact"] for one in read_log(tmp_path / "log") if one["type"] == "artifact"]
+    assert {"file", "plan", "run_table"} == {artifact["type"] for artifact in artifacts}
+
+
+def test_a_run_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
+    settings = wandb.Settings(silent=True, console="off", mode="offline")
+    live = wandb.init(dir=str(tmp_path), settings=settings, reinit="create_new", config={"mine": 1})
+    tracker = WandbTracker.of(live)
+    tracker.start("ignored", {"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=7)
+    tracker.finish()
+    live.log({"mine": 1})
+    live.finish()
+    assert [values_of(row) for row in rows(tmp_path)] == [{"loss": 0.5}, {"mine": 1}]
+    assert live.config["lr"] == 0.1
+
+
+def test_a_disabled_run_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
+    tracker = WandbTracker(tmp_path)
+    tracker.start("first", {}, mode="disabled")
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.finish()
+    assert not rows(tmp_path)
+
+
+def check_killed_trackers(directory: Path, **rounds: int) -> None:
+    kill_writers(WandbTracker, "wandb", directory, **rounds)
+    assert [(row["drivetrain/step"], row["loss"]) for row in rows(directory)] == [
+        (record.step, record.values["loss"]) for record in numbered_records(rounds.get("num_records", 40))
+    ]
+
+
+def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
+    check_killed_trackers(tmp_path)
+
+
+@pytest.mark.slow
+def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
+    check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
