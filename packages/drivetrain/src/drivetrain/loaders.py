@@ -36,6 +36,7 @@ def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
         device=parts.context.device,
         group=parts.context.group,
         activity=parts.reading,
+        watch=None if parts.watch is None else parts.watch.watch_reads,
         on_batch=partial(parts.context.progress.mark, "batch"),
         seed_source=seed_source,
         **asked,

@@ -80,6 +80,11 @@ class TrackerGroup:
         """The names of all trackers, including those that this rank does not log to."""
         return tuple(self._by_name)
 
+    @property
+    def is_started(self) -> bool:
+        """True between `start` and `finish`."""
+        return self._is_started
+
     def get(self, name: str) -> Tracker:
         """Return a tracker by its name, for platform-specific calls.
 
@@ -206,7 +211,9 @@ class TrackerGroup:
         for logged, plain in ready:
             record = replace(logged.record, values=plain)
 
-            def write(tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options) -> None:
+            def write(
+                tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options
+            ) -> None:
                 own = options.get(tracker.name, {})
                 if isinstance(tracker, PlatformTracker) and not own:
                     tracker.write([record])
