@@ -45,9 +45,9 @@ class RankRows:
         has_cpu = "cpu:" in backends or backends == "gloo"
         device = torch.device("cpu") if has_cpu else self._context.device
         mine = torch.tensor(row, dtype=torch.float32, device=device)
-        rows = mine.new_empty(world_size, len(row))
+        rows = mine.new_empty(world_size * len(row))
         work = dist.all_gather_into_tensor(rows, mine, group=group, async_op=True)
-        self._pending = _Pending(rows, mine, work)
+        self._pending = _Pending(rows.view(world_size, -1), mine, work)
 
     def take(self, *, wait: bool = False) -> list[list[float]] | None:
         """Return the row of each rank, once; None if none is there yet.
