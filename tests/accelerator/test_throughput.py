@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerator import device
 from drivetrain import Accelerator
-from drivetrain.device_clock import make_clock
-from drivetrain_tracking.throughput.phase_times import HostClock
+from drivetrain.device_clock import DeviceClock, make_clock
 
 NUM_WARM = 2
 
@@ -53,12 +52,24 @@ def test_ranks_measure_without_waiting(on_accelerators: Callable[..., list[objec
     assert on_accelerators(train_and_measure, "ddp", num_processes=2) == [([], 64, 8)] * 2
 
 
-def clock_in_use() -> str:
+def moments_of_left_work() -> tuple[bool, bool, float]:
+    """Time work that the device leaves for later; whether its end is known before and after a wait, and seconds."""
     accelerator = Accelerator()
-    return type(make_clock(accelerator.device)).__name__
+    clock = make_clock(accelerator.device)
+    assert isinstance(clock, DeviceClock)
+    pinned = torch.ones(4).pin_memory()
+    start = clock.moment()
+    copied = pinned.to(accelerator.device, non_blocking=True)
+    end = clock.moment()
+    known = clock.is_past(end)
+    torch.accelerator.synchronize()
+    assert copied.sum().item() == 4
+    return known, clock.is_past(end), clock.seconds_between(start, end)
 
 
-def test_a_device_whose_events_have_no_time_is_measured_by_the_hosts_clock(
+def test_moments_of_the_device_are_known_once_it_has_come_so_far(
     on_accelerators: Callable[..., list[object]],
 ) -> None:
-    assert on_accelerators(clock_in_use) == [HostClock.__name__]
+    ((before, after, seconds),) = on_accelerators(moments_of_left_work)
+    assert (before, after) == (False, True)
+    assert 0 < seconds < 60
