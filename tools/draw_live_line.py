@@ -30,7 +30,8 @@ def draw() -> str:
         model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(32 * 64, 512), nn.Linear(512, 1))
         optimizer = torch.optim.AdamW(model.parameters())
         texts = [{"input_ids": torch.randint(256, (32,))} for _ in range(NUM_STEPS * 16)]
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(texts, batch_size=16))
+        loader = DataLoader(texts, batch_size=16)  # pyright: ignore[reportArgumentType] a list is a dataset
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for step, batch in enumerate(loader, start=1):
             loss = (model(batch["input_ids"]) - 1).square().mean()
             accelerator.backward(loss)

@@ -30,7 +30,6 @@ class ShardedLoader(Generic[Batch]):
         dispatch: The stage that hands every rank its batches, if the source reads for all; None if each rank reads.
         copies: The prefetcher that copies batches to the device; None leaves batches where they are.
         activity: The stack of active loaders to update for every batch.
-        watch: A generator function that hands on what is read, and sees how long the loop waits; None for none.
         on_batch: A callback to call for every batch.
         seed_source: The origin of the seed, as a phrase for users.
 
@@ -40,6 +39,7 @@ class ShardedLoader(Generic[Batch]):
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
         seed_source: The origin of the seed, as a phrase for users.
+        watch: A generator function that hands on what is read, and so sees how long a loop waits; None for none.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class ShardedLoader(Generic[Batch]):
         dispatch: Rank0Dispatch | None,
         copies: DeviceCopies | None,
         activity: LoaderTracker | None,
-        watch: WatchReads | None = None,
         on_batch: Callable[[], None] | None,
         seed_source: str = "",
     ) -> None:
@@ -62,7 +61,7 @@ class ShardedLoader(Generic[Batch]):
         self._dispatch = dispatch
         self._copies = copies
         self._activity = activity
-        self._watch = watch
+        self.watch: WatchReads | None = None
         self._on_batch = on_batch
         self._epoch = 0
         self._position = 0
@@ -233,7 +232,7 @@ class ShardedLoader(Generic[Batch]):
             open_source = partial(source.open, self._epoch, self._position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
             arriving = readings if copies is None else copies.copied(readings)
-            for plan, batch, origin in arriving if self._watch is None else self._watch(arriving):
+            for plan, batch, origin in arriving if self.watch is None else self.watch(arriving):
                 self._position += plan.advance
                 if origin is not None:
                     source.note_received(plan, origin)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
-from drivetrain_data.loader import ShardedLoader, WatchReads
+from drivetrain_data.loader import ShardedLoader
 from drivetrain_data.sampling.block_shuffle import IndexFunction
 from drivetrain_data.sampling.known_samplers import check_undivided
 from drivetrain_data.sampling.sharding import DataSharding
@@ -41,7 +41,6 @@ def shard_loader(
     copy_ahead: int = 1,
     read_ahead: bool = False,
     activity: LoaderTracker | None = None,
-    watch: WatchReads | None = None,
     on_batch: Callable[[], None] | None = None,
 ) -> ShardedLoader[Any]:
     """Return the loader of one shard of a loader's data. Called on all ranks that share the data.
@@ -63,8 +62,6 @@ def shard_loader(
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
         read_ahead: Whether to send the next batch while ranks compute on the current one, when dispatching.
         activity: The stack of active loaders to update for every batch.
-        watch: A generator function that hands on what is read: each step's plan, batch and origin. It sees how long
-            the loop waits.
         on_batch: A callback to call for every batch.
 
     Raises:
@@ -85,13 +82,7 @@ def shard_loader(
     stage = _dispatch(sharding, device, read_ahead=read_ahead)
     copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
-        source,
-        dispatch=stage,
-        copies=copies,
-        activity=activity,
-        watch=watch,
-        on_batch=on_batch,
-        seed_source=seed_source,
+        source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
 
 

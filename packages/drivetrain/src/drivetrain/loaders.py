@@ -29,18 +29,20 @@ def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
     # Every setting is an argument of the same name: a mismatch fails here, and is not silently dropped.
     asked = {each.name: getattr(data, each.name) for each in fields(data)}
     asked["seed"], seed_source = _seed(loader, parts, place)
-    return shard_loader(
+    sharded = shard_loader(
         loader,
         parts.shard,
         num_nodes=parts.context.topology.num_nodes,
         device=parts.context.device,
         group=parts.context.group,
         activity=parts.reading,
-        watch=None if parts.watch is None else parts.watch.watch_reads,
         on_batch=partial(parts.context.progress.mark, "batch"),
         seed_source=seed_source,
         **asked,
     )
+    if parts.watch is not None:
+        sharded.watch = parts.watch.watch_reads
+    return sharded
 
 
 def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:

@@ -46,7 +46,7 @@ def find_peak(device: torch.device, mode: str, models: Sequence[nn.Module], *, i
     Args:
         device: The device of the models.
         mode: The precision of the run, such as "bf16"; "no" goes by the models' parameters.
-        models: The models.
+        models: The prepared models of the run.
         is_main: Whether to tell that the peak is unknown.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

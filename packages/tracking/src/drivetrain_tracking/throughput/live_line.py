@@ -40,7 +40,7 @@ class _PlainLines:
         stream.flush()
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: lines stay."""
 
 
 class LiveLine:

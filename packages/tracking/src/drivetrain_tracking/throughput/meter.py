@@ -28,7 +28,7 @@ class Throughput:
 
     Attributes:
         num_steps: The number of steps measured.
-        seconds: Their duration.
+        seconds: The duration of these steps.
         steps_per_second: Optimizer steps in a second.
         samples_per_second: Samples in a second, of all ranks.
         tokens_per_second: Tokens in a second, of all ranks.

@@ -13,7 +13,7 @@ class RichLine:
     """A line at the bottom of a terminal, above which prints and logging appear.
 
     Args:
-        stream: The terminal.
+        stream: The terminal to draw on.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -21,10 +21,10 @@ class Straggler:
     """A rank that is slower than the others.
 
     Attributes:
-        rank: The rank.
+        rank: The number of the rank.
         phase: The phase in which it is slow.
-        slower_by: The seconds a step by which it exceeds the median of the other ranks.
-        usual_seconds: That median.
+        slower_by: The seconds a step by which the rank exceeds that median.
+        usual_seconds: The median of the other ranks, in seconds a step.
     """
 
     rank: int
