@@ -29,4 +29,14 @@ def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:
 
 def test_a_watch_holds_nothing_else() -> None:
     with pytest.raises(AttributeError, match="has no attribute"):
-        ProgressRecord().note = "x"  # pyright: ignore[reportAttributeAccessIssue]
+        ProgressRecord().other = "x"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_observer_gets_every_label_and_notes_change_nothing_else() -> None:
+    record, seen = ProgressRecord(), []
+    record.note("nobody listens")
+    record.observer = seen.append
+    record.mark("gather")
+    record.note("forward")
+    assert seen == ["gather", "forward"]
+    assert (record.count, record.label) == (1, "gather")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
@@ -15,6 +15,8 @@ from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
 from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 
 Batch = TypeVar("Batch")
+# Each step's plan, batch and origin, handed on in order.
+WatchReads: TypeAlias = Callable[[Iterator[tuple[BatchPlan, Any, Any]]], Iterator[tuple[BatchPlan, Any, Any]]]
 
 
 class ShardedLoader(Generic[Batch]):
@@ -37,6 +39,7 @@ class ShardedLoader(Generic[Batch]):
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
         seed_source: The origin of the seed, as a phrase for users.
+        watch: A generator function that hands on what is read, and so sees how long a loop waits; None for none.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ShardedLoader(Generic[Batch]):
         self._dispatch = dispatch
         self._copies = copies
         self._activity = activity
+        self.watch: WatchReads | None = None
         self._on_batch = on_batch
         self._epoch = 0
         self._position = 0
@@ -227,7 +231,8 @@ class ShardedLoader(Generic[Batch]):
             source.move_to(self._epoch, self._position)
             open_source = partial(source.open, self._epoch, self._position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
-            for plan, batch, origin in readings if copies is None else copies.copied(readings):
+            arriving = readings if copies is None else copies.copied(readings)
+            for plan, batch, origin in arriving if self.watch is None else self.watch(arriving):
                 self._position += plan.advance
                 if origin is not None:
                     source.note_received(plan, origin)

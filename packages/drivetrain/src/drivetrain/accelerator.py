@@ -27,6 +27,7 @@ from drivetrain.saving import Saving
 from drivetrain.schedule_length import Schedules
 from drivetrain.sections import read_layers, sections_in_code
 from drivetrain.settings import RunSettings
+from drivetrain.throughput import Measuring
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
@@ -35,7 +36,7 @@ from drivetrain_precision import autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
-class Accelerator(Ranks, Saving, Exports, Results, Schedules, BatchSizes, ForeignNames):
+class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSizes, ForeignNames):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument is optional; a value not given here comes from the command line, the environment, a file or the
@@ -111,6 +112,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, BatchSizes, Foreig
         parts: Parts | None = getattr(self, "_parts", None)  # None: the constructor failed
         if parts is not None:
             parts.prepared.untie()
+            if parts.watch is not None:
+                parts.watch.close()
 
     @property
     def settings(self) -> RunSettings:
@@ -260,11 +263,16 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, BatchSizes, Foreig
         batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
             loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
-        if model is None:
-            parts.backend.backward(loss, count=count)
-        else:
-            owners = model if isinstance(model, Sequence) else [model]
-            parts.backend.backward_of([parts.prepared.of(one) for one in owners], loss, count=count)
+        progress = self.context.progress
+        progress.note("backward")
+        try:
+            if model is None:
+                parts.backend.backward(loss, count=count)
+            else:
+                owners = model if isinstance(model, Sequence) else [model]
+                parts.backend.backward_of([parts.prepared.of(one) for one in owners], loss, count=count)
+        finally:
+            progress.note("backward done")
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -315,6 +323,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, BatchSizes, Foreig
             stack.callback(self._parts.context.close)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
+            if self._parts.watch is not None:
+                stack.callback(self._parts.watch.finish)
             stack.callback(self._parts.checkpointers.close)
             stack.callback(self._end_schedules)
             stack.callback(self._drop_deferred)
@@ -329,6 +339,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Schedules, BatchSizes, Foreig
         if error is not None:  # the other ranks may not reach this point
             self._drop_deferred()
             self._end_schedules(by_error=True)
+            if self._parts.watch is not None:
+                self._parts.watch.close()
         self.end_training()
 
     def free_memory(self, *objects: Any) -> list[None]:

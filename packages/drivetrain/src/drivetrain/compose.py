@@ -12,6 +12,7 @@ from drivetrain.parts import Parts
 from drivetrain.prepared import PreparedObjects
 from drivetrain.sections import Sections
 from drivetrain.settings import RunSettings, automatic_backend
+from drivetrain.step_watch import StepWatch
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
@@ -74,17 +75,33 @@ def _build(
     backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
     _check_guard(backend, run)
     reading = LoaderTracker()
+    trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
+    prepared = PreparedObjects(reading.mark_stepped)
+    readers = _readers(context, parallelism)
+    watch = None
+    if given.tracking.measures_throughput:
+        watch = StepWatch(
+            context=context,
+            settings=given.tracking,
+            prepared=prepared,
+            reading=reading,
+            readers=readers,
+            trackers=trackers_used,
+            mode=policy.mode,
+        )
+        prepared.on_step = watch.end_step
     return Parts(
         resolved=given.resolved,
         context=context,
         shard=_shard(context, parallelism),
-        readers=_readers(context, parallelism),
+        readers=readers,
         policy=policy,
         backend=backend,
-        prepared=PreparedObjects(reading.mark_stepped),
+        prepared=prepared,
         reading=reading,
         checkpointers=Checkpointers(context, given.checkpoint, run.project_dir),
-        trackers=group_trackers(run, trackers, is_main=is_main, section=given.tracking),
+        trackers=trackers_used,
+        watch=watch,
     )
 
 

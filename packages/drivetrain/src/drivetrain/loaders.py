@@ -29,7 +29,7 @@ def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
     # Every setting is an argument of the same name: a mismatch fails here, and is not silently dropped.
     asked = {each.name: getattr(data, each.name) for each in fields(data)}
     asked["seed"], seed_source = _seed(loader, parts, place)
-    return shard_loader(
+    sharded = shard_loader(
         loader,
         parts.shard,
         num_nodes=parts.context.topology.num_nodes,
@@ -40,6 +40,9 @@ def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
         seed_source=seed_source,
         **asked,
     )
+    if parts.watch is not None:
+        sharded.watch = parts.watch.watch_reads
+    return sharded
 
 
 def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:

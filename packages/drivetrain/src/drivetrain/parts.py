@@ -7,6 +7,7 @@ from typing import Any
 from drivetrain.checkpointers import Checkpointers
 from drivetrain.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
+from drivetrain.step_watch import StepWatch
 from drivetrain_backends import Backend
 from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
@@ -30,6 +31,7 @@ class Parts:
         reading: The loaders being read; the current one knows its epoch's tail.
         checkpointers: The checkpointers used so far.
         trackers: The trackers that the run logs to.
+        watch: The stopwatch of steps; None if no setting has the throughput measured.
         facts: Further facts for the plan, added as they become known.
     """
 
@@ -43,6 +45,7 @@ class Parts:
     reading: LoaderTracker
     checkpointers: Checkpointers
     trackers: TrackerGroup
+    watch: StepWatch | None = None
     facts: dict[str, str] = field(default_factory=dict[str, str])
 
     @property

@@ -21,6 +21,7 @@ class PreparedObjects:
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
+        on_step: The function that optimizers prepared from now on call.
     """
 
     def __init__(self, on_step: Callable[[], None]) -> None:
@@ -29,7 +30,7 @@ class PreparedObjects:
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[ShardedLoader[Any]] = []
         self._holders: dict[Tensor, Prepared] = {}
-        self._on_step = on_step
+        self.on_step = on_step
 
     def add(self, prepared: Sequence[Prepared], results: Sequence[object]) -> None:
         """Add new objects, and new optimizers of known models.
@@ -47,7 +48,7 @@ class PreparedObjects:
                 for parameter in one.unwrap().parameters():
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
-                optimizer.on_step = self._on_step
+                optimizer.on_step = self.on_step
 
     def clear(self) -> None:
         """Forget all objects."""

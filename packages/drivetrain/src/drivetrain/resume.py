@@ -76,6 +76,7 @@ def save(
         DriftedReplicasError: Ranks hold different weights of a replicated model; nothing was written.
         RuntimeError: Ranks have registered different objects; nothing was written.
     """
+    run.context.progress.note("checkpoint")
     if isinstance(run.backend, ReplicatesWeights):
         run.backend.check_replicas()
     models: dict[str, Any] = {}
@@ -113,6 +114,7 @@ def save(
         changes_in_step=_changes_in_step(run),
     )
     run.context.progress.mark("saved")
+    run.context.progress.note("checkpoint done")
     return path
 
 

@@ -3,6 +3,9 @@
 `JSONLTracker` writes the log, without dependencies. `make_trackers` makes trackers by name: a process beside the
 training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
 several trackers from the right rank. `Image`, `Table` and others are what can be logged besides numbers.
+`TrackerGroup` logs to several trackers from the right rank and names a tracker that fails. `make_tracker` creates
+trackers that installed packages register. `JSONLTracker` writes a JSON Lines file that survives kills and resumes.
+`ThroughputMeter`, `PhaseTimes` and `find_straggler` measure a training loop, and `LiveLine` shows how fast it is.
 """
 
 from typing import TYPE_CHECKING
@@ -53,6 +56,14 @@ if TYPE_CHECKING:
     from drivetrain_tracking.registry import tracker_names as tracker_names
     from drivetrain_tracking.run_info.collect import collect_info as collect_info
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
+    from drivetrain_tracking.throughput.device_peaks import peak_flops as peak_flops
+    from drivetrain_tracking.throughput.live_line import LiveLine as LiveLine
+    from drivetrain_tracking.throughput.meter import StepRecord as StepRecord
+    from drivetrain_tracking.throughput.meter import Throughput as Throughput
+    from drivetrain_tracking.throughput.meter import ThroughputMeter as ThroughputMeter
+    from drivetrain_tracking.throughput.phase_times import PhaseTimes as PhaseTimes
+    from drivetrain_tracking.throughput.straggler import Straggler as Straggler
+    from drivetrain_tracking.throughput.straggler import find_straggler as find_straggler
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -96,6 +107,14 @@ _MODULES = {
     "UnknownTrackerError": "errors",
     "ValueNotLoggableError": "errors",
     "Metrics": "protocol",
+    "LiveLine": "throughput.live_line",
+    "PhaseTimes": "throughput.phase_times",
+    "StepRecord": "throughput.meter",
+    "Straggler": "throughput.straggler",
+    "Throughput": "throughput.meter",
+    "ThroughputMeter": "throughput.meter",
+    "find_straggler": "throughput.straggler",
+    "peak_flops": "throughput.device_peaks",
     "chosen_names": "registry",
     "make_tracker": "registry",
     "plain_config": "plain",

@@ -85,6 +85,11 @@ class TrackerGroup:
         """The names of all trackers, including those that this rank does not log to."""
         return tuple(self._by_name)
 
+    @property
+    def is_started(self) -> bool:
+        """True between `start` and `finish`."""
+        return self._is_started
+
     def get(self, name: str) -> Tracker:
         """Return a tracker by its name, for platform-specific calls.
 

@@ -33,6 +33,45 @@ class TrackingSettings:
         metadata={"help": "Whether the log tells commit and changes, versions, hardware and command line."},
     )
 
+    throughput: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to measure samples, tokens and steps a second, and the time of each phase of a step."
+        },
+    )
+    throughput_every_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps between two logs of the throughput, each of which also looks for a rank that "
+            "is slower than the others; turns the measuring on."
+        },
+    )
+    live_line: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether rank 0 shows the throughput in a line on standard error; turns the measuring on."
+        },
+    )
+    token_field: str = field(
+        default="input_ids",
+        metadata={"help": "Field of a batch whose elements are counted as tokens."},
+    )
+    flops_per_step: float | None = field(
+        default=None,
+        metadata={
+            "help": "Floating point operations of a step on all devices; none: counted in the first step."
+        },
+    )
+    peak_flops: float | None = field(
+        default=None,
+        metadata={"help": "Peak of one device in FLOP/s; none: from a table of known devices."},
+    )
+
+    @property
+    def measures_throughput(self) -> bool:
+        """True if a setting asks for the throughput."""
+        return self.throughput or self.throughput_every_steps is not None or self.live_line
+
     def __post_init__(self) -> None:
         """Check every field.
 
@@ -44,3 +83,12 @@ class TrackingSettings:
         for name in ("flush_seconds", "drain_seconds"):
             if not (seconds := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={seconds!r}: must be above 0")
+        every = self.throughput_every_steps
+        if every is not None and every < 1:
+            raise ValueError(
+                f"throughput_every_steps={every!r}: must be at least 1 step, or none for no logs of the throughput"
+            )
+        for name in ("flops_per_step", "peak_flops"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < float("inf"):
+                raise ValueError(f"{name}={number!r}: must be finite and above 0, or none if it is unknown")

@@ -246,7 +246,7 @@ class DeepSpeedBackend(TorchBackend):
         blocks = [] if optimizer is None else self._checkpoint(model)
         if optimizer is not None:
             self._undo.callback(remember_groups(optimizer))
-        prepare_forward(model, self.policy, self.context.device)
+        prepare_forward(model, self.policy, self.context.device, progress=self.context.progress)
         with entering(self.context), ExitStack() as undo:
             undo.callback(_restore, model, blocks)
             engine, *_ = self._deepspeed.initialize(

@@ -224,6 +224,7 @@ class FSDPBackend(TorchBackend):
             model,
             without_autocast,
             self.context.device,
+            progress=self.context.progress,
             uncopyable=uncopyable,
             explain=partial(explain_ungathered, sharded),
         )

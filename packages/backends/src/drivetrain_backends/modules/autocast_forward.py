@@ -14,6 +14,7 @@ from torch import nn
 
 from drivetrain_backends.errors import BatchMismatchError
 from drivetrain_precision import Policy, autocast
+from drivetrain_state import ProgressRecord
 
 
 class PreparedForward:
@@ -27,6 +28,7 @@ def prepare_forward(
     policy: Policy,
     device: torch.device,
     *,
+    progress: ProgressRecord | None = None,
     uncopyable: str | None = None,
     explain: Callable[[RuntimeError], Exception | None] | None = None,
 ) -> None:
@@ -36,6 +38,7 @@ def prepare_forward(
         model: The user's module.
         policy: The precision policy of the forward.
         device: The device that the model computes on.
+        progress: The record whose observer is told when a forward begins ("forward") and ends ("forward done").
         uncopyable: The message of the error that copy, deepcopy and pickle raise; None to give the plain model.
         explain: Return the error that replaces a RuntimeError of the forward, or None to keep the original.
 
@@ -60,7 +63,7 @@ def prepare_forward(
         raise TypeError(uncopyable)
 
     members: dict[str, Any] = {
-        "__call__": _call_of(original, policy, device, explain),
+        "__call__": _call_of(original, policy, device, progress, explain),
         "__reduce_ex__": reduce_as_original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -76,6 +79,7 @@ def _call_of(
     original: type[nn.Module],
     policy: Policy,
     device: torch.device,
+    progress: ProgressRecord | None,
     explain: Callable[[RuntimeError], Exception | None] | None,
 ) -> Callable[..., Any]:
     """Return the `__call__` of the subclass that `prepare_forward` makes."""
@@ -83,6 +87,15 @@ def _call_of(
     is_plain = policy.autocast_dtype is None
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if progress is None or progress.observer is None:
+            return compute(self, *args, **kwargs)
+        progress.note("forward")
+        try:
+            return compute(self, *args, **kwargs)
+        finally:
+            progress.note("forward done")
+
+    def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             if is_plain:
                 return called(self, *args, **kwargs)

@@ -221,7 +221,7 @@ class TorchBackend:
         """Place a new model, with the first optimizer that trains it."""
         del optimizer
         model.to(self.context.device)
-        prepare_forward(model, self.policy, self.context.device)
+        prepare_forward(model, self.policy, self.context.device, progress=self.context.progress)
         try:
             wrapped = self.wrap(model)
         except BaseException:

@@ -1,0 +1,57 @@
+"""A clock of a device's own work: torch's events, recorded between kernels and read once they have passed."""
+
+import logging
+
+import torch
+
+from drivetrain_tracking.throughput.phase_times import Clock, HostClock
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceClock:
+    """A clock of the work on a device's current stream. The host never waits for it.
+
+    Args:
+        device: An accelerator whose events measure time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def moment(self) -> torch.Event:
+        """Return the moment at which the device has done what is on its current stream so far."""
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def is_past(self, moment: torch.Event) -> bool:
+        """Return whether the device has come so far. Never waits."""
+        return moment.query()
+
+    def seconds_between(self, start: torch.Event, end: torch.Event) -> float:
+        """Return the seconds between two moments that the device has passed."""
+        return start.elapsed_time(end) / 1000  # of milliseconds
+
+
+def make_clock(device: torch.device) -> Clock:
+    """Return the clock of a device: of its events, or of the host where it has none that measure time.
+
+    Waits for the device once.
+    """
+    if device.type == "cpu":
+        return HostClock()
+    clock = DeviceClock(device)
+    try:
+        start, end = clock.moment(), clock.moment()
+        end.synchronize()
+        clock.seconds_between(start, end)
+    except (RuntimeError, NotImplementedError) as error:  # its events have no time
+        logger.info(
+            "throughput: events of %s measure no time (%s); phases are measured by the host's clock, which stops "
+            "when work is handed to the device",
+            device,
+            str(error).partition("\n")[0],
+        )
+        return HostClock()
+    return clock

@@ -1,0 +1,1 @@
+"""Throughput of a training loop: rates, time by phase, model FLOPs utilisation, stragglers, a live line."""

@@ -1,0 +1,28 @@
+"""The peak of known devices, from a table of their makers' figures."""
+
+import re
+import tomllib
+from importlib.resources import files
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the dense peak of a device in FLOP/s, or None if the device or precision is not in the table.
+
+    Args:
+        device_name: The name as its driver says it, such as "NVIDIA H100 80GB HBM3".
+        precision: "bf16", "fp16", "tf32" or "fp32".
+
+    Example:
+        >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+        989000000000000.0
+        >>> peak_flops("An unknown device", "bf16")
+    """
+    for device in _table():
+        if re.search(str(device["name"]), device_name):
+            return None if precision not in device else float(device[precision]) * 1e12
+    return None
+
+
+def _table() -> list[dict[str, float | str]]:
+    source = files("drivetrain_tracking.throughput").joinpath("device_peaks.toml")
+    return tomllib.loads(source.read_text(encoding="utf-8"))["device"]

@@ -1,0 +1,75 @@
+"""The stopwatch on the device: it never makes the host wait, and what it counts is the host's count."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerator import device
+from drivetrain import Accelerator
+from drivetrain.device_clock import DeviceClock, make_clock
+
+NUM_WARM = 2
+
+
+def train_and_measure(backend: str) -> tuple[list[str], float, int]:
+    """Train with the stopwatch on; where the host waited, the samples counted, and the steps measured."""
+    accelerator = Accelerator(
+        backend=backend,
+        sections={
+            "tracking": {"throughput_every_steps": 2, "peak_flops": 1e12},
+            "run": {"show_plan": False},
+        },
+    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(4 * 2 * 8, 6))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=4, pin_memory=True)
+    )
+    with device.synchronisations() as found:
+        for number, (x,) in enumerate(loader):
+            if number == NUM_WARM + 1:  # the first gather asks for the ranks' hosts
+                found.clear()
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        waits = list(found)
+    torch.accelerator.synchronize()
+    total = accelerator.total_throughput
+    accelerator.end_training()
+    assert total.samples_per_second is not None
+    assert total.mfu is not None
+    return waits, round(total.samples_per_second * total.seconds, 3), total.num_steps
+
+
+def test_one_process_measures_without_waiting(on_accelerators: Callable[..., list[object]]) -> None:
+    assert on_accelerators(train_and_measure, "single") == [([], 64, 16)]
+
+
+def test_ranks_measure_without_waiting(on_accelerators: Callable[..., list[object]]) -> None:
+    assert on_accelerators(train_and_measure, "ddp", num_processes=2) == [([], 64, 8)] * 2
+
+
+def moments_of_left_work() -> tuple[bool, bool, float]:
+    """Time work that the device leaves for later; whether its end is known before and after a wait, and seconds."""
+    accelerator = Accelerator()
+    clock = make_clock(accelerator.device)
+    assert isinstance(clock, DeviceClock)
+    there, pinned = torch.ones(4, device=accelerator.device), torch.empty(4).pin_memory()
+    start = clock.moment()
+    pinned.copy_(there, non_blocking=True)
+    end = clock.moment()
+    known = clock.is_past(end)
+    torch.accelerator.synchronize()
+    assert pinned.sum().item() == 4
+    return known, clock.is_past(end), clock.seconds_between(start, end)
+
+
+def test_moments_of_the_device_are_known_once_it_has_come_so_far(
+    on_accelerators: Callable[..., list[object]],
+) -> None:
+    ((before, after, seconds),) = on_accelerators(moments_of_left_work)
+    assert (before, after) == (False, True)
+    assert 0 < seconds < 60

@@ -1,0 +1,273 @@
+"""The throughput of a run: what is counted, where the time goes, what is logged, who is slow."""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import Accelerator
+from drivetrain_tracking import Throughput
+
+NUM_FLOPS = 2 * 4 * 8 * 1  # of a forward of 4 samples; a backward to the weights alone takes as many
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Twenty samples of five tokens, each after `seconds` on the rank `slow`."""
+
+    def __init__(self, *, seconds: float = 0.0, slow: int = 0, num: int = 20) -> None:
+        self.seconds = seconds if int(os.environ.get("RANK", "0")) == slow else 0.0
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(self.seconds)
+        return {"x": torch.ones(8), "input_ids": torch.arange(5)}
+
+
+class Slow(nn.Linear):
+    """A layer that sleeps in its forward on one rank."""
+
+    def __init__(self, seconds: float = 0.0, slow: int = 0) -> None:
+        super().__init__(8, 1)
+        self.seconds = seconds if int(os.environ.get("RANK", "0")) == slow else 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(input)
+
+
+def make(tracking: dict[str, Any], **arguments: Any) -> Accelerator:
+    sections = {"tracking": tracking, "run": {"show_plan": False}}
+    return Accelerator(cpu=True, sections=sections, **arguments)
+
+
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: Dataset[Any],
+    *,
+    after_step: Callable[[], None] = lambda: None,
+) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch["x"]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        after_step()
+    return model
+
+
+def counted(throughput: Throughput) -> tuple[float, float]:
+    """Samples and tokens, of the steps that were measured."""
+    assert throughput.samples_per_second is not None
+    assert throughput.tokens_per_second is not None
+    return (
+        round(throughput.samples_per_second * throughput.seconds, 3),
+        round(throughput.tokens_per_second * throughput.seconds, 3),
+    )
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if any(name.startswith("throughput/") for name in line)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_real_samples_and_tokens_are_counted_once(accumulation: int) -> None:
+    with make({"throughput": True}, gradient_accumulation_steps=accumulation) as accelerator:
+        train(accelerator, Slow(), Texts(num=18))
+        total = accelerator.total_throughput
+        assert total.num_steps == -(-5 // accumulation)
+        assert counted(total) == (18, 90)
+        assert accelerator.throughput == total
+
+
+def test_evaluation_between_steps_adds_time_but_no_samples() -> None:
+    with make({"throughput": True}) as accelerator:
+        evaluation = accelerator.prepare(DataLoader(Texts(), batch_size=2))
+
+        def evaluate() -> None:
+            for _ in evaluation:
+                pass
+
+        train(accelerator, Slow(), Texts(), after_step=evaluate)
+        assert counted(accelerator.total_throughput) == (20, 100)
+
+
+def test_time_is_found_in_the_phase_that_took_it(tmp_path: Path) -> None:
+    with make({"throughput": True}, project_dir=tmp_path) as accelerator:
+
+        def save() -> None:
+            accelerator.save_state(tmp_path / "saves")
+
+        train(accelerator, Slow(seconds=0.03), Texts(seconds=0.005, num=12), after_step=save)
+        seconds = accelerator.total_throughput.phase_seconds
+        assert seconds["forward"] >= 0.03
+        assert seconds["data"] >= 0.02
+        assert seconds["checkpoint"] > 0
+        assert seconds["backward"] > 0
+        assert seconds["optimizer"] > 0
+        assert seconds["communication"] == 0
+
+
+def test_operations_of_the_first_step_are_counted_by_torchs_own_counter() -> None:
+    with make({"throughput": True, "peak_flops": 1e9}, gradient_accumulation_steps=2) as accelerator:
+        train(accelerator, Slow(), Texts(num=16))
+        total = accelerator.total_throughput
+        assert total.mfu is not None
+        assert total.steps_per_second is not None
+        assert total.mfu * 1e9 / total.steps_per_second == pytest.approx(2 * 2 * NUM_FLOPS)
+
+
+def test_given_operations_are_taken_and_an_unknown_peak_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with make({"throughput": True, "flops_per_step": 1e6, "peak_flops": 1e9}) as accelerator:
+        train(accelerator, Slow(), Texts())
+        total = accelerator.total_throughput
+        assert total.mfu == pytest.approx(1e-3 * (total.steps_per_second or 0))
+    with caplog.at_level(logging.INFO), make({"throughput": True}) as accelerator:
+        train(accelerator, Slow(), Texts())
+        assert accelerator.throughput.mfu is None
+    told = [record for record in caplog.records if "throughput/mfu is left out" in record.message]
+    assert len(told) == 1
+    assert "tracking.peak_flops" in told[0].message
+
+
+def test_tokens_come_from_the_named_field_or_a_function() -> None:
+    with make({"throughput": True, "token_field": "x"}) as accelerator:
+        train(accelerator, Slow(), Texts())
+        assert counted(accelerator.throughput) == (20, 160)
+    with make({"throughput": True, "token_field": "labels"}) as accelerator:
+        train(accelerator, Slow(), Texts())
+        assert accelerator.throughput.tokens_per_second is None
+    with make({"throughput": True}) as accelerator:
+        accelerator.count_tokens(lambda batch: len(batch["x"]) * 3)
+        train(accelerator, Slow(), Texts())
+        assert counted(accelerator.throughput) == (20, 60)
+
+
+def test_the_throughput_is_logged_by_itself_with_its_step(tmp_path: Path) -> None:
+    with make({"throughput_every_steps": 2}, project_dir=tmp_path, log_with="jsonl") as accelerator:
+        accelerator.init_trackers("run")
+        train(accelerator, Slow(), Texts())
+    lines = logged(tmp_path)
+    assert [line["step"] for line in lines] == [2, 4]
+    assert {"throughput/samples_per_second", "throughput/seconds/data"} <= lines[0].keys()
+
+
+def test_without_trackers_the_throughput_is_still_there() -> None:
+    with make({"throughput_every_steps": 2}) as accelerator:
+        train(accelerator, Slow(), Texts())
+        assert counted(accelerator.total_throughput) == (20, 100)
+
+
+def test_the_live_line_follows_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with make({"live_line": True}) as accelerator:
+        train(accelerator, Slow(), Texts())
+    assert capsys.readouterr().err.startswith("step 1 | ")
+
+
+def test_off_nothing_is_observed_and_the_error_says_how_to_turn_it_on() -> None:
+    with make({}) as accelerator:
+        assert accelerator.context.progress.observer is None
+        with pytest.raises(
+            RuntimeError, match=r"is not measured: .*\"throughput\": True.*throughput_every_steps"
+        ):
+            _ = accelerator.throughput
+
+
+def test_a_forward_that_raises_leaves_the_stopwatch_usable() -> None:
+    class Failing(Slow):
+        def forward(self, input: Tensor) -> Tensor:
+            if not input.any():
+                raise RuntimeError("zeros")
+            return super().forward(input)
+
+    with make({"throughput": True, "peak_flops": 1e9}) as accelerator:
+        model = accelerator.prepare(Failing())
+        with pytest.raises(RuntimeError, match="zeros"):
+            model(torch.zeros(1, 8))
+        train(accelerator, Slow(), Texts())
+        assert accelerator.total_throughput.num_steps == 5
+        assert accelerator.total_throughput.mfu is not None
+
+
+def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput]:
+    """Train on two ranks, of which rank 1 sleeps in its data or its forward; warnings and throughput."""
+    warnings: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    keep = Keep(logging.WARNING)
+    logging.getLogger("drivetrain.step_watch").addHandler(keep)
+    try:
+        model = Slow(seconds=0.06 if where == "forward" else 0.0, slow=1)
+        data = Texts(seconds=0.015 if where == "data" else 0.0, slow=1, num=48)
+        tracking = {"throughput_every_steps": 3}
+        with make(tracking, project_dir=folder, log_with="jsonl", backend="ddp") as accelerator:
+            accelerator.init_trackers("run")
+            train(accelerator, model, data)
+            return warnings, accelerator.total_throughput
+    finally:
+        logging.getLogger("drivetrain.step_watch").removeHandler(keep)
+
+
+@pytest.mark.undisturbed
+@pytest.mark.parametrize("where", ["data", "forward"])
+def test_the_rank_that_the_others_wait_for_is_named(run_ranks, where: str, tmp_path: Path) -> None:
+    (warnings, measured), (others, _) = run_ranks(run_with_a_slow_rank, where, str(tmp_path))
+    assert others == []
+    assert len(warnings) == 1, warnings
+    assert f"rank 1 (host {socket.gethostname()}) is slow: {where} takes it" in warnings[0]
+    assert counted(measured) == (48, 240)
+    lines = logged(tmp_path)
+    assert [line["step"] for line in lines] == [3, 6]
+    assert all(line["throughput/straggler/rank"] == 1 for line in lines)
+    assert all(0.04 < line["throughput/straggler/slower_by_seconds"] < 2 for line in lines)
+
+
+def tokens_of_uneven_ranks(folder: str) -> None:
+    with make(
+        {"throughput_every_steps": 2}, project_dir=folder, log_with="jsonl", backend="ddp"
+    ) as accelerator:
+        rank = accelerator.process_index
+        accelerator.count_tokens(lambda _: 10.0 if rank == 0 else 30.0)
+        accelerator.init_trackers("run")
+        train(accelerator, Slow(), Texts(num=16))
+
+
+def test_logged_tokens_are_the_sum_over_ranks(run_ranks, tmp_path: Path) -> None:
+    run_ranks(tokens_of_uneven_ranks, str(tmp_path))
+    (line,) = logged(tmp_path)
+    ratio = line["throughput/tokens_per_second"] / line["throughput/steps_per_second"]
+    assert ratio == pytest.approx(40, rel=0.5)  # the ranks' clocks differ a little
+
+
+def gather_after_each_step() -> dict[str, float]:
+    with make({"throughput": True}, backend="ddp") as accelerator:
+
+        def gather() -> None:
+            accelerator.gather(torch.ones(2))
+
+        train(accelerator, Slow(), Texts(), after_step=gather)
+        return dict(accelerator.total_throughput.phase_seconds)
+
+
+def test_collectives_count_as_communication(run_ranks) -> None:
+    assert all(seconds["communication"] > 0 for seconds in run_ranks(gather_after_each_step))
