@@ -38,10 +38,10 @@ class Platform:
     def __init__(self, directory: object = None) -> None:
         pass
 
-    def start(self, run_name: str, config: object) -> None:  # noqa: ARG002
+    def start(self, run_name: str, config: object) -> None:
         """Start a run."""
 
-    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:  # noqa: ARG002
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
         """Take values."""
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_tracking import ValueNotLoggableError, plain_config, plain_values
-from drivetrain_tracking.run_info.secrets import mask_config
+from drivetrain_tracking.secret_masking import mask_config
 
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 trees = st.dictionaries(

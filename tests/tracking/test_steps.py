@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking import JSONLTracker, ValueNotLoggableError
-from drivetrain_tracking.spool.reader import SpoolReader
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.steps import StepOrder, checked_step
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking import JSONLTracker
-from drivetrain_tracking.spool.reader import SpoolReader
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 
 loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
 

@@ -21,7 +21,7 @@ from drivetrain_tracking import (
 )
 from drivetrain_tracking.forwarding.log_records import logged_record
 from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, StoredMedium
-from drivetrain_tracking.spool.reader import SpoolReader
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 
 
 def logged(folder: Path, values: dict[str, object]) -> LoggedRecord:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking.errors import SpoolInUseError, TrackerStateError
-from drivetrain_tracking.spool.reader import SpoolReader
 from drivetrain_tracking.spool.spool import Spool
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 
 # Logs until it is killed, and says on stdout what `append` has returned from.
 TRAINER = """

@@ -65,7 +65,7 @@ class LogReducer:
         Args:
             values: Numbers and tensors of shape (), in nested mappings; the same names on all ranks.
             how: The reduction; `per_rank` gives `NAME/rank_0` and so on.
-            count: What a mean weighs this rank's values by, such as its number of tokens; 1 by default.
+            count: The weight of this rank's values in a mean, such as its number of tokens; 1 by default.
 
         Raises:
             ValueError: The reduction is unknown, or a count is given for one that is no mean.

@@ -93,7 +93,7 @@ class Results(HasParts):
             log_kwargs: Arguments of a tracker's own `log`, by the tracker's name; see `init_trackers`.
             reduce: None logs the values of rank 0; "mean", "sum", "max" and "min" those of all ranks together, by
                 one collective for all names; "per_rank" each rank's, as `NAME/rank_0` and so on.
-            count: What a mean weighs this rank's values by, such as the number of its tokens; equal weights if None.
+            count: The weight of this rank's values in a mean, such as its number of tokens; equal weights if None.
 
         Raises:
             TypeError: A tracker's `log` does not take one of its arguments.

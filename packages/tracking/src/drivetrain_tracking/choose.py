@@ -1,4 +1,4 @@
-"""From names to trackers: the log, and platforms that are fed from it; and from live objects to trackers."""
+"""Make trackers of names (the log, and platforms that are fed from it) and of live objects."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points

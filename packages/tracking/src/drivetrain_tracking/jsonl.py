@@ -22,8 +22,8 @@ from drivetrain_tracking.media.stored import describe_medium
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord
-from drivetrain_tracking.spool.reader import SpoolReader
 from drivetrain_tracking.spool.spool import Spool
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.steps import StepOrder, checked_step
 
 LOG_NAME = "log.jsonl"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from drivetrain_tracking.errors import ValueNotLoggableError
-from drivetrain_tracking.run_info.secrets import MASK, mask_config
+from drivetrain_tracking.secret_masking import MASK, mask_config
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
 

@@ -1,4 +1,4 @@
-"""What a platform gets: the records of a run's log, as frozen values."""
+"""The records of a run's log, as frozen values that a platform gets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class StoredMedium:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRecord:
-    """What one `log` call recorded.
+    """The record of one `log` call.
 
     Attributes:
         time: When it was logged, in seconds since the epoch.

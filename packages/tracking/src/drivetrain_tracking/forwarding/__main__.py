@@ -2,7 +2,7 @@
 
 import sys
 
-from drivetrain_tracking.forwarding.writer import main
+from drivetrain_tracking.forwarding.writer_main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

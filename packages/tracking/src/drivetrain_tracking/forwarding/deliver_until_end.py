@@ -17,10 +17,10 @@ _LONGEST_PAUSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryLimits:
-    """When a delivery gives up.
+    """The limits at which a delivery gives up.
 
     Attributes:
-        seconds_after_end: How long a failing platform is tried again once nothing more is logged.
+        seconds_after_end: The seconds for which a failing platform is tried again once nothing more is logged.
         is_over: A function that returns whether nothing more will be logged.
         sleep: A function that waits some seconds.
     """
@@ -36,7 +36,7 @@ def deliver_until_end(
     """Deliver a log until nothing more is logged; try again, with doubling pauses, while the platform fails.
 
     Args:
-        forwarder: The delivery.
+        forwarder: The delivery to carry out.
         limits: When it gives up.
         on_progress: A function that is called after each batch.
 

@@ -1,4 +1,4 @@
-"""How far a log has been delivered to one platform, kept in a file that is replaced whole."""
+"""The state of a delivery: how far a log was sent to one platform, in a file that is replaced whole."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
-from drivetrain_tracking.forwarding.writer import options_path
+from drivetrain_tracking.forwarding.writer_main import options_path
 from drivetrain_tracking.forwarding.writer_process import WriterCommand, WriterProcess
 from drivetrain_tracking.protocol import Metrics, Tracker
 from drivetrain_tracking.registry import make_tracker
@@ -25,7 +25,7 @@ class ForwardedTracker:
 
     Args:
         name: The name of a tracker, as for `make_tracker`.
-        log: The log.
+        log: The path of the log.
         settings: The `tracking` section; the defaults if None.
 
     Attributes:

@@ -14,7 +14,7 @@ from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
 from drivetrain_tracking.protocol import PlanTracker, PlatformTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord
-from drivetrain_tracking.spool.reader import SpooledRecord, SpoolReader
+from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ class Forwarder:
     error is raised: the platform's, which may be gone at the next call.
 
     Args:
-        log: The log.
+        log: The path of the log.
         tracker: The tracker, which is not started yet.
         options: Keyword arguments of the tracker's `start`.
 
     Attributes:
-        delivery: How far the log is delivered.
+        delivery: The state of the delivery.
         num_damaged: The damaged lines that were passed over.
 
     Raises:

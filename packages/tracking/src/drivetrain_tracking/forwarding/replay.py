@@ -16,7 +16,7 @@ from drivetrain_tracking.errors import (
 from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.forwarder import Forwarder
-from drivetrain_tracking.forwarding.writer import options_path
+from drivetrain_tracking.forwarding.writer_main import options_path
 from drivetrain_tracking.jsonl import LOG_NAME
 from drivetrain_tracking.registry import make_tracker
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
-from drivetrain_tracking.forwarding.writer import EXIT_UNDELIVERED
+from drivetrain_tracking.forwarding.writer_main import EXIT_UNDELIVERED
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ _SILENCE_SECONDS = 60.0  # after which a platform that takes nothing is told of,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterCommand:
-    """What a writer process is started with.
+    """The arguments of a writer process.
 
     Attributes:
         log: The log that it follows.
         tracker: The name by which it makes its tracker.
         platform: The tracker's own name, which its files beside the log have.
-        seconds_after_end: How long it tries a failing platform again once this process is gone.
+        seconds_after_end: The seconds for which it tries a failing platform again once this process is gone.
         import_path: Folders to import the tracker from.
         left_out: Environment variables that the writer does not inherit.
     """
@@ -62,7 +62,7 @@ class WriterProcess:
     """A writer process that is kept running by a thread of its own until `finish`.
 
     Args:
-        command: What it is started with.
+        command: The arguments to start it with.
         parent: The id of this process.
     """
 

@@ -75,7 +75,7 @@ class Text(Medium):
     """A text that is shown as a document, such as a sample that a model generated; a plain string is a value.
 
     Args:
-        text: The text.
+        text: The text, of any length.
         caption: A line of text to show with it.
     """
 

@@ -1,4 +1,4 @@
-"""What every medium is: something that stores itself in a folder, once, before any platform gets it."""
+"""The base of media, each of which stores itself in a folder, once, before any platform gets it."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path

@@ -13,7 +13,7 @@ from drivetrain_tracking.records import MediaKind, StoredMedium
 
 @dataclass(frozen=True, slots=True)
 class Image(Medium):
-    """An image.
+    """An image of pixels or of a file.
 
     Args:
         data: An array or tensor of shape (height, width) or (height, width, 1, 3 or 4), of bytes or of floats from 0
@@ -50,7 +50,7 @@ class Image(Medium):
 
 @dataclass(frozen=True, slots=True)
 class Video(Medium):
-    """A video.
+    """A video of frames or of a file.
 
     Args:
         data: The path of a video file, which is copied; or frames of shape (time, height, width, 1, 3 or 4), of bytes
@@ -87,7 +87,7 @@ class Figure(Medium):
     """A figure of matplotlib, or of any library whose figures have `savefig`. It is not closed.
 
     Args:
-        figure: The figure.
+        figure: The figure to draw.
         caption: A line of text to show with it.
     """
 

@@ -1,4 +1,4 @@
-"""Audio."""
+"""Audio, of samples or of files."""
 
 import wave
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from drivetrain_tracking.records import StoredMedium
 
 @dataclass(frozen=True, slots=True)
 class Audio(Medium):
-    """A sound.
+    """A sound of samples or of a file.
 
     Args:
         data: Samples of shape (time,) or (time, channels), floats from -1 to 1 or integers of 16 bits; or the path of

@@ -1,4 +1,4 @@
-"""How a medium stands in the log: its kind, its file relative to the log, its plain data, its caption."""
+"""The entry of a medium in the log: its kind, its file relative to the log, its plain data, its caption."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,7 +7,8 @@ from typing import Any
 
 from drivetrain_tracking import compat
 from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platforms.platform import Platform, folder_name, load_library
+from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.platform import Platform, folder_name
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.comet_archive import (
     TIME_METRIC,
     MessageFile,
@@ -18,7 +19,7 @@ from drivetrain_tracking.platforms.comet_archive import (
     close_killed,
     held_times,
 )
-from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import (
     LoggedRecord,

@@ -1,17 +1,16 @@
-"""What every platform has in common: the order of calls, batches of records, the identity of a stopped run."""
+"""The base of all platforms: the order of calls, batches of records, the identity of a stopped run."""
 
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import ClassVar, cast
 
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
+from drivetrain_tracking.platform_library import missing_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, MediaKind
 
@@ -53,7 +52,7 @@ class Platform(ABC):
             MissingLibraryError: It is not; the message names the extra that brings it.
         """
         if find_spec(self.library) is None:
-            raise MissingLibraryError(_missing(self.library, self.name))
+            raise MissingLibraryError(missing_library(self.library, self.name))
 
     def start(self, run_name: str, config: Metrics) -> None:
         """Start a run, or continue a stopped run of the same name.
@@ -143,28 +142,7 @@ class Platform(ABC):
             return {}
 
 
-def load_library(module: str, *, extra: str) -> ModuleType:
-    """Import a platform's library.
-
-    Raises:
-        MissingLibraryError: It is not installed; the message names the extra that brings it.
-    """
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise  # the library is there, and lacks something itself
-        raise MissingLibraryError(_missing(module.partition(".")[0], extra)) from None
-
-
 def folder_name(run_name: str) -> str:
     """Return a run's name as the name of one folder: no separators, no leading dot, at most 100 characters."""
     kept = "".join(one if one.isalnum() or one in "-_. " else "-" for one in run_name).strip(" .")
     return kept[:100] or "run"
-
-
-def _missing(library: str, extra: str) -> str:
-    return (
-        f"the tracker {extra!r} needs the library {library!r}, which is not installed: "
-        f"pip install 'drivetrain-tracking[{extra}]'"
-    )

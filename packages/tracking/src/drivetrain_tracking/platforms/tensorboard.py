@@ -8,7 +8,8 @@ from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platforms.platform import Platform, folder_name, load_library
+from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.platform import Platform, folder_name
 from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, flat_numbers, flat_texts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platforms.platform import load_library
+from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.records import StoredMedium, flat_values
 
 _FORMAT = "tensorboard.compat.proto"

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from drivetrain_tracking.compat import WANDB_FLUSH_SETTING
 from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.platforms.wandb_file import WandbFile
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_values

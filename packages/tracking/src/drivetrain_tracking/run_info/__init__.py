@@ -1,1 +1,1 @@
-"""What surrounds a run: its commit and changes, versions, hardware and command line, without secrets."""
+"""The surroundings of a run: its commit and changes, versions, hardware and command line, without secrets."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.run_info.git import git_info
-from drivetrain_tracking.run_info.secrets import mask_command
+from drivetrain_tracking.secret_masking import mask_command
 
 
 def collect_info() -> dict[str, Plain]:

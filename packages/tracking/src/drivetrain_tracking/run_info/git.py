@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.run_info.secrets import mask_text
+from drivetrain_tracking.secret_masking import mask_text
 
 _DIFF_BYTES = 1 << 20  # of changes that are kept; a larger rest is named
 _TIMEOUT_SECONDS = 10.0

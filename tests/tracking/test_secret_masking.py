@@ -1,6 +1,6 @@
 import pytest
 
-from drivetrain_tracking.run_info.secrets import is_secret_name, mask_command, mask_config, mask_text
+from drivetrain_tracking.secret_masking import is_secret_name, mask_command, mask_config, mask_text
 
 
 @pytest.mark.parametrize(

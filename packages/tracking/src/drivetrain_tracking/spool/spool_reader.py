@@ -15,7 +15,7 @@ class SpooledRecord(NamedTuple):
 
     Attributes:
         end: The offset of the next line in the file, in bytes, by which a reader goes on later.
-        record: The record.
+        record: The record, without its checksum.
     """
 
     end: int
