@@ -31,6 +31,7 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{module}.py").write_text(ROOM)
     info = tmp_path / f"{module}-1.0.dist-info"
     info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[drivetrain.settings]\nzz_good = {module}:Settings\nzz_odd = {module}:NOT_A_SECTION\n"
         f"[drivetrain.commands]\nzz_run = {module}.missing:command\n"

@@ -252,6 +252,7 @@ def tokens_of_uneven_ranks(folder: str) -> None:
         train(accelerator, Slow(), Texts(num=16))
 
 
+@pytest.mark.undisturbed
 def test_logged_tokens_are_the_sum_over_ranks(run_ranks, tmp_path: Path) -> None:
     run_ranks(tokens_of_uneven_ranks, str(tmp_path))
     (line,) = logged(tmp_path)

@@ -66,6 +66,7 @@ def test_a_mistake_is_told_in_a_line(
 
 
 PETS = {
+    "pets-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: pets\nVersion: 1.0\n",
     "pets-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\n"
     "pets.feed = pets.commands.feed:command\npets.wash = pets.commands.wash:command\n",
     "pets/__init__.py": "",

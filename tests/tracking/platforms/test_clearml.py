@@ -45,7 +45,7 @@ def events_of(tmp_path: Path, sessions: Sequence[str]) -> list[dict]:
     found = []
     for session in sessions:
         folder = tmp_path / "cache" / "offline" / session
-        if folder.with_suffix(".zip").exists():
+        if zipfile.is_zipfile(folder.with_suffix(".zip")):
             with zipfile.ZipFile(folder.with_suffix(".zip")) as file:
                 text = file.read("metrics.jsonl").decode() if "metrics.jsonl" in file.namelist() else ""
         else:

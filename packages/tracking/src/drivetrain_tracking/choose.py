@@ -12,7 +12,7 @@ from drivetrain_tracking.protocol import Tracker
 from drivetrain_tracking.registry import ENTRY_POINT_GROUP, chosen_names, make_tracker
 from drivetrain_tracking.settings import TrackingSettings
 
-# The top module of a live object's class -> the tracker that can take it.
+# The module of a live object's class, or one that it is in -> the tracker that can take it.
 _TRACKER_OF_MODULE = {
     "aim": "aim",
     "clearml": "clearml",
@@ -22,7 +22,7 @@ _TRACKER_OF_MODULE = {
     "swanlab": "swanlab",
     "tensorboard": "tensorboard",
     "tensorboardX": "tensorboard",
-    "torch": "tensorboard",  # torch.utils.tensorboard.SummaryWriter
+    "torch.utils.tensorboard": "tensorboard",  # its SummaryWriter
     "trackio": "trackio",
     "wandb": "wandb",
 }
@@ -69,7 +69,8 @@ def as_tracker(live: Any) -> Tracker:
         TypeError: It is neither; the message says what it lacks.
     """
     is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
-    name = _TRACKER_OF_MODULE.get(type(live).__module__.partition(".")[0])
+    module = f"{type(live).__module__}."
+    name = next((name for part, name in _TRACKER_OF_MODULE.items() if module.startswith(f"{part}.")), None)
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name) if is_live and name else ():
         platform: Any = point.load()
         return platform.of(live)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from drivetrain_memory.compat import coo_parts
 
@@ -52,7 +53,9 @@ def storages_of(tensor: torch.Tensor) -> Iterator[StorageSize]:
         for part in _parts_of_sparse(tensor):
             yield from storages_of(part)
         return
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" or is_lazy(
+        tensor
+    ):  # a lazy parameter has no values before its first forward
         return
     storage = tensor.untyped_storage()
     if size_bytes := storage.nbytes():

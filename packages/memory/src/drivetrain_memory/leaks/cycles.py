@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from drivetrain_memory.leaks.origin import line_that_made
 
@@ -60,7 +61,9 @@ def _described(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
             names = tuple(type(own[key]).__name__ for key in circle)
             entry = grouped.setdefault(_turned(names), [0, 0, None])
             entry[0] += 1
-            entry[1] += sum(one.untyped_storage().nbytes() for one in tensors if not one.is_meta)
+            entry[1] += sum(
+                one.untyped_storage().nbytes() for one in tensors if not (one.is_meta or is_lazy(one))
+            )
             entry[2] = entry[2] or next(filter(None, (line_that_made(own[key]) for key in circle)), None)
     return tuple(
         TensorCycle(types=(*names, names[0]), count=count, tensor_bytes=size, line=line)

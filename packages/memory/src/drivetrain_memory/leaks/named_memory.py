@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from drivetrain_memory.compat import MODULE_TABLES
 from drivetrain_memory.leaks.roots import Names, find_names, locals_of
@@ -100,7 +101,7 @@ class _Walk:
             holding.bytes += sys.getsizeof(value, 0)
 
     def _storage_bytes(self, tensor: Tensor) -> int:
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.is_meta or tensor.layout is not torch.strided or is_lazy(tensor):
             return 0
         try:
             storage = tensor.untyped_storage()

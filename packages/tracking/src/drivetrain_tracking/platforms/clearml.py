@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
+from zipfile import is_zipfile
 
 from drivetrain_tracking.compat import clearml_has_key, use_clearml_threads
 from drivetrain_tracking.plain import Plain
@@ -166,7 +167,9 @@ class ClearMLTracker(Platform):
         if mode == "offline":
             for session in known:
                 folder = Path(task.get_offline_mode_folder()).parent / session
-                if not folder.with_suffix(".zip").exists():  # it was killed
+                if not is_zipfile(
+                    folder.with_suffix(".zip")
+                ):  # it was killed, while it made the archive at the latest
                     drop_cut_record(folder)
         return task
 
