@@ -249,9 +249,8 @@ class StepWatch:
         now = self._meter.over_window()
         if self._hosts is None:
             self._hosts = gather_object(self._context, socket.gethostname())
-        rate = now.tokens_per_second
         row = [now.phase_seconds.get(phase, 0.0) for phase in PHASES]
-        self._rows.begin([*row, _NO_TOKENS if rate is None else rate / len(self._readers)])
+        self._rows.begin([*row, _tokens_of_step(now, num_readers=len(self._readers))])
         self._asked = now
 
     def _tell_ranks(self, step: int, *, wait: bool = False) -> None:
@@ -266,7 +265,8 @@ class StepWatch:
         metrics = measured.as_metrics()
         tokens = [rows[rank][-1] for rank in self._readers]
         if measured.tokens_per_second is not None and _NO_TOKENS not in tokens:
-            metrics["throughput/tokens_per_second"] = sum(tokens)
+            # Tokens are summed, not rates: each rank has a window of its own, but a step is a step for all.
+            metrics["throughput/tokens_per_second"] = sum(tokens) * measured.steps_per_second
         straggler = find_straggler([dict(zip(PHASES, row, strict=False)) for row in rows])
         if straggler is not None:
             metrics["throughput/straggler/rank"] = straggler.rank
@@ -291,6 +291,13 @@ class StepWatch:
             straggler.slower_by,
             straggler.usual_seconds,
         )
+
+
+def _tokens_of_step(measured: Throughput, *, num_readers: int) -> float:
+    """Return the number of this rank's tokens in a step, on average; `_NO_TOKENS` if it is unknown."""
+    if measured.tokens_per_second is None or not measured.steps_per_second:
+        return _NO_TOKENS
+    return measured.tokens_per_second / measured.steps_per_second / num_readers
 
 
 def _num_samples(plan: BatchPlan) -> float | None:
