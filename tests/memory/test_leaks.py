@@ -68,6 +68,7 @@ def test_cycles_that_hold_tensors_are_no_leak_and_are_told(python: str) -> None:
 
 
 def test_clean_runs_raise_no_alarm(python: str) -> None:
+    pytest.importorskip("transformers")  # whose models are among the runs
     assert [one for one in watched(python, "clean_runs.py", "0", "10") if one["leaks"]] == []
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +113,8 @@ def test_a_configuration_may_hold_dataclasses_enumerators_and_paths() -> None:
 
 
 def test_any_object_of_a_configuration_is_told_in_words() -> None:
+    torch = pytest.importorskip("torch")
+
     @dataclass
     class Login:
         user: str
@@ -133,6 +133,7 @@ def test_any_object_of_a_configuration_is_told_in_words() -> None:
 
 
 def test_configurations_of_libraries_are_opened() -> None:
+    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=8)
     assert plain_config({"model": config})["model"]["hidden_size"] == 8
     assert plain_config(config)["model_type"] == "bert"

@@ -55,13 +55,15 @@ def test_bad_input_is_told_in_a_line(
 
 
 def test_from_the_start_only_what_the_platform_lacks_is_sent(folder: Path, tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     assert run(ReplayArguments(folder=folder, to="tensorboard")) == 0
     files = sorted((folder / "tensorboard").rglob("events.*"))
     assert run(ReplayArguments(folder=folder, to="tensorboard", from_start=True)) == 0
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
     files = sorted((folder / "tensorboard").rglob("events.*"))
     steps = [
-        event.step for file in files for event in EventFileLoader(str(file)).Load() if event.wall_time > 1
+        event.step
+        for file in files
+        for event in loader.EventFileLoader(str(file)).Load()
+        if event.wall_time > 1
     ]
     assert [step for step in steps if step in (0, 1, 2)].count(2) == 1

@@ -1,10 +1,7 @@
 import wave
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image as PillowImage
 
 from drivetrain_tracking import (
     Artifact,
@@ -22,6 +19,10 @@ from drivetrain_tracking import (
 from drivetrain_tracking.forwarding.log_records import logged_record
 from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, StoredMedium
 from drivetrain_tracking.spool.spool_reader import SpoolReader
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+PillowImage = pytest.importorskip("PIL.Image")
 
 
 def logged(folder: Path, values: dict[str, object]) -> LoggedRecord:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from drivetrain_tracking.errors import TrackerStateError
@@ -13,6 +12,7 @@ from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
 from killed_writers import run_killed_writers
 
+np = pytest.importorskip("numpy")
 events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
 
 

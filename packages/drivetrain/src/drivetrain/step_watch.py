@@ -264,7 +264,7 @@ class StepWatch:
             return
         metrics = measured.as_metrics()
         tokens = [rows[rank][-1] for rank in self._readers]
-        if measured.tokens_per_second is not None and _NO_TOKENS not in tokens:
+        if measured.steps_per_second is not None and _NO_TOKENS not in tokens:
             # Tokens are summed, not rates: each rank has a window of its own, but a step is a step for all.
             metrics["throughput/tokens_per_second"] = sum(tokens) * measured.steps_per_second
         straggler = find_straggler([dict(zip(PHASES, row, strict=False)) for row in rows])
