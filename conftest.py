@@ -1,11 +1,15 @@
 """Runs the ```python blocks of the documentation and of every README, page by page, in the page's order.
 
-A ```text block right behind one is what it prints, and is compared; `...` stands for anything.
+A ```text block right behind one is what it prints, and is compared; `...` stands for anything. A block below the line
+`<!-- a process of its own -->` runs in a fresh interpreter, without what the page has defined: for code that looks at
+all objects of its process, which pytest's would slow down a hundredfold.
 """
 
 import doctest
 import io
 import os
+import subprocess
+import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -22,6 +26,7 @@ pytest_plugins = ["lanes", "drawing"]
 
 # Sketches of shapes and protocols, not code that a user copies.
 SKETCHES = ("docs/design.md", "docs/platforms.md")
+OWN_PROCESS = "<!-- a process of its own -->"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,14 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def enter_page(namespace: dict[str, Any]) -> None:
     """Give a page a working folder of its own and the module name that a user's script has."""
     folder = tempfile.TemporaryDirectory(prefix="page-")
-    namespace.update({"__name__": "__main__", "_page": (Path.cwd(), folder)})
+    namespace.update({"__name__": "__main__", "_page": (Path.cwd(), folder, dict(os.environ))})
     os.chdir(folder.name)
 
 
 def leave_page(namespace: dict[str, Any]) -> None:
-    """Go back to where pytest started, and remove what the page wrote."""
-    before, folder = namespace["_page"]
+    """Go back to where pytest started, and remove what the page wrote, variables that its libraries set too."""
+    before, folder, variables = namespace["_page"]
     os.chdir(before)
+    os.environ.clear()
+    os.environ.update(variables)
     folder.cleanup()
 
 
@@ -65,10 +72,14 @@ class Printed:
 
     def run(self, example: Example) -> None:
         """Run a block of Python."""
-        text = io.StringIO()
-        with redirect_stdout(text):
-            self._run(example)
-        example.namespace["_printed"] = (example.region.end, text.getvalue())
+        if example.document.text[: example.region.start].rstrip().endswith(OWN_PROCESS):
+            printed = _run_alone(str(example.parsed))
+        else:
+            text = io.StringIO()
+            with redirect_stdout(text):
+                self._run(example)
+            printed = text.getvalue()
+        example.namespace["_printed"] = (example.region.end, printed)
 
     def compare(self, example: Example) -> str | None:
         """Compare a block of text, if nothing but a line's end is between it and the block before."""
@@ -81,6 +92,15 @@ class Printed:
         if checker.check_output(wanted.want, printed, flags):
             return None
         return f"the block before prints something else. {checker.output_difference(wanted, printed, flags)}"
+
+
+def _run_alone(code: str) -> str:
+    """Run a block as a script; return what it prints."""
+    script = Path("train.py")
+    script.write_text(code)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 _printed = Printed()

@@ -39,6 +39,16 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
         config.add_cleanup(compiler.wait)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment_as_before() -> Iterator[None]:
+    """Remove the variables that libraries leave behind: with them no process could be forked, see preloaded.py."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def deepspeed_operators() -> None:
     """DeepSpeed's operator, compiled before any test waits for an answer; tells why if it does not compile."""
