@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from drivetrain_config import (
-    Command,
     ConfigError,
     Layers,
     commands,
@@ -34,7 +33,7 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[drivetrain.settings]\nzz_good = {module}:Settings\nzz_odd = {module}:NOT_A_SECTION\n"
-        f"[drivetrain.commands]\nzz_run = {module}.missing:command\n"
+        f"[drivetrain.commands]\nzz_run = {module}.missing:run\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return module
@@ -61,11 +60,6 @@ def test_a_section_that_is_no_dataclass_is_refused(third_party: str) -> None:
 
 def test_a_commands_module_is_imported_only_when_it_is_chosen(third_party: str) -> None:
     found = commands()["zz_run"]
-    assert found.value == f"{third_party}.missing:command"
+    assert found.value == f"{third_party}.missing:run"
     with pytest.raises(ModuleNotFoundError, match="missing"):
         found.load()
-
-
-def test_a_command_is_its_arguments_a_function_and_a_sentence() -> None:
-    command = Command(arguments=dict, run=len, help="Counts.")
-    assert command.run({"a": 1}) == 1

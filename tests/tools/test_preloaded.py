@@ -14,14 +14,17 @@ from processes import rank_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has it")
 
-ENVIRONMENT = rank_environment(0, 1, 0, {})
+
+def environment() -> dict[str, str]:
+    """Return a rank's variables as they are now: imports of other test modules add some while tests are collected."""
+    return rank_environment(0, 1, 0, {})
 
 
 def run(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # pyright: ignore[reportCallIssue]
         [python, *arguments],
         **{
-            "env": ENVIRONMENT,
+            "env": environment(),
             "capture_output": True,
             "text": True,
             "check": False,
@@ -51,7 +54,7 @@ def test_a_script_has_its_arguments_folder_input_and_variables(python: str, tmp_
         "import os, sys\nprint(sys.argv, sys.path[0], __file__, __name__, os.getcwd(), sys.stdin.read())\n"
         "print(os.environ['TEST_X'], 'no' if 'RANK' in os.environ else 'yes')"
     )
-    variables = {name: value for name, value in ENVIRONMENT.items() if name != "RANK"} | {"TEST_X": "x"}
+    variables = {name: value for name, value in environment().items() if name != "RANK"} | {"TEST_X": "x"}
     done = same(python, str(script), "a", "-b", cwd=tmp_path, input="said", env=variables)
     assert done.stdout.endswith("said\nx yes\n")
 
@@ -66,7 +69,7 @@ def test_modules_and_code_run_as_well(python: str, tmp_path: Path) -> None:
 def test_variables_of_a_search_path_are_searched(python: str, tmp_path: Path) -> None:
     (tmp_path / "found.py").write_text("print('found')")
     assert (
-        same(python, "-c", "import found", env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}).stdout
+        same(python, "-c", "import found", env={**environment(), "PYTHONPATH": str(tmp_path)}).stdout
         == "found\n"
     )
 
@@ -105,7 +108,7 @@ def test_a_signal_is_handed_on(python: str, number: signal.Signals) -> None:
     code = "import signal, time, sys\nfor n in (2, 15): signal.signal(n, lambda n, _: sys.exit(n))\n"
     code += "print('ready', flush=True)\ntime.sleep(60)"
     with subprocess.Popen(
-        [python, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        [python, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -116,7 +119,7 @@ def test_a_signal_is_handed_on(python: str, number: signal.Signals) -> None:
 def test_a_process_is_killed_with_the_program_that_stands_for_it(python: str) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen(
-        [python, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        [python, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
@@ -130,5 +133,5 @@ def test_a_process_is_killed_with_the_program_that_stands_for_it(python: str) ->
 def test_flags_and_variables_of_an_import_get_a_fresh_interpreter(python: str) -> None:
     code = "import sys; print('torch' in sys.modules, sys.flags.dev_mode)"
     assert run(python, "-X", "dev", "-c", code).stdout == "False True\n"
-    assert run(python, "-c", code, env={**ENVIRONMENT, "MKL_NUM_THREADS": "1"}).stdout == "False False\n"
+    assert run(python, "-c", code, env={**environment(), "MKL_NUM_THREADS": "1"}).stdout == "False False\n"
     assert os.path.basename(python) == "python"

@@ -8,9 +8,7 @@ from checks.findings import Finding
 from checks.sources import Source, read_sources
 
 # Why a name may stand several times.
-CLASSES_MEANT = {
-    "Command": "a subcommand as the launcher takes it; dispatch cannot import the launcher",
-}
+CLASSES_MEANT = {}
 _ONE_A_PACKAGE, _ONE_A_BACKEND = "the same concept, one a package", "the same part, one a backend"
 _OF_A_COMMAND = "a command beside what it does"
 FILES_MEANT = {

@@ -68,19 +68,21 @@ def test_a_mistake_is_told_in_a_line(
 PETS = {
     "pets-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: pets\nVersion: 1.0\n",
     "pets-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\n"
-    "pets.feed = pets.commands.feed:command\npets.wash = pets.commands.wash:command\n",
+    "pets.feed = pets.commands.feed:run\npets.wash = pets.commands.wash:run\n",
     "pets/__init__.py": "",
     "pets/commands/__init__.py": '"""Look after pets."""\n',
     "pets/commands/feed.py": '''"""Feed one of them."""
 from dataclasses import dataclass, field
-from drivetrain_config import Command
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
     name: str = field(metadata={"positional": True, "help": "Whom."})
     num_meals: int = field(default=1, metadata={"help": "How often."})
 
-command = Command(arguments=Feed, run=lambda feed: print(feed.name, feed.num_meals) or 0, help="Feed one of them.")
+def run(feed: Feed) -> int:
+    """Feed one of them."""
+    print(feed.name, feed.num_meals)
+    return 0
 ''',
     "pets/commands/wash.py": '"""Wash one of them."""\nraise RuntimeError("imported, though another was chosen")\n',
 }

@@ -11,8 +11,13 @@ SCALARS = (
 )
 RECORDS = st.dictionaries(
     st.text(),
-    st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),
+    st.recursive(
+        SCALARS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=6,
+    ),
     min_size=1,
+    max_size=4,
 )
 
 

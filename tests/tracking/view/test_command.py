@@ -40,7 +40,7 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> No
 
 def test_it_is_registered_as_a_command_of_two_words() -> None:
     (point,) = entry_points(group="drivetrain.commands", name="track.view")
-    assert point.load().arguments is ViewArguments
+    assert point.load() is run
 
 
 def test_a_port_in_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

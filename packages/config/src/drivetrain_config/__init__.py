@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from drivetrain_config.environ import RankEnvironment as RankEnvironment
     from drivetrain_config.errors import ConfigError as ConfigError
     from drivetrain_config.layers import Layers as Layers
-    from drivetrain_config.registry import Command as Command
     from drivetrain_config.registry import commands as commands
     from drivetrain_config.registry import section_names as section_names
     from drivetrain_config.registry import sections as sections
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "Command": "registry",
     "ConfigError": "errors",
     "SettingConflict": "resolution",
     "Flag": "schema",

@@ -1,7 +1,7 @@
 """The settings sections and subcommands that installed packages register."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Collection
+from dataclasses import is_dataclass
 from typing import Any
 
 from drivetrain_config.errors import ConfigError
@@ -9,21 +9,6 @@ from drivetrain_config.installed import EntryPoint, entry_points
 
 SETTINGS_GROUP = "drivetrain.settings"
 COMMANDS_GROUP = "drivetrain.commands"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A subcommand of `drivetrain`.
-
-    Attributes:
-        arguments: A frozen dataclass of the arguments; the parser is built from it as from a section.
-        run: The function that takes the arguments and returns the exit code.
-        help: The description in one sentence.
-    """
-
-    arguments: type[Any]
-    run: Callable[[Any], int]
-    help: str
 
 
 def section_names() -> list[str]:
@@ -45,7 +30,11 @@ def sections(*, only: Collection[str] | None = None) -> dict[str, type[Any]]:
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Return the installed subcommands, not yet imported; `load()` returns an object like `Command`."""
+    """Return the installed subcommands, not yet imported.
+
+    `load()` returns a function that takes one frozen dataclass, from whose fields the parser is built, and returns
+    the exit code. The first line of its docstring is the description of the command.
+    """
     return {point.name: point for point in entry_points(COMMANDS_GROUP)}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.settings import RunSettings
-from drivetrain_config import Command, Layers, resolve
+from drivetrain_config import Layers, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class CheckArguments:
 
 
 def run(arguments: CheckArguments) -> int:
-    """Launch this module's checks on N processes.
+    """Check this installation on N processes.
 
     Returns:
         The exit code, 0 if every check passed.
@@ -40,9 +40,6 @@ def run(arguments: CheckArguments) -> int:
         handed_down=arguments.layers.to_json(),
     )
     return run_plan(plan)
-
-
-command = Command(arguments=CheckArguments, run=run, help="Check this installation on N processes.")
 
 
 def check_collectives(accelerator: Any) -> str:

@@ -12,7 +12,6 @@ from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table,
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.storage.place import storage_of
-from drivetrain_config import Command
 from drivetrain_weights import format_size
 
 _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
@@ -28,7 +27,7 @@ class ListArguments:
 
 @report_errors
 def run(arguments: ListArguments) -> int:
-    """Print the checkpoints, last saved first; incomplete saves come last."""
+    """List the checkpoints of a folder: step, time, size, and whether each is valid."""
     found = find_checkpoints(directory_of(arguments.directory))
     newest = next((one for one in found if one.is_valid), None)
     if arguments.json:
@@ -80,10 +79,3 @@ def _state(one: CheckpointInfo) -> str:
     if one.is_valid:
         return "valid"
     return f"not valid: {one.problem}" if one.committed else "not completed"
-
-
-command = Command(
-    arguments=ListArguments,
-    run=run,
-    help="List the checkpoints of a folder: step, time, size, and whether each is valid.",
-)

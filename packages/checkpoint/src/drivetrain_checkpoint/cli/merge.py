@@ -10,7 +10,6 @@ from drivetrain_checkpoint.export.export_plan import parse_shard_size
 from drivetrain_checkpoint.export.merge import choose_model, merge_shards
 from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import read_manifest
-from drivetrain_config import Command
 from drivetrain_weights import format_size
 
 
@@ -35,7 +34,7 @@ class MergeArguments:
 
 @report_errors
 def run(arguments: MergeArguments) -> int:
-    """Write the export, and print its files and ties."""
+    """Write a model of a sharded checkpoint as safetensors that Hugging Face's libraries read."""
     folder = checkpoint_of(arguments.checkpoint)
     manifest = read_manifest(folder)
     model = choose_model(manifest, arguments.model)
@@ -59,10 +58,3 @@ def run(arguments: MergeArguments) -> int:
 
 def _size(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
-
-
-command = Command(
-    arguments=MergeArguments,
-    run=run,
-    help="Write a model of a sharded checkpoint as safetensors that Hugging Face's libraries read.",
-)

@@ -13,7 +13,6 @@ from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
-from drivetrain_config import Command
 from drivetrain_weights import format_size
 
 
@@ -59,7 +58,7 @@ class PruneArguments:
 
 @report_errors
 def run(arguments: PruneArguments) -> int:
-    """Delete the checkpoints that the rules do not keep, and print them.
+    """Delete old checkpoints of a folder, and what is left of saves that were never completed.
 
     Returns:
         The exit code: 0, or 1 if a folder could not be deleted completely.
@@ -138,10 +137,3 @@ def _say(plan: PrunePlan, doing: str) -> None:
             sys.stdout.write(f"keep {one.folder.name}, to be looked at: {one.problem}\n")
     freed = format_size(sum(plan.sizes), digits=1)
     sys.stdout.write(f"{doing} {counted(len(plan.going), 'folder')}, {freed}\n")
-
-
-command = Command(
-    arguments=PruneArguments,
-    run=run,
-    help="Delete old checkpoints of a folder, and what is left of saves that were never completed.",
-)

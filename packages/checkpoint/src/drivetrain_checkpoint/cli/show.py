@@ -18,7 +18,6 @@ from drivetrain_checkpoint.cli.printing import (
 from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_config import Command
 from drivetrain_weights import format_size
 
 _NUM_SHOWN = 10  # tensors per part, without --tensors
@@ -37,7 +36,7 @@ class ShowArguments:
 
 @report_errors
 def run(arguments: ShowArguments) -> int:
-    """Print the content of the manifest, and whether all files are there in full size."""
+    """Show what a checkpoint consists of: when, by how many ranks and what it was saved, its files and tensors."""
     folder = checkpoint_of(arguments.checkpoint)
     manifest = read_manifest(folder)
     problem = inspect(folder).problem
@@ -125,10 +124,3 @@ def _flattened(plan: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
-
-
-command = Command(
-    arguments=ShowArguments,
-    run=run,
-    help="Show what a checkpoint consists of: when, by how many ranks and what it was saved, its files and tensors.",
-)

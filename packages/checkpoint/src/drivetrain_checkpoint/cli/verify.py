@@ -12,7 +12,6 @@ from drivetrain_checkpoint.format.manifest import Manifest, read_manifest
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.verify import verify_checkpoint
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_config import Command
 from drivetrain_weights import format_size
 
 
@@ -27,7 +26,7 @@ class VerifyArguments:
 
 @report_errors
 def run(arguments: VerifyArguments) -> int:
-    """Verify the checkpoints, last saved first, and print all damage.
+    """Read a checkpoint, or all of a folder, whole, and check every block; exit code 1 if something is damaged.
 
     Returns:
         The exit code: 0 if all checkpoints are intact, 1 if any is damaged.
@@ -62,10 +61,3 @@ def _verdict(manifest: Manifest, num_damaged: int) -> str:
     if num_damaged:
         return f"damaged in {counted(num_damaged, 'place')}"
     return f"good: {counted(len(manifest.files), 'file')}, {format_size(manifest.size_bytes, digits=1)}"
-
-
-command = Command(
-    arguments=VerifyArguments,
-    run=run,
-    help="Read a checkpoint, or all of a folder, whole, and check every block; exit code 1 if something is damaged.",
-)

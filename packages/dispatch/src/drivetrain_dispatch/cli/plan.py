@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,22 +113,8 @@ class PlanArguments:
             raise ValueError(f"--quantize {self.quantize}: say one of {', '.join(_QUANTIZATIONS)}")
 
 
-class Command(NamedTuple):
-    """A subcommand of `drivetrain`, in the shape that the launcher takes.
-
-    Attributes:
-        arguments: The dataclass of its arguments.
-        run: A function that takes the arguments and returns the exit code.
-        help: A description in one sentence.
-    """
-
-    arguments: type[Any]
-    run: Callable[[Any], int]
-    help: str
-
-
 def run(arguments: PlanArguments) -> int:
-    """Print the plan and return the exit code; an error is one line on stderr and exit code 2."""
+    """Plan where a Hugging Face model goes, what each device holds, and how long a token takes."""
     try:
         gpus = [_described(text) for text in arguments.gpu]
         budgets = _budgets(arguments, gpus)
@@ -325,10 +311,3 @@ def _seconds(seconds: float) -> str:
 
 def _dtype_of(model: nn.Module) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
-command = Command(
-    arguments=PlanArguments,
-    run=run,
-    help="Plan where a Hugging Face model goes, what each device holds, and how long a token takes.",
-)

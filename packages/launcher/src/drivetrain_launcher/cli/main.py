@@ -6,13 +6,13 @@ imported, so that `drivetrain --help` is fast. The entry point `checkpoint.list`
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import cast
+from typing import Any, cast, get_type_hints
 
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.installed import EntryPoint
-from drivetrain_config.registry import Command, commands
+from drivetrain_config.registry import commands
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError, UsageError
 
@@ -48,9 +48,8 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
         return 0
     name, *rest = tokens
     if name in found:
-        # Packages that do not depend on drivetrain-config register an object with the same attributes.
-        command = cast("Command", found[name].load())
-        return command.run(_parse(f"{group}{name}", command, rest))
+        run = cast("Callable[[Any], int]", found[name].load())
+        return run(_parse(f"{group}{name}", run, rest))
     if members := _group(found, name):
         return _run(rest, members, f"{group}{name} ")
     names = _names(found)
@@ -72,10 +71,12 @@ def _group(found: Mapping[str, EntryPoint], name: str) -> dict[str, EntryPoint]:
     return {full.removeprefix(prefix): point for full, point in found.items() if full.startswith(prefix)}
 
 
-def _parse(name: str, command: Command, tokens: Sequence[str]) -> object:
+def _parse(name: str, run: Callable[[Any], int], tokens: Sequence[str]) -> object:
+    """Parse a command line into the dataclass that the command's function takes."""
     from drivetrain_launcher.cli.parser import build_parser
 
-    return build_parser(name, command.arguments, command.help).parse(tokens)
+    arguments = next(hint for argument, hint in get_type_hints(run).items() if argument != "return")
+    return build_parser(name, arguments, (run.__doc__ or "").partition("\n")[0]).parse(tokens)
 
 
 def _overview(found: Mapping[str, EntryPoint], group: str) -> str:

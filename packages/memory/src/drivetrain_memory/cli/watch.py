@@ -4,12 +4,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -44,22 +44,8 @@ class WatchArguments:
             raise ValueError(f"--interval {self.interval}: give 0.001 to 3600 seconds")
 
 
-class Command(NamedTuple):
-    """A subcommand of `drivetrain`, in the shape that the launcher takes.
-
-    Attributes:
-        arguments: The dataclass of its arguments.
-        run: A function that takes the arguments and returns the exit code.
-        help: A description in one sentence.
-    """
-
-    arguments: type[Any]
-    run: Callable[[Any], int]
-    help: str
-
-
 def run(arguments: WatchArguments) -> int:
-    """Watch until the program ends, or Ctrl-C ends the watch of a process; write summary and page.
+    """Watch the memory of a process, or of a command, from outside; write a summary and an HTML page.
 
     Returns:
         The exit code of the command, 128 and the signal's number if a signal ended it; 0 for a process that was
@@ -185,10 +171,3 @@ def _handing_signals_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
 def _fail(message: str, code: int) -> int:
     sys.stderr.write(f"drivetrain: error: {message}\n")
     return code
-
-
-command = Command(
-    arguments=WatchArguments,
-    run=run,
-    help="Watch the memory of a process, or of a command, from outside; write a summary and an HTML page.",
-)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from drivetrain_tracking.errors import (
     DeliveryFileError,
@@ -41,22 +40,8 @@ class ReplayArguments:
     )
 
 
-class Command(NamedTuple):
-    """A subcommand of `drivetrain`, in the shape that the launcher takes.
-
-    Attributes:
-        arguments: The dataclass of its arguments.
-        run: A function that takes the arguments and returns the exit code.
-        help: A description in one sentence.
-    """
-
-    arguments: type[Any]
-    run: Callable[[Any], int]
-    help: str
-
-
 def run(arguments: ReplayArguments) -> int:
-    """Send what was not sent, and return the exit code; an error is one line on stderr and exit code 2."""
+    """Send a run's log to a tracking platform."""
     log = arguments.folder / LOG_NAME
     if not log.is_file():
         sys.stderr.write(f"{arguments.folder}: there is no {LOG_NAME} in it; name the project_dir of a run\n")
@@ -105,6 +90,3 @@ def _show_progress(size_bytes: int) -> Callable[[Delivery], None]:
             sys.stderr.flush()
 
     return show
-
-
-command = Command(arguments=ReplayArguments, run=run, help="Send a run's log to a tracking platform.")

@@ -3,10 +3,9 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from drivetrain_tracking.view.log_places import LOG_NAME, find_logs
 from drivetrain_tracking.view.log_reader import parse_lines
@@ -38,22 +37,8 @@ class ViewArguments:
             )
 
 
-class Command(NamedTuple):
-    """A subcommand of `drivetrain`, in the shape that the launcher takes.
-
-    Attributes:
-        arguments: The dataclass of its arguments.
-        run: A function that takes the arguments and returns the exit code.
-        help: A description in one sentence.
-    """
-
-    arguments: type[Any]
-    run: Callable[[Any], int]
-    help: str
-
-
 def run(arguments: ViewArguments) -> int:
-    """Serve the page until Ctrl-C and return the exit code; an error is one line on stderr and exit code 2."""
+    """Show runs in a browser: curves, settings and their differences."""
     folders = [Path(text).expanduser() for text in arguments.folders]
     try:
         check_folders(folders)
@@ -128,8 +113,3 @@ def open_server(collection: RunCollection, port: int) -> ViewServer:
         raise OSError(
             f"--port {port} {said}: name another one, or leave it out to take any free port"
         ) from error
-
-
-command = Command(
-    arguments=ViewArguments, run=run, help="Show runs in a browser: curves, settings and their differences."
-)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from drivetrain_config import Command, Layers, Source, resolve, sections
+from drivetrain_config import Layers, Source, resolve, sections
 from drivetrain_config.kinds import plain
 
 
@@ -33,7 +33,7 @@ class Setting:
 
 
 def run(arguments: EnvArguments) -> int:
-    """Print versions, devices and settings, as text or JSON."""
+    """Show versions, devices, and every setting with its source."""
     settings = read_settings(arguments.layers)
     versions, devices = read_versions(), read_devices()
     if arguments.json:
@@ -113,8 +113,3 @@ def _as_text(
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
     return "\n".join([*lines, ""])
-
-
-command = Command(
-    arguments=EnvArguments, run=run, help="Show versions, devices, and every setting with its source."
-)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from drivetrain_config import Command, Layers, flags, resolve, sections
+from drivetrain_config import Layers, flags, resolve, sections
 from drivetrain_config.installed import entry_points
 from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
 from drivetrain_launcher.console import say
@@ -46,7 +46,7 @@ class LaunchArguments:
 
 
 def run(arguments: LaunchArguments) -> int:
-    """Plan the launch and run the plan, or print it for `--dry-run`."""
+    """Run a script on one process or many, here or on many machines."""
     settings = resolve_said(arguments.layers)
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
@@ -105,8 +105,3 @@ def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
         hint = f"; did you mean {path.with_name(near[0])}" if near else ""
         raise LaunchError(f"{arguments.script}: no such script (looked for {path.absolute()}){hint}")
     return LaunchTarget(name=arguments.script, arguments=arguments.arguments)
-
-
-command = Command(
-    arguments=LaunchArguments, run=run, help="Run a script on one process or many, here or on many machines."
-)
