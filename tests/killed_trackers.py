@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from drivetrain_tracking.records import LoggedRecord
+from drivetrain_tracking.records import LoggedRecord, flat_numbers
 
 # What wandb and ClearML leave for processes that are to join the tests' own runs.
 _LEFT_BEHIND = ("WANDB_SERVICE", "CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_ID")
@@ -20,9 +20,10 @@ _DRIVER = """
 import importlib, json, os, random, signal, sys, time
 from killed_trackers import numbered_records
 
-module, name, library, directory, options, num_rounds, num_records, seed = json.loads(sys.argv[1])
+module, name, imports, directory, options, num_rounds, num_records, seed = json.loads(sys.argv[1])
 kind = getattr(importlib.import_module(module), name)
-importlib.import_module(library)
+for library in imports:
+    importlib.import_module(library)
 chance = random.Random(seed)
 records = numbered_records(num_records)
 
@@ -71,18 +72,27 @@ print("ROUNDS", json.dumps(rounds))
 
 
 def numbered_records(num_records: int) -> list[LoggedRecord]:
-    """Return records whose time, step and loss follow from their number."""
+    """Return records whose time, step and values follow from their number."""
     return [
-        LoggedRecord(time=1_700_000_000 + n / 8, step=n, values={"loss": n / 4}) for n in range(num_records)
+        LoggedRecord(
+            time=1_700_000_000 + n / 8, step=n, values={"loss": n / 4, "lr": {"head": n / 8, "body": n / 16}}
+        )
+        for n in range(num_records)
     ]
+
+
+def numbered_rows(num_records: int) -> list[tuple[int | None, dict[str, float]]]:
+    """Return the step and the flat values of each of `numbered_records`."""
+    return [(record.step, flat_numbers(record.values)) for record in numbered_records(num_records)]
 
 
 def kill_writers(
     tracker: type,
-    library: str,
+    imports: Sequence[str],
     directory: Path,
     *,
     options: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
     num_rounds: int = 3,
     num_records: int = 40,
     seed: int = 0,
@@ -91,21 +101,22 @@ def kill_writers(
 
     Args:
         tracker: The class of the tracker.
-        library: The module that is imported before writers are forked.
+        imports: The modules of its library that are imported before writers are forked.
         directory: The tracker's directory.
         options: Keyword arguments of `start`.
+        environment: Further variables of the writers.
         num_rounds: The number of writers that are killed.
         num_records: The number of records that are written in all.
         seed: Chooses the points.
     """
-    given = [tracker.__module__, tracker.__qualname__, library, str(directory), dict(options or {})]
-    environment = {name: value for name, value in os.environ.items() if name not in _LEFT_BEHIND}
+    given = [tracker.__module__, tracker.__qualname__, list(imports), str(directory), dict(options or {})]
+    inherited = {name: value for name, value in os.environ.items() if name not in _LEFT_BEHIND}
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER, json.dumps([*given, num_rounds, num_records, seed])],
         capture_output=True,
         text=True,
         cwd=directory,
-        env=environment | {"PYTHONPATH": str(Path(__file__).parent)},
+        env={**inherited, **(environment or {}), "PYTHONPATH": str(Path(__file__).parent)},
         timeout=150,
     )
     told = [line for line in done.stdout.splitlines() if line.startswith("ROUNDS ")]

@@ -12,7 +12,7 @@ from drivetrain_tracking import compat
 from drivetrain_tracking.platforms.aim import AimTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
-from killed_writers import run_killed_writers
+from killed_trackers import kill_writers, numbered_rows
 
 aim = pytest.importorskip("aim")
 Context = pytest.importorskip("aim.storage.context").Context
@@ -196,22 +196,13 @@ def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-_CODE = """
-import aim
-from aim.sdk.lock_manager import LockManager
-from drivetrain_tracking.platforms.aim import AimTracker
-make = AimTracker
-
-def begin(tracker):
-    LockManager.pid = os.getpid()  # Aim reads it on import, and a lock is void once its process is gone
-    tracker.start("killed", {})
-"""
-
-
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_takes_nothing_and_doubles_nothing(
     rounds: int, tmp_path: Path, shared_repository: str
 ) -> None:
     shutil.copytree(Path(shared_repository) / ".aim", tmp_path / ".aim")
-    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
-    assert read(str(tmp_path), AimTracker(tmp_path).run_id("killed")) == wanted
+    count = 15 * (rounds + 1)
+    kill_writers(
+        AimTracker, ("forked_aim",), tmp_path, num_rounds=rounds, num_records=count, seed=os.getpid()
+    )
+    assert read(str(tmp_path), AimTracker(tmp_path).run_id("killed")) == numbered_rows(count)

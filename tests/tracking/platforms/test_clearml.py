@@ -10,7 +10,7 @@ import pytest
 from drivetrain_tracking.platforms.clearml import ClearMLTracker
 from drivetrain_tracking.records import LoggedRecord, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
-from killed_trackers import kill_writers, numbered_records
+from killed_trackers import kill_writers, numbered_rows
 from loopback_only import loopback_only  # noqa: F401 a fixture
 from platform_media import sample_media
 
@@ -159,9 +159,13 @@ def test_a_task_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> N
     ]
 
 
-def check_killed_trackers(tmp_path: Path, **rounds: int) -> None:
-    kill_writers(ClearMLTracker, "clearml", tmp_path, **rounds)
-    expected = [(one.step, dict(one.values)) for one in numbered_records(rounds.get("num_records", 40))]
+def check_killed_trackers(
+    tmp_path: Path, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+) -> None:
+    kill_writers(
+        ClearMLTracker, ("clearml",), tmp_path, num_rounds=num_rounds, num_records=num_records, seed=seed
+    )
+    expected = numbered_rows(num_records)
     assert read_rows(events_of(tmp_path, sessions_of(tmp_path))) == expected
 
 

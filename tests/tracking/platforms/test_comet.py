@@ -12,7 +12,7 @@ import pytest
 from drivetrain_tracking.platforms.comet import CometTracker
 from drivetrain_tracking.records import LoggedRecord, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
-from killed_trackers import kill_writers, numbered_records
+from killed_trackers import kill_writers, numbered_rows
 from loopback_only import loopback_only  # noqa: F401 a fixture
 from platform_media import sample_media
 
@@ -155,9 +155,13 @@ def test_an_experiment_of_the_users_gets_the_values_and_stays_open(tmp_path: Pat
     assert read_rows(tmp_path) == [(7, {"loss": 0.5})]
 
 
-def check_killed_trackers(directory: Path, **rounds: int) -> None:
-    kill_writers(CometTracker, "comet_ml", directory, **rounds)
-    expected = [(one.step, dict(one.values)) for one in numbered_records(rounds.get("num_records", 40))]
+def check_killed_trackers(
+    directory: Path, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+) -> None:
+    kill_writers(
+        CometTracker, ("comet_ml",), directory, num_rounds=num_rounds, num_records=num_records, seed=seed
+    )
+    expected = numbered_rows(num_records)
     assert sorted(read_rows(directory)) == expected
     keys = {file.name[:32] for file in directory.glob("comet/*.zip")}
     assert len(keys) == 1, "a stopped run keeps its key"

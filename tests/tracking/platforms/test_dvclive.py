@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drivetrain_tracking.platforms.dvclive import DVCLiveTracker, free_name
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
-from killed_writers import run_killed_writers
+from killed_trackers import kill_writers, numbered_rows
 
 dvclive = pytest.importorskip("dvclive")
 utils = pytest.importorskip("dvclive.utils")
@@ -179,18 +179,15 @@ def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.Ca
     assert [one.name for one in tmp_path.iterdir()] == ["dvclive"]
 
 
-_CODE = """
-import dvclive, dvc.repo, dvc.scm, scmrepo.exceptions, ruamel.yaml, dvc_studio_client
-from drivetrain_tracking.platforms.dvclive import DVCLiveTracker as make
-
-def begin(tracker):
-    tracker.start("killed", {"lr": 0.1})
-"""
+_IMPORTS = ("dvclive", "dvc.repo", "dvc.scm", "scmrepo.exceptions", "ruamel.yaml", "dvc_studio_client")
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
-    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
+    wanted = numbered_rows(15 * (rounds + 1))
+    kill_writers(
+        DVCLiveTracker, _IMPORTS, tmp_path, num_rounds=rounds, num_records=len(wanted), seed=os.getpid()
+    )
     found = read(tmp_path / "dvclive" / "killed")
     assert [(step, {k: float(v) for k, v in values.items()}) for step, values in found] == wanted
     summary = json.loads((tmp_path / "dvclive" / "killed" / "metrics.json").read_text())

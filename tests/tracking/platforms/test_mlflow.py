@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drivetrain_tracking.platforms.mlflow import MLflowTracker, mlflow_name
 from drivetrain_tracking.records import LoggedRecord, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
-from killed_trackers import kill_writers, numbered_records
+from killed_trackers import kill_writers, numbered_rows
 from loopback_only import loopback_only  # noqa: F401 a fixture
 from platform_media import sample_media
 
@@ -193,16 +193,24 @@ def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
     validation._validate_metric_name(mlflow_name(name))
 
 
-def check_killed_trackers(directory: Path, store: str, experiment: str, **rounds: int) -> None:
+def check_killed_trackers(
+    directory: Path, store: str, experiment: str, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+) -> None:
     options = {"tracking_uri": store, "experiment": experiment}
     MLflowTracker(directory / "other").start(
         "tables", {}, tracking_uri=store
     )  # makes the tables, which takes seconds
-    kill_writers(MLflowTracker, "mlflow", directory, options=options, **rounds)
+    kill_writers(
+        MLflowTracker,
+        ("mlflow",),
+        directory,
+        options=options,
+        num_rounds=num_rounds,
+        num_records=num_records,
+        seed=seed,
+    )
     client, run = only_run(store, experiment)
-    assert list(read_rows(client, run).values()) == [
-        (record.step, dict(record.values)) for record in numbered_records(rounds.get("num_records", 40))
-    ]
+    assert list(read_rows(client, run).values()) == numbered_rows(num_records)
 
 
 def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
-from killed_writers import run_killed_writers
+from killed_trackers import kill_writers, numbered_rows
 
 swanlab = pytest.importorskip("swanlab")
 store = pytest.importorskip("swanlab.sdk.internal.core_python.store")
@@ -206,18 +206,26 @@ def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.Ca
     assert sorted(one.name for one in tmp_path.iterdir()) == ["second"]
 
 
-_CODE = """
-os.environ["HOME"] = sys.argv[1]
-import swanlab, requests, watchdog.observers
-import swanlab.sdk.internal.bus.events, swanlab.sdk.internal.core_python.store
-from drivetrain_tracking.platforms.swanlab import SwanLabTracker as make
-
-def begin(tracker):
-    tracker.start("killed", {"lr": 0.1}, mode="offline")
-"""
+_IMPORTS = (
+    "swanlab",
+    "requests",
+    "watchdog.observers",
+    "swanlab.sdk.internal.bus.events",
+    "swanlab.sdk.internal.core_python.store",
+)
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
-    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
-    assert read(tmp_path) == wanted
+    count = 15 * (rounds + 1)
+    kill_writers(
+        SwanLabTracker,
+        _IMPORTS,
+        tmp_path,
+        num_rounds=rounds,
+        num_records=count,
+        seed=os.getpid(),
+        environment={"HOME": str(tmp_path)},
+        options={"mode": "offline"},
+    )
+    assert read(tmp_path) == numbered_rows(count)

@@ -10,7 +10,7 @@ from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
-from killed_writers import run_killed_writers
+from killed_trackers import kill_writers, numbered_rows
 
 np = pytest.importorskip("numpy")
 events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
@@ -136,17 +136,21 @@ def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-_CODE = """
-import tensorboard.summary.writer.event_file_writer
-import tensorboard.backend.event_processing.event_file_loader
-from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker as make
-
-def begin(tracker):
-    tracker.start("killed", {"lr": 0.1})
-"""
+_IMPORTS = (
+    "tensorboard.summary.writer.event_file_writer",
+    "tensorboard.backend.event_processing.event_file_loader",
+)
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
-    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
-    assert read(tmp_path / "tensorboard") == wanted
+    count = 15 * (rounds + 1)
+    kill_writers(
+        TensorBoardTracker,
+        _IMPORTS,
+        tmp_path,
+        num_rounds=rounds,
+        num_records=count,
+        seed=os.getpid(),
+    )
+    assert read(tmp_path / "tensorboard") == numbered_rows(count)

@@ -11,7 +11,7 @@ import pytest
 from drivetrain_tracking.platforms.trackio import TrackioTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
-from killed_writers import run_killed_writers
+from killed_trackers import kill_writers, numbered_rows
 
 pytest.importorskip("orjson", reason="a dependency of trackio alone")
 
@@ -177,19 +177,21 @@ def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-_CODE = """
-os.environ["TRACKIO_DIR"] = sys.argv[1]
-import trackio
-from drivetrain_tracking.platforms.trackio import TrackioTracker as make
-
-def begin(tracker):
-    tracker.start("killed", {"lr": 0.1})
-"""
+_IMPORTS = ("trackio",)
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path, database: Path) -> None:
-    wanted = run_killed_writers(_CODE, tmp_path, rounds=rounds, seed=os.getpid())
+    count = 15 * (rounds + 1)
+    kill_writers(
+        TrackioTracker,
+        _IMPORTS,
+        tmp_path,
+        num_rounds=rounds,
+        num_records=count,
+        seed=os.getpid(),
+        environment={"TRACKIO_DIR": str(tmp_path)},
+    )
     for file in tmp_path.glob("drivetrain.db*"):
         file.rename(database / file.name)
-    assert read(TrackioTracker(tmp_path).run_id("killed")) == wanted
+    assert read(TrackioTracker(tmp_path).run_id("killed")) == numbered_rows(count)

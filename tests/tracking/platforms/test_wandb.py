@@ -144,10 +144,14 @@ def test_a_disabled_run_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> 
     assert not rows(tmp_path)
 
 
-def check_killed_trackers(directory: Path, **rounds: int) -> None:
-    kill_writers(WandbTracker, "wandb", directory, **rounds)
+def check_killed_trackers(
+    directory: Path, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+) -> None:
+    kill_writers(
+        WandbTracker, ("wandb",), directory, num_rounds=num_rounds, num_records=num_records, seed=seed
+    )
     assert [(row["drivetrain/step"], row["loss"]) for row in rows(directory)] == [
-        (record.step, record.values["loss"]) for record in numbered_records(rounds.get("num_records", 40))
+        (record.step, record.values["loss"]) for record in numbered_records(num_records)
     ]
 
 
