@@ -124,8 +124,17 @@ class StepWatch:
                 self._count_batch()
         else:
             self._times.end(phase)
-        if self._is_first and phase in ("forward", "backward"):
-            self._look_at_flops(begins=begins)
+        # A forward without gradients belongs to an evaluation, not to the step.
+        if self._is_first and (phase == "backward" or (phase == "forward" and torch.is_grad_enabled())):
+            self._look_at_flops(phase, begins=begins)
+
+    def begin_wait(self) -> None:
+        """Begin the part of a backward in which this rank waits for others: it has computed its gradients.
+
+        May be called by a thread of autograd, while the loop's thread waits for the backward.
+        """
+        if self._times.innermost == "backward":
+            self._times.begin("communication")
 
     def watch_reads(self, readings: Iterator[Reading]) -> Iterator[Reading]:
         """Hand on what a loader reads, and measure how long the loop waits for it."""
@@ -205,10 +214,10 @@ class StepWatch:
         field = batch.get(self._settings.token_field) if hasattr(batch, "get") else None
         return float(field.numel()) if isinstance(field, Tensor) else None
 
-    def _look_at_flops(self, *, begins: bool) -> None:
+    def _look_at_flops(self, phase: str, *, begins: bool) -> None:
         """Count the operations of the first step, where the peak of the device is known and they are not given."""
         if self._flops is None:
-            if not begins or not torch.is_grad_enabled():
+            if not begins:
                 return
             self._meter = self._meter_with_peak()
             if self._meter.peak_flops is None or self._settings.flops_per_step is not None:
@@ -216,7 +225,7 @@ class StepWatch:
                 return
             self._flops = StepFlops()
         if begins:
-            self._flops.begin()
+            self._flops.begin(is_backward=phase == "backward")
         else:
             self._flops.end()
 
