@@ -36,8 +36,7 @@ class StepFlops:
         """
         self._depth += 1
         if self._depth == 1:
-            self._mode = ModelFlopCounter()
-            self._mode.is_in_backward = is_backward
+            self._mode = ModelFlopCounter(is_in_backward=is_backward)
             self._mode.__enter__()
 
     def end(self) -> None:
