@@ -97,6 +97,9 @@ class StepWatch:
         self._times = PhaseTimes(make_clock(context.device))
         self._window_steps = settings.throughput_every_steps or _WINDOW_STEPS
         self._meter = ThroughputMeter(window_steps=self._window_steps)
+        # Without the first step, in which ranks compile, allocate and tell the plan, each at its own pace.
+        self._steady = ThroughputMeter(window_steps=self._window_steps)
+        self._has_begun = False
         self._flops: StepFlops | None = None
         self._step: int | None = None  # the step that ended last
         # Samples and tokens of the newest batch, until it is counted.
@@ -251,14 +254,19 @@ class StepWatch:
             samples, tokens = self._counts.pop(0)
             # Ranks have about equally many tokens; a gather brings the exact number of all.
             tokens = None if tokens is None else tokens * len(self._readers)
-            self._meter.add(StepRecord(phase_seconds=seconds, samples=samples, tokens=tokens))
+            record = StepRecord(phase_seconds=seconds, samples=samples, tokens=tokens)
+            self._meter.add(record)
+            if self._has_begun:
+                self._steady.add(record)
+            self._has_begun = True
 
     def _ask_ranks(self) -> None:
         """Begin to gather every rank's times. Called on all ranks."""
         now = self._meter.over_window()
         if self._hosts is None:
             self._hosts = gather_object(self._context, socket.gethostname())
-        row = [now.phase_seconds.get(phase, 0.0) for phase in PHASES]
+        steady = self._steady.over_window()
+        row = [steady.phase_seconds.get(phase, 0.0) for phase in PHASES]
         self._rows.begin([*row, _tokens_of_step(now, num_readers=len(self._readers))])
         self._asked = now
 

@@ -37,11 +37,11 @@ class Straggler:
 def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
     """Return the rank that the others wait for, or None if no rank stands out.
 
-    Phases of a rank's own work are looked at first: where one rank is late with its data, all others spend as much
-    time in collectives. A rank may wait for others inside forward and backward, if its backend gathers parameters or
-    averages gradients there. A rank that is long in forward is therefore named only if the others did not spend that
-    time on their own work; one that is long in backward, only if the others spent it in communication. Where waits
-    inside backward are not measured as communication, a rank that is slow in backward alone is not found.
+    Where one rank is late with its data, all others spend as much time in collectives. Collectives may also run inside
+    forward and backward, if a backend gathers parameters or averages gradients there. A rank that is long in forward
+    is therefore named only if the others did not spend that time on their own work; one that is long in backward, only
+    if the others spent it in communication. Where waits inside backward are not measured as communication, a rank that
+    is slow in backward alone is not found.
 
     Args:
         per_rank_phase_seconds: For each rank, the mean seconds that a step spends in each phase.
@@ -57,8 +57,9 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
     _check(ranks)
     if len(ranks) < 2:
         return None
-    own = _largest([_slowest(ranks, phase) for phase in _OWN_PHASES])
-    return own or _largest([_slowest_in_forward(ranks), _slowest_in_backward(ranks)])
+    found = [*(_slowest(ranks, phase) for phase in _OWN_PHASES), _slowest_in_forward(ranks), _slowest_in_backward(ranks)]
+    stragglers = [straggler for straggler in found if straggler is not None]
+    return max(stragglers, key=lambda straggler: straggler.slower_by, default=None)
 
 
 def _check(ranks: _Ranks) -> None:
@@ -68,11 +69,6 @@ def _check(ranks: _Ranks) -> None:
                 raise ValueError(
                     f"rank {rank} spent {seconds!r} seconds in {phase!r}: must be finite, 0 or more"
                 )
-
-
-def _largest(found: Sequence[Straggler | None]) -> Straggler | None:
-    stragglers = [straggler for straggler in found if straggler is not None]
-    return max(stragglers, key=lambda straggler: straggler.slower_by, default=None)
 
 
 def _slowest_in_forward(ranks: _Ranks) -> Straggler | None:
