@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
-
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.compat import ModelFlopCounter, milestones_of, schedulers_in
@@ -84,7 +83,9 @@ def test_a_forward_that_is_repeated_inside_backward_is_not_counted(
 ) -> None:
     model = kind()
     x = torch.randn(4, 8, requires_grad=True)
-    assert counted(model, x, reentrant=reentrant) == counted(model, x, reentrant=None) == 3 * 2 * 2 * 4 * 8 * 16
+    assert (
+        counted(model, x, reentrant=reentrant) == counted(model, x, reentrant=None) == 3 * 2 * 2 * 4 * 8 * 16
+    )
 
 
 def test_the_backward_of_fused_attention_counts_without_the_scores_that_it_repeats() -> None:

@@ -28,7 +28,10 @@ class Block(nn.Module):
 
 
 def flops_of_a_step(
-    backend: str, sections: dict[str, dict[str, Any]] | None = None, accumulation: int = 1, evaluates: bool = False
+    backend: str,
+    sections: dict[str, dict[str, Any]] | None = None,
+    accumulation: int = 1,
+    evaluates: bool = False,
 ) -> float:
     """Train two steps of the same global batch at any number of ranks; the operations of a step of all ranks."""
     torch.manual_seed(0)
@@ -91,9 +94,7 @@ def test_ranks_count_together_what_one_does(run_ranks, kind: str, accumulation: 
     assert all(math.isclose(flops, in_theory(), rel_tol=0.02) for flops in found), (found, in_theory())
 
 
-@pytest.mark.parametrize(
-    "stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))]
-)
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_zero_counts_what_one_process_does(run_ranks, deepspeed_operators: None, stage: int) -> None:
     del deepspeed_operators
     sections = {"deepspeed": {"stage": stage, "activation_checkpointing": "full"}}

@@ -55,7 +55,9 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
     logging.getLogger("drivetrain.step_watch").addHandler(keep)
     late = (SECONDS, 0.0) if where == "forward" else (0.0, SECONDS)
     is_slow = os.environ.get("RANK") == "1"
-    model = nn.Sequential(*(Block(late if is_slow and number == block else (0.0, 0.0)) for number in range(3)))
+    model = nn.Sequential(
+        *(Block(late if is_slow and number == block else (0.0, 0.0)) for number in range(3))
+    )
     sections = {**sections, "run": {"show_plan": False}, "tracking": {"throughput_every_steps": EVERY}}
     try:
         with Accelerator(cpu=True, backend=backend, sections=sections) as accelerator:

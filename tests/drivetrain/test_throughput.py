@@ -176,6 +176,21 @@ def test_tokens_come_from_the_named_field_or_a_function() -> None:
         assert counted(accelerator.throughput) == (20, 60)
 
 
+def test_a_token_field_that_no_batch_has_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with make({"throughput": True, "token_field": "labels"}) as accelerator:
+        train(accelerator, Slow(), Texts())
+    with make({"throughput": True}) as accelerator:  # nobody named a field: a batch of images has no tokens
+        accelerator.prepare(DataLoader(torch.ones(4, 8)))
+        for _ in accelerator.prepare(DataLoader(torch.ones(4, 8))):
+            pass
+    (told,) = [record.getMessage() for record in caplog.records if "token_field" in record.getMessage()]
+    assert told.startswith(
+        "token_field='labels': the batch, a dict, has no tensor of that name among its fields x, input_ids; "
+        "throughput/tokens_per_second is left out. Name a field"
+    )
+    assert "accelerator.count_tokens(function)" in told
+
+
 def test_the_throughput_is_logged_by_itself_with_its_step(tmp_path: Path) -> None:
     with make({"throughput_every_steps": 2}, project_dir=tmp_path, log_with="jsonl") as accelerator:
         accelerator.init_trackers("run")

@@ -82,7 +82,10 @@ def test_a_rank_that_waits_for_others_is_never_named(num: int, data: st.DataObje
 
 
 def test_a_long_backward_alone_is_no_straggler_since_its_rank_may_wait_there() -> None:
-    ranks = [{"forward": 0.3, "backward": 0.1, "other": 0.3}, {"forward": 0.3, "backward": 0.4, "other": 0.29}]
+    ranks = [
+        {"forward": 0.3, "backward": 0.1, "other": 0.3},
+        {"forward": 0.3, "backward": 0.4, "other": 0.29},
+    ]
     assert find_straggler(ranks) is None
 
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 
 def schedulers_in(scheduler: Any) -> Sequence[Any]:

@@ -111,6 +111,7 @@ class StepWatch:
         self._asked: Throughput | None = None  # the measurements whose gather is under way
         self._hosts: list[str] | None = None
         self._told: Straggler | None = None
+        self._has_told_tokens = False
         self._line = LiveLine() if settings.live_line and context.topology.is_main else None
         self._is_first = True
         context.progress.observer = self.observe
@@ -215,7 +216,26 @@ class StepWatch:
         if self.count_tokens is not None:
             return float(self.count_tokens(batch))
         field = batch.get(self._settings.token_field) if hasattr(batch, "get") else None
-        return float(field.numel()) if isinstance(field, Tensor) else None
+        if isinstance(field, Tensor):
+            return float(field.numel())
+        self._tell_no_tokens(batch)
+        return None
+
+    def _tell_no_tokens(self, batch: Any) -> None:
+        """Warn once that a batch lacks the field that the settings name; the default field need not be there."""
+        name = self._settings.token_field
+        is_named = name != TrackingSettings().token_field
+        if self._has_told_tokens or not is_named or not self._context.topology.is_main:
+            return
+        self._has_told_tokens = True
+        fields = ", ".join(map(str, batch)) if hasattr(batch, "keys") else ""
+        logger.warning(
+            "token_field=%r: the batch, a %s, has no tensor of that name%s; throughput/tokens_per_second is left "
+            "out. Name a field that every batch has, or count with accelerator.count_tokens(function)",
+            name,
+            type(batch).__name__,
+            f" among its fields {fields}" if fields else "",
+        )
 
     def _look_at_flops(self, phase: str, *, begins: bool) -> None:
         """Count the operations of the first step, where the peak of the device is known and they are not given."""

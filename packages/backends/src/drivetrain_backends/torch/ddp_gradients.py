@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class ReplicatedGradients(ParameterGradients):
         on_computed = self.on_computed
         if on_computed is not None and any(replica.is_armed for replica in self.replicas.values()):
             # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
-            handle = loss.register_hook(lambda _: call_after_backward(on_computed))
+            handle = loss.register_hook(partial(_call_before_reducer, on_computed))
             try:
                 super().backward(loss, models)
             finally:
@@ -179,3 +180,9 @@ class ReplicatedGradients(ParameterGradients):
         self._context.progress.mark("averaging gradients at the window's close")
         average(parameters, self._context.device, group=self._group, bucket_bytes=self._bucket_bytes)
         self._context.progress.mark("gradients averaged")
+
+
+def _call_before_reducer(on_computed: Callable[[], None], gradient: Tensor) -> None:
+    """Have a function called once all gradients are computed; a hook on the loss."""
+    del gradient
+    call_after_backward(on_computed)

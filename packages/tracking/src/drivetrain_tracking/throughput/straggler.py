@@ -12,7 +12,9 @@ _LEAST_PART_OF_STEP = 0.05
 _LEAST_DEVIATIONS = 5.0  # in robust standard deviations, so that ranks that differ anyway give no alarm
 _SIGMA_OF_DEVIATION = 1.4826  # of a normal distribution's median absolute deviation
 _LEAST_RANKS_TO_SPREAD = 4  # of fewer ranks, a spread says nothing
-_LEAST_EVIDENCE = 0.5  # of the excess must show in the other phases as it does for a rank that others wait for
+_LEAST_EVIDENCE = (
+    0.5  # of the excess must show in the other phases as it does for a rank that others wait for
+)
 
 _Ranks = Sequence[Mapping[str, float]]
 
@@ -37,11 +39,11 @@ class Straggler:
 def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
     """Return the rank that the others wait for, or None if no rank stands out.
 
-    Where one rank is late with its data, all others spend as much time in collectives. Collectives may also run inside
-    forward and backward, if a backend gathers parameters or averages gradients there. A rank that is long in forward
-    is therefore named only if the others did not spend that time on their own work; one that is long in backward, only
-    if the others spent it in communication. Where waits inside backward are not measured as communication, a rank that
-    is slow in backward alone is not found.
+    Where one rank is late with its data, all others spend as much time in collectives. Collectives may also run
+    inside forward and backward, if a backend gathers parameters or averages gradients there. A rank that is long in
+    forward is therefore named only if the others did not spend that time on their own work; one that is long in
+    backward, only if the others spent it in communication. Where waits inside backward are not measured as
+    communication, a rank that is slow in backward alone is not found.
 
     Args:
         per_rank_phase_seconds: For each rank, the mean seconds that a step spends in each phase.
@@ -57,7 +59,11 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
     _check(ranks)
     if len(ranks) < 2:
         return None
-    found = [*(_slowest(ranks, phase) for phase in _OWN_PHASES), _slowest_in_forward(ranks), _slowest_in_backward(ranks)]
+    found = [
+        *(_slowest(ranks, phase) for phase in _OWN_PHASES),
+        _slowest_in_forward(ranks),
+        _slowest_in_backward(ranks),
+    ]
     stragglers = [straggler for straggler in found if straggler is not None]
     return max(stragglers, key=lambda straggler: straggler.slower_by, default=None)
 
