@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,6 +51,44 @@ def test_one_process_measures_without_waiting(on_accelerators: Callable[..., lis
 
 def test_ranks_measure_without_waiting(on_accelerators: Callable[..., list[object]]) -> None:
     assert on_accelerators(train_and_measure, "ddp", num_processes=2) == [([], 64, 8)] * 2
+
+
+def phases_of_ranks(num_micro_batches: int) -> dict[str, float]:
+    """Train under DDP with the stopwatch on; the mean seconds of a step by phase."""
+    accelerator = Accelerator(
+        backend="ddp",
+        gradient_accumulation_steps=num_micro_batches,
+        sections={"tracking": {"throughput": True}, "run": {"show_plan": False}},
+    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(4 * 2 * 8, 6))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    with device.synchronisations() as found:
+        for number, (x,) in enumerate(loader):
+            if number == NUM_WARM * num_micro_batches:
+                found.clear()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert list(found) == [], list(found)
+    torch.accelerator.synchronize()
+    total = accelerator.total_throughput
+    accelerator.end_training()
+    assert total.num_steps == 8 // num_micro_batches
+    return dict(total.phase_seconds)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_the_device_tells_the_time_of_each_phase_and_of_the_wait_inside_backward(
+    on_accelerators: Callable[..., list[object]], num_micro_batches: int
+) -> None:
+    for seconds in on_accelerators(phases_of_ranks, num_micro_batches, num_processes=2):
+        assert isinstance(seconds, dict)
+        for phase in ("data", "forward", "backward", "communication", "optimizer"):
+            assert seconds[phase] > 0, (phase, seconds)
+        assert seconds["checkpoint"] == 0
 
 
 def moments_of_left_work() -> tuple[bool, bool, float]:

@@ -35,16 +35,32 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"x": torch.ones(8), "input_ids": torch.arange(5)}
 
 
-class Slow(nn.Linear):
-    """A layer that sleeps in its forward on one rank."""
+class SlowGradient(torch.autograd.Function):
+    """The identity, whose backward sleeps."""
 
-    def __init__(self, seconds: float = 0.0, slow: int = 0) -> None:
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Linear):
+    """A layer that sleeps in its forward, or before its backward, on one rank."""
+
+    def __init__(self, seconds: float = 0.0, slow: int = 0, *, backward_seconds: float = 0.0) -> None:
         super().__init__(8, 1)
-        self.seconds = seconds if int(os.environ.get("RANK", "0")) == slow else 0.0
+        is_slow = int(os.environ.get("RANK", "0")) == slow
+        self.seconds = seconds if is_slow else 0.0
+        self.backward_seconds = backward_seconds if is_slow else 0.0
 
     def forward(self, input: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        return super().forward(input)
+        return SlowGradient.apply(super().forward(input), self.backward_seconds)
 
 
 def make(tracking: dict[str, Any], **arguments: Any) -> Accelerator:
@@ -160,6 +176,21 @@ def test_tokens_come_from_the_named_field_or_a_function() -> None:
         assert counted(accelerator.throughput) == (20, 60)
 
 
+def test_a_token_field_that_no_batch_has_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with make({"throughput": True, "token_field": "labels"}) as accelerator:
+        train(accelerator, Slow(), Texts())
+    with make({"throughput": True}) as accelerator:  # nobody named a field: a batch of images has no tokens
+        accelerator.prepare(DataLoader(torch.ones(4, 8)))
+        for _ in accelerator.prepare(DataLoader(torch.ones(4, 8))):
+            pass
+    (told,) = [record.getMessage() for record in caplog.records if "token_field" in record.getMessage()]
+    assert told.startswith(
+        "token_field='labels': the batch, a dict, has no tensor of that name among its fields x, input_ids; "
+        "throughput/tokens_per_second is left out. Name a field"
+    )
+    assert "accelerator.count_tokens(function)" in told
+
+
 def test_the_throughput_is_logged_by_itself_with_its_step(tmp_path: Path) -> None:
     with make({"throughput_every_steps": 2}, project_dir=tmp_path, log_with="jsonl") as accelerator:
         accelerator.init_trackers("run")
@@ -207,7 +238,7 @@ def test_a_forward_that_raises_leaves_the_stopwatch_usable() -> None:
 
 
 def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput]:
-    """Train on two ranks, of which rank 1 sleeps in its data or its forward; warnings and throughput."""
+    """Train on two ranks, of which rank 1 sleeps in its data, forward or backward; warnings and throughput."""
     warnings: list[str] = []
 
     class Keep(logging.Handler):
@@ -217,7 +248,8 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
     keep = Keep(logging.WARNING)
     logging.getLogger("drivetrain.step_watch").addHandler(keep)
     try:
-        model = Slow(seconds=0.06 if where == "forward" else 0.0, slow=1)
+        seconds = {where: 0.06}
+        model = Slow(seconds.get("forward", 0.0), 1, backward_seconds=seconds.get("backward", 0.0))
         data = Texts(seconds=0.015 if where == "data" else 0.0, slow=1, num=48)
         tracking = {"throughput_every_steps": 3}
         with make(tracking, project_dir=folder, log_with="jsonl", backend="ddp") as accelerator:
@@ -229,7 +261,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
 
 
 @pytest.mark.undisturbed
-@pytest.mark.parametrize("where", ["data", "forward"])
+@pytest.mark.parametrize("where", ["data", "forward", "backward"])
 def test_the_rank_that_the_others_wait_for_is_named(run_ranks, where: str, tmp_path: Path) -> None:
     (warnings, measured), (others, _) = run_ranks(run_with_a_slow_rank, where, str(tmp_path))
     assert others == []

@@ -97,6 +97,23 @@ def left_out() -> list[int] | None:
     return compat.unreduced_parameters(caught.value)
 
 
+def after_backward() -> list[str]:
+    """Functions run in the order in which they were queued, after every gradient."""
+    order: list[str] = []
+    layer = nn.Linear(2, 1)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+
+    def queue_more(_: torch.Tensor) -> None:
+        compat.call_after_backward(lambda: order.append("second"))
+
+    hidden = torch.ones(1, 2).requires_grad_()
+    hidden.register_hook(queue_more)
+    loss = layer(hidden).sum()
+    loss.register_hook(lambda _: compat.call_after_backward(lambda: order.append("first")))
+    loss.backward()
+    return order
+
+
 @pytest.mark.parametrize(
     ("relied_on", "expected"),
     [
@@ -107,6 +124,7 @@ def left_out() -> list[int] | None:
         (buffers, [[0.0, 0.0], [0.0, 1.0]]),
         (static_graph, [[False, True]] * 2),
         (left_out, [[2, 3, 4, 5]] * 2),
+        (after_backward, [["gradient", "first", "second"]] * 2),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )

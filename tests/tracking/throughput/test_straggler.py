@@ -47,6 +47,48 @@ def test_a_wait_inside_forward_does_not_hide_a_late_batch(ranks: list[dict[str, 
     assert (found.rank, found.phase) == (0, "data")
 
 
+@given(noisy_ranks(least=2), st.data())
+def test_a_rank_that_is_slow_in_backward_is_named_where_the_others_communicate_as_long(
+    ranks: list[dict[str, float]], data: st.DataObject
+) -> None:
+    slow = data.draw(st.integers(0, len(ranks) - 1))
+    late = data.draw(st.floats(0.2, 10))
+    for rank, phases in enumerate(ranks):
+        phases["backward" if rank == slow else "communication"] = 0.2 + late
+    found = find_straggler(ranks)
+    assert found is not None
+    assert (found.rank, found.phase) == (slow, "backward")
+
+
+WAITING = ["forward", "backward", "communication"]
+BUSY = ["data", "optimizer", "checkpoint", "other"]
+
+
+@given(st.integers(2, 6), st.data())
+def test_a_rank_that_waits_for_others_is_never_named(num: int, data: st.DataObject) -> None:
+    """One rank is late in phases of its own, each too short to stand out, and all others wait for it elsewhere."""
+    slow = data.draw(st.integers(0, num - 1))
+    parts = data.draw(st.lists(st.floats(0.0, 0.04), min_size=len(BUSY), max_size=len(BUSY)))
+    where = data.draw(st.sampled_from(WAITING))
+    ranks = [dict.fromkeys([*WAITING, *BUSY], 0.1) for _ in range(num)]
+    for rank, phases in enumerate(ranks):
+        if rank == slow:
+            for phase, seconds in zip(BUSY, parts, strict=True):
+                phases[phase] += seconds
+        else:
+            phases[where] += sum(parts)
+    found = find_straggler(ranks)
+    assert found is None or found.rank == slow
+
+
+def test_a_long_backward_alone_is_no_straggler_since_its_rank_may_wait_there() -> None:
+    ranks = [
+        {"forward": 0.3, "backward": 0.1, "other": 0.3},
+        {"forward": 0.3, "backward": 0.4, "other": 0.29},
+    ]
+    assert find_straggler(ranks) is None
+
+
 def test_ranks_that_all_differ_have_no_straggler() -> None:
     ranks = [{"data": 0.1 * (1 + rank), "forward": 1.0} for rank in range(8)]
     assert find_straggler(ranks) is None

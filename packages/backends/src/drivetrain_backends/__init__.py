@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.protocol import Backend as Backend
     from drivetrain_backends.protocol import Prepared as Prepared
     from drivetrain_backends.protocol import ReplicatesWeights as ReplicatesWeights
+    from drivetrain_backends.protocol import TellsWaits as TellsWaits
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
     from drivetrain_backends.settings import DDPSettings as DDPSettings
@@ -79,6 +80,7 @@ _MODULES = {
     "ReplacedParameterError": "errors",
     "Prepared": "protocol",
     "ReplicatesWeights": "protocol",
+    "TellsWaits": "protocol",
     "PreparedOptimizer": "optim.optimizer",
     "PreparedScheduler": "optim.scheduler",
     "Scheduler": "optim.scheduler",

@@ -12,7 +12,7 @@ Call order, on all ranks unless said otherwise:
 7. `Backend.close()`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -120,6 +120,23 @@ class ReplicatesWeights(Protocol):
 
         Raises:
             DriftedReplicasError: The weights differ between ranks.
+        """
+        ...
+
+
+@runtime_checkable
+class TellsWaits(Protocol):
+    """A backend whose backwards end in a wait for the other ranks, and that knows when the wait begins."""
+
+    def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
+        """Call a function in each backward that other ranks wait for, between its computing and its waiting.
+
+        From that moment to the end of the backward, a rank waits for communication that its computing did not hide.
+        On an accelerator, the moment lies on the current stream: the function may record an event there. It must not
+        wait, and may run in a thread of autograd, while the caller of backward waits.
+
+        Args:
+            on_computed: The function; None for none.
         """
         ...
 

@@ -13,7 +13,7 @@ from drivetrain.prepared import PreparedObjects
 from drivetrain.sections import Sections
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain.step_watch import StepWatch
-from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry
+from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import choose_policy
@@ -90,6 +90,8 @@ def _build(
             mode=policy.mode,
         )
         prepared.on_step = watch.end_step
+        if isinstance(backend, TellsWaits):
+            backend.watch_waits(watch.begin_wait)
     return Parts(
         resolved=given.resolved,
         context=context,

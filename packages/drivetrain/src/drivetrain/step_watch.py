@@ -97,6 +97,9 @@ class StepWatch:
         self._times = PhaseTimes(make_clock(context.device))
         self._window_steps = settings.throughput_every_steps or _WINDOW_STEPS
         self._meter = ThroughputMeter(window_steps=self._window_steps)
+        # Without the first step, in which ranks compile, allocate and tell the plan, each at its own pace.
+        self._steady = ThroughputMeter(window_steps=self._window_steps)
+        self._has_begun = False
         self._flops: StepFlops | None = None
         self._step: int | None = None  # the step that ended last
         # Samples and tokens of the newest batch, until it is counted.
@@ -108,6 +111,7 @@ class StepWatch:
         self._asked: Throughput | None = None  # the measurements whose gather is under way
         self._hosts: list[str] | None = None
         self._told: Straggler | None = None
+        self._has_told_tokens = False
         self._line = LiveLine() if settings.live_line and context.topology.is_main else None
         self._is_first = True
         context.progress.observer = self.observe
@@ -124,8 +128,17 @@ class StepWatch:
                 self._count_batch()
         else:
             self._times.end(phase)
-        if self._is_first and phase in ("forward", "backward"):
-            self._look_at_flops(begins=begins)
+        # A forward without gradients belongs to an evaluation, not to the step.
+        if self._is_first and (phase == "backward" or (phase == "forward" and torch.is_grad_enabled())):
+            self._look_at_flops(phase, begins=begins)
+
+    def begin_wait(self) -> None:
+        """Begin the part of a backward in which this rank waits for others: it has computed its gradients.
+
+        May be called by a thread of autograd, while the loop's thread waits for the backward.
+        """
+        if self._times.innermost == "backward":
+            self._times.begin("communication")
 
     def watch_reads(self, readings: Iterator[Reading]) -> Iterator[Reading]:
         """Hand on what a loader reads, and measure how long the loop waits for it."""
@@ -203,12 +216,31 @@ class StepWatch:
         if self.count_tokens is not None:
             return float(self.count_tokens(batch))
         field = batch.get(self._settings.token_field) if hasattr(batch, "get") else None
-        return float(field.numel()) if isinstance(field, Tensor) else None
+        if isinstance(field, Tensor):
+            return float(field.numel())
+        self._tell_no_tokens(batch)
+        return None
 
-    def _look_at_flops(self, *, begins: bool) -> None:
+    def _tell_no_tokens(self, batch: Any) -> None:
+        """Warn once that a batch lacks the field that the settings name; the default field need not be there."""
+        name = self._settings.token_field
+        is_named = name != TrackingSettings().token_field
+        if self._has_told_tokens or not is_named or not self._context.topology.is_main:
+            return
+        self._has_told_tokens = True
+        fields = ", ".join(map(str, batch)) if hasattr(batch, "keys") else ""
+        logger.warning(
+            "token_field=%r: the batch, a %s, has no tensor of that name%s; throughput/tokens_per_second is left "
+            "out. Name a field that every batch has, or count with accelerator.count_tokens(function)",
+            name,
+            type(batch).__name__,
+            f" among its fields {fields}" if fields else "",
+        )
+
+    def _look_at_flops(self, phase: str, *, begins: bool) -> None:
         """Count the operations of the first step, where the peak of the device is known and they are not given."""
         if self._flops is None:
-            if not begins or not torch.is_grad_enabled():
+            if not begins:
                 return
             self._meter = self._meter_with_peak()
             if self._meter.peak_flops is None or self._settings.flops_per_step is not None:
@@ -216,7 +248,7 @@ class StepWatch:
                 return
             self._flops = StepFlops()
         if begins:
-            self._flops.begin()
+            self._flops.begin(is_backward=phase == "backward")
         else:
             self._flops.end()
 
@@ -242,14 +274,19 @@ class StepWatch:
             samples, tokens = self._counts.pop(0)
             # Ranks have about equally many tokens; a gather brings the exact number of all.
             tokens = None if tokens is None else tokens * len(self._readers)
-            self._meter.add(StepRecord(phase_seconds=seconds, samples=samples, tokens=tokens))
+            record = StepRecord(phase_seconds=seconds, samples=samples, tokens=tokens)
+            self._meter.add(record)
+            if self._has_begun:
+                self._steady.add(record)
+            self._has_begun = True
 
     def _ask_ranks(self) -> None:
         """Begin to gather every rank's times. Called on all ranks."""
         now = self._meter.over_window()
         if self._hosts is None:
             self._hosts = gather_object(self._context, socket.gethostname())
-        row = [now.phase_seconds.get(phase, 0.0) for phase in PHASES]
+        steady = self._steady.over_window()
+        row = [steady.phase_seconds.get(phase, 0.0) for phase in PHASES]
         self._rows.begin([*row, _tokens_of_step(now, num_readers=len(self._readers))])
         self._asked = now
 

@@ -91,4 +91,9 @@ class TrackingSettings:
         for name in ("flops_per_step", "peak_flops"):
             number = getattr(self, name)
             if number is not None and not 0 < number < float("inf"):
-                raise ValueError(f"{name}={number!r}: must be finite and above 0, or none if it is unknown")
+                without = "they are counted" if name == "flops_per_step" else "a table of devices is asked"
+                raise ValueError(
+                    f"{name}={number!r}: must be finite and above 0; leave it out if it is unknown, and {without}"
+                )
+        if not self.token_field:
+            raise ValueError("token_field='': must name a field of a batch, such as input_ids")

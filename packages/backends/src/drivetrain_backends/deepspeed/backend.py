@@ -69,7 +69,7 @@ class DeepSpeedBackend(TorchBackend):
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         own: DeepSpeedSettings = self.settings_or_defaults(settings)
-        self._reducer = EngineReducer(window, loss_scaler(context, policy))
+        self._reducer = EngineReducer(window, loss_scaler(context, policy), context.progress)
         super().__init__(context, policy, window=window, settings=own, reducer=self._reducer)
         self.settings: DeepSpeedSettings = own
         self.config = engine_config(own, self._run())

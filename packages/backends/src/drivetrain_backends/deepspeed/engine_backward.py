@@ -15,6 +15,7 @@ from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_precision import LossScaler
+from drivetrain_state import ProgressRecord
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,12 +83,16 @@ class EngineReducer:
     Args:
         window: The accumulation window.
         scaler: The loss scale, for fp16.
+        progress: The record that is told when ranks average gradients after a backward.
     """
 
     is_joined = False
 
-    def __init__(self, window: AccumulationWindow, scaler: LossScaler | None) -> None:
+    def __init__(
+        self, window: AccumulationWindow, scaler: LossScaler | None, progress: ProgressRecord
+    ) -> None:
         self.scaler = scaler
+        self._progress = progress
         self._window = window
         self._models: dict[nn.Module, _TrainedModel] = {}
         self._running: nn.Module | None = None
@@ -166,7 +171,9 @@ class EngineReducer:
         if one.is_ready:
             one.is_ready = False
         else:
+            self._progress.mark("averaging gradients at the window's close")
             close_window(one.engine)
+            self._progress.mark("gradients averaged")
         if factor is not None:
             one.gradients.correct(float(factor))
         return False

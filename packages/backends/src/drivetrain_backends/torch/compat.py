@@ -9,6 +9,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 # The argument that turns the broadcast of buffers on. torch 2.15 renamed it, and warns of the old name.
@@ -28,6 +29,19 @@ def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
         "broadcast_buffers": getattr(ddp, BUFFERS_ARGUMENT),
         "bucket_size_mb": ddp.bucket_bytes_cap / 2**20,
     }
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have torch call a function at the end of the backward that this thread is in.
+
+    Such functions run in the order in which they were queued, once every gradient is computed. DDP's reducer queues
+    one, which waits for the other ranks, when its last bucket is full. Any thread of autograd may run them; the
+    current stream is then that of the caller of backward.
+
+    Raises:
+        RuntimeError: The thread is in no backward.
+    """
+    Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
 
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:

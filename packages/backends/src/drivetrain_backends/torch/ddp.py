@@ -1,6 +1,6 @@
 """Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -91,6 +91,10 @@ class DDPBackend(TorchBackend):
     def check_replicas(self) -> None:
         """Refuse weights that differ across ranks; see `ReplicatesWeights`. Called on all ranks."""
         check_replicas(self.context, [prepared.unwrap() for prepared in self._prepared])
+
+    def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
+        """Call a function before each wait for other ranks in a backward; see `TellsWaits`."""
+        self._gradients.on_computed = on_computed
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
         """Return the `Prepared` of a replica, which checks for drift if the settings ask for it."""

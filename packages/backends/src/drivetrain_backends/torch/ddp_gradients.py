@@ -1,7 +1,8 @@
 """Gradients of replicas: averaged by DDP's reducer during backward; what it missed, when the window closes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.errors import UnreducedGradientError
 from drivetrain_backends.gradients.averaging import average
 from drivetrain_backends.gradients.reducer import ParameterGradients, trainable_parameters
-from drivetrain_backends.torch.compat import has_rebuilt_buckets
+from drivetrain_backends.torch.compat import call_after_backward, has_rebuilt_buckets
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context
@@ -35,6 +36,7 @@ class ReplicatedGradients(ParameterGradients):
         replicas: The DDP wrappers by user module.
         unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
             their model was replicated.
+        on_computed: A function called in each backward that ranks wait for, before this rank waits; None for none.
     """
 
     def __init__(self, context: Context, scaler: LossScaler | None, *, bucket_bytes: float) -> None:
@@ -42,6 +44,7 @@ class ReplicatedGradients(ParameterGradients):
         self.replicas: dict[nn.Module, Replica] = {}
         self.unreduced: dict[Tensor, str] = {}
         self.averages = context.topology.world_size > 1
+        self.on_computed: Callable[[], None] | None = None
         self._context = context
         self._bucket_bytes = bucket_bytes
         self._group: ProcessGroup | None = None
@@ -51,7 +54,16 @@ class ReplicatedGradients(ParameterGradients):
     def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
         """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
         before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
-        super().backward(loss, models)
+        on_computed = self.on_computed
+        if on_computed is not None and any(replica.is_armed for replica in self.replicas.values()):
+            # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
+            handle = loss.register_hook(partial(_call_before_reducer, on_computed))
+            try:
+                super().backward(loss, models)
+            finally:
+                handle.remove()
+        else:
+            super().backward(loss, models)
         for replica, versions in before:
             replica.record_backward(versions)
 
@@ -168,3 +180,9 @@ class ReplicatedGradients(ParameterGradients):
         self._context.progress.mark("averaging gradients at the window's close")
         average(parameters, self._context.device, group=self._group, bucket_bytes=self._bucket_bytes)
         self._context.progress.mark("gradients averaged")
+
+
+def _call_before_reducer(on_computed: Callable[[], None], gradient: Tensor) -> None:
+    """Have a function called once all gradients are computed; a hook on the loss."""
+    del gradient
+    call_after_backward(on_computed)

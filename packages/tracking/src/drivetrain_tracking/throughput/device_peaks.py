@@ -1,8 +1,9 @@
-"""The peak of known devices, from a table of their makers' figures."""
+"""The peak of known devices, from a table of published figures."""
 
 import re
 import tomllib
 from importlib.resources import files
+from typing import Any
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -14,7 +15,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
-        989000000000000.0
+        989400000000000.0
         >>> peak_flops("An unknown device", "bf16")
     """
     for device in _table():
@@ -23,6 +24,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def _table() -> list[dict[str, float | str]]:
+def _table() -> list[dict[str, Any]]:
     source = files("drivetrain_tracking.throughput").joinpath("device_peaks.toml")
     return tomllib.loads(source.read_text(encoding="utf-8"))["device"]

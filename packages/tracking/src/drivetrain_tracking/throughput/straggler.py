@@ -4,16 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# In these phases a rank computes for itself. In all others it may wait for the rank that is slow elsewhere: gradients
-# are averaged inside backward, and backends that shard parameters gather them inside forward.
+# In these phases a rank computes for itself. In all others it may wait for the rank that is slow elsewhere.
 _OWN_PHASES = ("data", "optimizer", "checkpoint", "other")
-_MIXED_PHASES = ("forward",)
 
 _LEAST_RATIO = 1.25  # noise of a few per cent, at its largest over thousands of ranks, stays below
 _LEAST_PART_OF_STEP = 0.05
 _LEAST_DEVIATIONS = 5.0  # in robust standard deviations, so that ranks that differ anyway give no alarm
 _SIGMA_OF_DEVIATION = 1.4826  # of a normal distribution's median absolute deviation
 _LEAST_RANKS_TO_SPREAD = 4  # of fewer ranks, a spread says nothing
+_LEAST_EVIDENCE = (
+    0.5  # of the excess must show in the other phases as it does for a rank that others wait for
+)
+
+_Ranks = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,11 @@ class Straggler:
 def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
     """Return the rank that the others wait for, or None if no rank stands out.
 
-    Phases of a rank's own work are looked at first: where one rank is late with its data, all others spend as much
-    time in collectives. A rank that is slow in backward alone is not found, since the others wait for it there.
+    Where one rank is late with its data, all others spend as much time in collectives. Collectives may also run
+    inside forward and backward, if a backend gathers parameters or averages gradients there. A rank that is long in
+    forward is therefore named only if the others did not spend that time on their own work; one that is long in
+    backward, only if the others spent it in communication. Where waits inside backward are not measured as
+    communication, a rank that is slow in backward alone is not found.
 
     Args:
         per_rank_phase_seconds: For each rank, the mean seconds that a step spends in each phase.
@@ -49,28 +55,54 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
         >>> find_straggler([{"data": 0.01, "forward": 0.1}, {"data": 0.5, "forward": 0.1}]).rank
         1
     """
-    for rank, phases in enumerate(per_rank_phase_seconds):
+    ranks = per_rank_phase_seconds
+    _check(ranks)
+    if len(ranks) < 2:
+        return None
+    found = [
+        *(_slowest(ranks, phase) for phase in _OWN_PHASES),
+        _slowest_in_forward(ranks),
+        _slowest_in_backward(ranks),
+    ]
+    stragglers = [straggler for straggler in found if straggler is not None]
+    return max(stragglers, key=lambda straggler: straggler.slower_by, default=None)
+
+
+def _check(ranks: _Ranks) -> None:
+    for rank, phases in enumerate(ranks):
         for phase, seconds in phases.items():
             if not 0 <= seconds < float("inf"):
                 raise ValueError(
                     f"rank {rank} spent {seconds!r} seconds in {phase!r}: must be finite, 0 or more"
                 )
-    if len(per_rank_phase_seconds) < 2:
+
+
+def _slowest_in_forward(ranks: _Ranks) -> Straggler | None:
+    """Return the slowest rank in forward, unless it waited there for ranks that were busy with their own work."""
+    slowest = _slowest(ranks, "forward")
+    if slowest is None:
         return None
-    step_seconds = median(sum(phases.values()) for phases in per_rank_phase_seconds)
-    for group in (_OWN_PHASES, _MIXED_PHASES):
-        found = [
-            slowest
-            for phase in group
-            if (slowest := _slowest(per_rank_phase_seconds, phase, step_seconds)) is not None
-        ]
-        if found:
-            return max(found, key=lambda straggler: straggler.slower_by)
-    return None
+    own = [sum(phases.get(phase, 0.0) for phase in _OWN_PHASES) for phases in ranks]
+    return slowest if _others_exceed(own, slowest.rank) < _LEAST_EVIDENCE * slowest.slower_by else None
 
 
-def _slowest(ranks: Sequence[Mapping[str, float]], phase: str, step_seconds: float) -> Straggler | None:
+def _slowest_in_backward(ranks: _Ranks) -> Straggler | None:
+    """Return the slowest rank in backward, if the others waited for it in communication."""
+    slowest = _slowest(ranks, "backward")
+    if slowest is None:
+        return None
+    waits = [phases.get("communication", 0.0) for phases in ranks]
+    return slowest if _others_exceed(waits, slowest.rank) > _LEAST_EVIDENCE * slowest.slower_by else None
+
+
+def _others_exceed(seconds: Sequence[float], rank: int) -> float:
+    """Return the seconds by which the median of the other ranks exceeds that of a rank."""
+    return median([*seconds[:rank], *seconds[rank + 1 :]]) - seconds[rank]
+
+
+def _slowest(ranks: _Ranks, phase: str) -> Straggler | None:
     """Return the slowest rank in a phase if it stands out there."""
+    step_seconds = median(sum(phases.values()) for phases in ranks)
     seconds = [phases.get(phase, 0.0) for phases in ranks]
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     others = seconds[:rank] + seconds[rank + 1 :]

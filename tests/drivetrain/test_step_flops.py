@@ -1,0 +1,103 @@
+"""Model FLOPs of a step: the same on any number of ranks, under every backend, however activations are kept."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+
+PEAK = 1e9
+GLOBAL_BATCH, LENGTH, WIDTH, NUM_BLOCKS = 8, 6, 16, 3
+
+
+class Block(nn.Module):
+    """Attention and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(2, 3)
+        return x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def flops_of_a_step(
+    backend: str,
+    sections: dict[str, dict[str, Any]] | None = None,
+    accumulation: int = 1,
+    evaluates: bool = False,
+) -> float:
+    """Train two steps of the same global batch at any number of ranks; the operations of a step of all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    tracking = {"throughput": True, "peak_flops": PEAK}
+    with Accelerator(
+        cpu=True,
+        backend=backend,
+        gradient_accumulation_steps=accumulation,
+        sections={"tracking": tracking, "run": {"show_plan": False}, **(sections or {})},
+    ) as accelerator:
+        batch_size = GLOBAL_BATCH // accelerator.num_processes // accumulation
+        data = TensorDataset(torch.randn(2 * GLOBAL_BATCH, LENGTH, WIDTH))
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(data, batch_size)
+        )
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                if evaluates:
+                    with torch.no_grad():
+                        model(x)
+                optimizer.step()
+                optimizer.zero_grad()
+        total = accelerator.total_throughput
+        assert total.mfu is not None
+        assert total.steps_per_second is not None
+        return total.mfu * PEAK * accelerator.num_processes / total.steps_per_second
+
+
+def in_theory() -> float:
+    """Return the operations by formula: of weights three times those of their forward, of attention as well.
+
+    The gradient of the input of the first block's first layer is not needed.
+    """
+    tokens = GLOBAL_BATCH * LENGTH
+    weights = 2 * tokens * (3 * WIDTH * WIDTH + WIDTH * WIDTH)
+    scores = 2 * 2 * GLOBAL_BATCH * LENGTH * LENGTH * WIDTH
+    return NUM_BLOCKS * 3 * (weights + scores) - 2 * tokens * 3 * WIDTH * WIDTH
+
+
+def test_one_process_counts_what_the_formula_says() -> None:
+    assert flops_of_a_step("single") == pytest.approx(in_theory())
+    assert flops_of_a_step("single", None, 2, True) == pytest.approx(in_theory())
+
+
+SHARDED = {
+    "ddp": ("ddp", None),
+    "fsdp": ("fsdp", {"fsdp": {}}),
+    "fsdp-full": ("fsdp", {"fsdp": {"activation_checkpointing": "full"}}),
+    "fsdp-selective": ("fsdp", {"fsdp": {"activation_checkpointing": "selective"}}),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", SHARDED)
+def test_ranks_count_together_what_one_does(run_ranks, kind: str, accumulation: int) -> None:
+    backend, sections = SHARDED[kind]
+    found = run_ranks(flops_of_a_step, backend, sections, accumulation)
+    assert all(math.isclose(flops, in_theory(), rel_tol=0.02) for flops in found), (found, in_theory())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zero_counts_what_one_process_does(run_ranks, deepspeed_operators: None, stage: int) -> None:
+    del deepspeed_operators
+    sections = {"deepspeed": {"stage": stage, "activation_checkpointing": "full"}}
+    found = run_ranks(flops_of_a_step, "deepspeed", sections, 2, timeout_seconds=150)
+    assert all(math.isclose(flops, in_theory(), rel_tol=0.02) for flops in found), (found, in_theory())

@@ -1,0 +1,112 @@
+"""Who is named where backends gather parameters or average gradients inside forward and backward."""
+
+import logging
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+
+SECONDS = 0.05
+NUM_STEPS, EVERY = 6, 3
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which sleeps in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, seconds: tuple[float, float]) -> Tensor:
+        ctx.seconds = seconds[1]
+        time.sleep(seconds[0])
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Block(nn.Module):
+    """A layer that sleeps before it computes, and in backward before its gradients are done."""
+
+    def __init__(self, seconds: tuple[float, float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(Sleep.apply(x, self.seconds))
+
+
+def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: dict[str, Any]) -> list[str]:
+    """Train on two ranks, of which rank 1 is slow in a block's forward or backward; return this rank's warnings."""
+    warnings: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    keep = Keep(logging.WARNING)
+    logging.getLogger("drivetrain.step_watch").addHandler(keep)
+    late = (SECONDS, 0.0) if where == "forward" else (0.0, SECONDS)
+    is_slow = os.environ.get("RANK") == "1"
+    model = nn.Sequential(
+        *(Block(late if is_slow and number == block else (0.0, 0.0)) for number in range(3))
+    )
+    sections = {**sections, "run": {"show_plan": False}, "tracking": {"throughput_every_steps": EVERY}}
+    try:
+        with Accelerator(cpu=True, backend=backend, sections=sections) as accelerator:
+            model, optimizer, loader = accelerator.prepare(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=0.01),
+                DataLoader(TensorDataset(torch.randn(2 * 2 * NUM_STEPS, 8).requires_grad_()), batch_size=2),
+            )
+            for (x,) in loader:
+                accelerator.backward(model(x.requires_grad_()).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        logging.getLogger("drivetrain.step_watch").removeHandler(keep)
+    return warnings
+
+
+def named_ranks(warnings: list[str]) -> set[str]:
+    return {warning.partition(" (")[0] for warning in warnings}
+
+
+@pytest.mark.undisturbed
+@pytest.mark.parametrize("block", [0, 2])
+def test_ddp_names_the_rank_that_is_slow_in_backward(run_ranks, block: int) -> None:
+    told, others = run_ranks(warnings_with_a_slow_rank, "ddp", "backward", block, {})
+    assert others == []
+    assert named_ranks(told) == {"rank 1"}, told
+    assert all("is slow: backward takes it" in warning for warning in told)
+
+
+@pytest.mark.undisturbed
+@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_fsdp_never_names_a_rank_that_waits(run_ranks, where: str, block: int) -> None:
+    told, others = run_ranks(warnings_with_a_slow_rank, "fsdp", where, block, {})
+    assert others == []
+    assert named_ranks(told) <= {"rank 1"}, told
+
+
+@pytest.mark.undisturbed
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_zero_never_names_a_rank_that_waits(
+    run_ranks, deepspeed_operators: None, where: str, stage: int
+) -> None:
+    del deepspeed_operators
+    sections = {"deepspeed": {"stage": stage}}
+    told, others = run_ranks(warnings_with_a_slow_rank, "deepspeed", where, 1, sections, timeout_seconds=150)
+    assert others == []
+    # Up to stage 1, engines average gradients after backward: all of backward is a rank's own.
+    assert named_ranks(told) == {"rank 1"} if stage == 1 else named_ranks(told) <= {"rank 1"}, told
