@@ -306,7 +306,8 @@ def test_a_forward_without_room_fails_and_the_next_one_does_not(place: str) -> N
     for _ in range(2):
         gc.collect()
         before = toy.counts()["in_use"]
-        said = without_room(lambda: model(x), torch.OutOfMemoryError, int(1.5 * LAYER))
+        # Layers fit one by one, where the thread that brings them is late: sooner or later two meet.
+        said = without_room(lambda: [model(x) for _ in range(100)], torch.OutOfMemoryError, int(1.5 * LAYER))
         assert "no room" in said
         for _ in range(100):  # a thread may be bringing what nobody waits for any more
             toy.finish()

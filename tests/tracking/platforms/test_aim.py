@@ -3,6 +3,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class InOneRepository(AimTracker):
     place = ""
 
     def open(self, run_name: str, config: Mapping[str, Any]) -> None:
-        self._place = self._place or self.place
+        self._options = replace(self._options, repo=self._options.repo or self.place)
         super().open(run_name, config)
 
 

@@ -179,3 +179,16 @@ def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
     check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
+
+
+def test_an_option_with_a_value_that_is_not_allowed_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    tracker = CometTracker(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"'comet': mode='ofline': must be one of 'online', 'offline'"):
+        tracker.start("first", {}, mode="ofline")
+    with pytest.raises(
+        TypeError, match=r"takes no modes; of its own it takes project, workspace, tags, mode"
+    ):
+        tracker.start("first", {}, modes="offline")
+    assert not (tmp_path / "run").exists()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from inspect import Parameter, signature
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from drivetrain_tracking.protocol import Tracker
 
@@ -35,6 +35,7 @@ def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapp
 
     Raises:
         TypeError: An option is unknown; the message lists the options that the tracker takes.
+        ValueError: An option of a platform is none of the values that its type lists.
     """
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(
@@ -42,7 +43,8 @@ def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapp
         )
     # A tracker that a process beside the training writes to takes what its platform takes; values it gets by the log.
     takes = getattr(tracker, "platform", tracker) if method == "start" else tracker
-    parameters = signature(getattr(takes, method)).parameters.values()
+    options_type = getattr(takes, "options_type", None) if method == "start" else None
+    parameters = signature(options_type or getattr(takes, method)).parameters.values()
     own = {"run_name", "config"} if method == "start" else {"values", "step"}
     taken = [
         parameter.name
@@ -55,3 +57,17 @@ def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapp
             f"options of the tracker {tracker.name!r}: {type(tracker).__name__}.{method}() takes no "
             f"{', '.join(unknown)}; of its own it takes {', '.join(taken) or 'none'}"
         )
+    if options_type is not None:
+        _check_choices(tracker.name, options_type, given)
+
+
+def _check_choices(tracker: str, options_type: type[Any], given: Mapping[str, Any]) -> None:
+    """Check the options whose type is a `Literal`, or one and None."""
+    for name, hint in get_type_hints(options_type).items():
+        literals = [one for one in (hint, *get_args(hint)) if get_origin(one) is Literal]
+        choices = [choice for literal in literals for choice in get_args(literal)]
+        if choices and name in given and given[name] not in (*choices, None):
+            raise ValueError(
+                f"options of the tracker {tracker!r}: {name}={given[name]!r}: must be one of "
+                f"{', '.join(map(repr, choices))}; leave it out for the default"
+            )

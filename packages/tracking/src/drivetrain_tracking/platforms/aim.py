@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,25 @@ from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
 _MARK = "drivetrain"  # the run's attribute with the time and step of the last record that it holds whole
 
 
-class AimTracker(Platform):
+@dataclass(frozen=True, kw_only=True)
+class AimOptions:
+    """The options of a run of Aim.
+
+    Attributes:
+        repo: The folder of the repository, or a server, `aim://HOST:PORT`; the tracker's directory by default.
+        experiment: The experiment that the run belongs to.
+        tags: The tags of the run.
+        force_resume: True to break the lock that a killed process left. Aim breaks it itself where it sees that the
+            process is gone: not on another machine, and not if another process has its number now.
+    """
+
+    repo: str | None = None
+    experiment: str | None = None
+    tags: Sequence[str] = ()
+    force_resume: bool = False
+
+
+class AimTracker(Platform[AimOptions]):
     """A tracker that writes to an Aim repository.
 
     Numbers and booleans are metrics, strings are texts, NaN and infinities stay; None is left to the log. A record
@@ -29,54 +48,23 @@ class AimTracker(Platform):
 
     name = "aim"
     library = "aim"
+    options_type = AimOptions
     media_kinds = frozenset({"image", "figure", "audio", "histogram", "text", "artifact"})
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._run: Any = None
-        self._given: Any = None  # a run of the user's
-        self._place: str | None = None
-        self._experiment: str | None = None
-        self._tags: Sequence[str] = ()
-        self._force_resume = False
         self._step = -1
 
-    @classmethod
-    def of(cls, live: Any) -> "AimTracker":
-        """Return a tracker of an `aim.Run` that the caller made; `finish` leaves it open."""
-        tracker = cls(live.repo.root_path)
-        tracker._given = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        repo: str | None = None,
-        experiment: str | None = None,
-        tags: Sequence[str] = (),
-        force_resume: bool = False,
-    ) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run, its attribute `hparams`.
-            repo: The folder of the repository, or a server, `aim://HOST:PORT`; the tracker's directory by default.
-            experiment: The experiment that the run belongs to.
-            tags: The tags of the run.
-            force_resume: True to break the lock that a killed process left. Aim breaks it itself where it sees that
-                the process is gone: not on another machine, and not if another process has its number now.
-        """
-        self._place, self._experiment, self._tags = repo, experiment, tags
-        self._force_resume = force_resume
-        super().start(run_name, config)
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the repository of an `aim.Run` of the user's."""
+        return Path(given.repo.root_path)
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Open the run in write mode, and note its configuration."""
         self._run = self._given or self._open(run_name)
-        for tag in self._tags:
+        for tag in self._options.tags:
             self._run.add_tag(tag)
         self._run["hparams"] = dict(config)
         self._step = int(self._mark().get("step", -1))
@@ -118,7 +106,7 @@ class AimTracker(Platform):
 
     def _open(self, run_name: str) -> Any:
         library = load_library("aim", extra=self.name)
-        place = self._place or str(self.directory)
+        place = self._options.repo or str(self.directory)
         is_folder = "://" not in place
         repo = library.Repo.from_path(place, init=is_folder and not library.Repo.exists(place))
         compat.aim_forget_runs(repo)
@@ -126,8 +114,8 @@ class AimTracker(Platform):
         run = library.Run(
             known if known is not None and repo.run_exists(known) else None,
             repo=repo,
-            experiment=self._experiment,
-            force_resume=self._force_resume,
+            experiment=self._options.experiment,
+            force_resume=self._options.force_resume,
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )

@@ -1,36 +1,40 @@
 """ClearML: online where an access key is configured, else offline sessions for `Task.import_offline_session`."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal
 from zipfile import is_zipfile
 
 from drivetrain_tracking.compat import clearml_has_key, use_clearml_threads
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.clearml_session import TIME_SERIES, TIME_TITLE, EventFile, drop_cut_record
-from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.platforms.platform import Platform, count_first_held, wait_until
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
 
-ClearMLMode: TypeAlias = Literal["online", "offline"]
-
-_LONGEST_WAIT_SECONDS = 30.0
 _PAUSE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class ClearMLOptions:
+    """The options of a task of ClearML.
+
+    Attributes:
+        project: The name of the project.
+        tags: Labels of the task.
+        mode: If None, online where ClearML's environment or file holds an access key, else offline.
+    """
+
     project: str = "drivetrain"
-    tags: tuple[str, ...] = ()
-    mode: ClearMLMode | None = None
+    tags: Sequence[str] = ()
+    mode: Literal["online", "offline"] | None = None
 
 
-class ClearMLTracker(Platform):
+class ClearMLTracker(Platform[ClearMLOptions]):
     """A tracker that writes a task of ClearML; a process has one such task at a time.
 
     Numbers and booleans are scalars, `lr/head` the series "head" of the plot "lr"; strings are lines of the console;
@@ -42,12 +46,15 @@ class ClearMLTracker(Platform):
     Offline, `write` returns once all is in the session's file of events, which a kill does not change. The sessions
     are where ClearML keeps them, `~/.clearml/cache/offline` or CLEARML_CACHE_DIR. A stopped run goes on in a further
     session: `Task.import_offline_session(folder)` imports the first, and with `previous_task_id=` the others into the
-    same task. Online, `write` returns once the server has taken all; values of a record that a kill cut off are
-    overwritten by the same. Lines of the console, media and artifacts may then be there twice.
+    same task. A task of the user's that reports from a process of its own, as ClearML's do by default, writes every
+    5 seconds, and each `write` waits for it. Online, `write` returns once the server has taken all; values of a
+    record that a kill cut off are overwritten by the same. Lines of the console, media and artifacts may then be
+    there twice.
     """
 
     name = "clearml"
     library = "clearml"
+    options_type = ClearMLOptions
     joining_variables = ("CLEARML_PROC_MASTER_ID",)
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
         {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
@@ -55,50 +62,16 @@ class ClearMLTracker(Platform):
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
-        self._options = _Options()
-        self._live: Any = None  # a task that the user owns
         self._task: Any = None
         self._sessions: tuple[str, ...] = ()  # ids of a run's offline tasks, this one last
         self._file: EventFile | None = None
         self._step = 0
 
-    @classmethod
-    def of(cls, live: Any) -> Self:
-        """Return a tracker that logs to a `clearml.Task` of the user's, and leaves it open at the end.
-
-        An offline task that reports from a process of its own, as ClearML's do by default, writes every 5 seconds,
-        and each `write` waits for it.
-        """
-        tracker = cls(Path())
-        tracker._live = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        project: str = "drivetrain",
-        tags: Sequence[str] = (),
-        mode: ClearMLMode | None = None,
-    ) -> None:
-        """Start a task, or continue a stopped one of the same name.
-
-        Args:
-            run_name: The name of the task.
-            config: The configuration of the run.
-            project: The name of the project.
-            tags: Labels of the task.
-            mode: "online" or "offline"; if None, online where ClearML's environment or file holds an access key.
-        """
-        self._options = _Options(project=project, tags=tuple(tags), mode=mode)
-        super().start(run_name, config)
-
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Create the task, or the next offline session of it."""
         library = load_library("clearml", extra=self.name)
-        if self._live is not None:
-            self._task, self._sessions = self._live, (self._live.id,)
+        if self._given is not None:
+            self._task, self._sessions = self._given, (self._given.id,)
         else:
             self._task = self._init(library, run_name)
         is_offline = library.Task.is_offline()
@@ -132,8 +105,7 @@ class ClearMLTracker(Platform):
             times = set(reported["y"])
         else:
             times = {one for session in self._sessions for one in EventFile(self._folder(session)).times()}
-        held = [record.time in times for record in records]
-        return held.index(False) if False in held else len(held)
+        return count_first_held(records, times)
 
     def record_plan(self, plan: Metrics) -> None:
         """Keep the plan as the task's configuration "plan"."""
@@ -141,7 +113,7 @@ class ClearMLTracker(Platform):
 
     def close(self) -> None:
         """Close the task, unless it is the user's."""
-        if self._live is None:
+        if self._given is None:
             self._task.close()
 
     def _init(self, library: Any, run_name: str) -> Any:
@@ -178,13 +150,12 @@ class ClearMLTracker(Platform):
 
     def _wait_for(self, last_time: float) -> None:
         self._task.flush(wait_for_uploads=self._file is None)
-        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-        while self._file is not None and last_time not in self._file.times():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"clearml: no event reached {self._folder(self._task.id)} in {_LONGEST_WAIT_SECONDS:g} s"
-                )
-            time.sleep(_PAUSE_SECONDS)
+        if (file := self._file) is not None:
+            wait_until(
+                lambda: last_time in file.times(),
+                pause_seconds=_PAUSE_SECONDS,
+                problem=f"clearml: no event reached {self._folder(self._task.id)}",
+            )
 
     def _report_medium(self, name: str, medium: StoredMedium) -> None:
         logger, data = self._task.get_logger(), medium.data

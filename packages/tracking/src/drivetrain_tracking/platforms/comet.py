@@ -3,12 +3,11 @@
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
@@ -19,13 +18,10 @@ from drivetrain_tracking.platforms.comet_archive import (
     close_killed,
     held_times,
 )
-from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.platforms.platform import Platform, count_first_held, wait_until
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
 
-CometMode: TypeAlias = Literal["online", "offline"]
-
-_LONGEST_WAIT_SECONDS = 30.0
 _PAUSE_SECONDS = 0.002
 _QUIET: Mapping[str, Any] = {
     "log_code": False,
@@ -42,14 +38,23 @@ _QUIET: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class CometOptions:
+    """The options of an experiment of Comet.
+
+    Attributes:
+        project: The project; if None, Comet's own default.
+        workspace: The workspace; if None, Comet's own default.
+        tags: Labels of the experiment.
+        mode: If None, online where Comet's own configuration holds an API key, else offline.
+    """
+
     project: str | None = None
     workspace: str | None = None
-    tags: tuple[str, ...] = ()
-    mode: CometMode | None = None
+    tags: Sequence[str] = ()
+    mode: Literal["online", "offline"] | None = None
 
 
-class CometTracker(Platform):
+class CometTracker(Platform[CometOptions]):
     """A tracker that writes an experiment of Comet.
 
     Numbers and booleans are metrics, NaN and infinities too; a string is one of Comet's "others", which hold the last
@@ -64,57 +69,26 @@ class CometTracker(Platform):
 
     name = "comet"
     library = "comet_ml"
+    options_type = CometOptions
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
         {"image", "audio", "video", "table", "text", "figure", "artifact"}
     )
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
-        self._options = _Options()
-        self._live: Any = None  # an experiment that the user owns
         self._experiment: Any = None
         self._file: MessageFile | None = None  # of offline experiments
-
-    @classmethod
-    def of(cls, live: Any) -> Self:
-        """Return a tracker that logs to a comet_ml experiment of the user's, and leaves it open at the end."""
-        tracker = cls(Path())
-        tracker._live = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        project: str | None = None,
-        workspace: str | None = None,
-        tags: Sequence[str] = (),
-        mode: CometMode | None = None,
-    ) -> None:
-        """Start an experiment, or continue a stopped one of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-            project: The project; if None, Comet's own default.
-            workspace: The workspace; if None, Comet's own default.
-            tags: Labels of the experiment.
-            mode: "online" or "offline"; if None, online where Comet's own configuration holds an API key.
-        """
-        self._options = _Options(project=project, workspace=workspace, tags=tuple(tags), mode=mode)
-        super().start(run_name, config)
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Begin the experiment, after an archive was made of what a killed process left."""
         comet = load_library("comet_ml", extra=self.name)
-        if self._live is None:
+        if self._given is None:
             logging.getLogger("comet_ml").setLevel(logging.ERROR)
             self._experiment = self._begin(comet, run_name)
             self._experiment.set_name(run_name)
             self._experiment.add_tags(list(self._options.tags))
         else:
-            self._experiment = self._live
+            self._experiment = self._given
         is_offline = isinstance(self._experiment, comet.OfflineExperiment)
         self._file = MessageFile(Path(self._experiment.tmpdir)) if is_offline else None
         self._experiment.log_parameters(dict(config))
@@ -137,9 +111,7 @@ class CometTracker(Platform):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the archives of this key hold, or Comet itself, if online."""
-        times = set(self._held_times())
-        held = [record.time in times for record in records]
-        return held.index(False) if False in held else len(held)
+        return count_first_held(records, set(self._held_times()))
 
     def record_plan(self, plan: Metrics) -> None:
         """Keep the plan as the asset `plan.json`."""
@@ -147,7 +119,7 @@ class CometTracker(Platform):
 
     def close(self) -> None:
         """End the experiment, unless it is the user's; an offline one becomes an archive."""
-        if self._live is None:
+        if self._given is None:
             self._experiment.end()
 
     def _begin(self, comet: Any, run_name: str) -> Any:
@@ -197,13 +169,12 @@ class CometTracker(Platform):
             if not self._experiment.flush():
                 raise TimeoutError("comet: Comet did not take all that was sent within its time limit")
             return
-        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-        while last_time not in self._file.times():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"comet: no message reached {self._experiment.tmpdir} in {_LONGEST_WAIT_SECONDS:g} s"
-                )
-            time.sleep(_PAUSE_SECONDS)
+        file = self._file
+        wait_until(
+            lambda: last_time in file.times(),
+            pause_seconds=_PAUSE_SECONDS,
+            problem=f"comet: no message reached {self._experiment.tmpdir}",
+        )
 
     def _log_medium(self, name: str, medium: StoredMedium, step: int | None) -> None:
         data: Any = medium.data

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from drivetrain_tracking import compat
 from drivetrain_tracking.plain import Plain
@@ -17,7 +18,23 @@ _STATE = (
 )
 
 
-class DVCLiveTracker(Platform):
+@dataclass(frozen=True, kw_only=True)
+class DVCLiveOptions:
+    """The options of a run of DVCLive.
+
+    Attributes:
+        dvcyaml: The path of the `dvc.yaml` to write; one in the run's folder by default.
+        save_experiment: True to save the run as an experiment of DVC, of the run's name, when it ends; needs a Git
+            repository.
+        report: A report in the run's folder, which DVCLive writes anew at each `write`.
+    """
+
+    dvcyaml: str | None = None
+    save_experiment: bool = False
+    report: Literal["md", "html"] | None = None
+
+
+class DVCLiveTracker(Platform[DVCLiveOptions]):
     """A tracker that writes DVCLive's files.
 
     Numbers and strings are rows of `plots/metrics/NAME.tsv`, true and false are 1 and 0, NaN and infinities are the
@@ -31,48 +48,22 @@ class DVCLiveTracker(Platform):
 
     name = "dvclive"
     library = "dvclive"
+    options_type = DVCLiveOptions
     media_kinds = frozenset({"image", "figure", "histogram"})
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._live: Any = None
-        self._given: Any = None  # a Live of the user's
-        self._dvcyaml: str | None = None
-        self._save_experiment = False
-        self._report: str | None = None
         self._names: dict[str, str] = {}  # as logged -> DVCLive's
         self._num_listed = 0  # names that dvc.yaml was written for
 
-    @classmethod
-    def of(cls, live: Any) -> "DVCLiveTracker":
-        """Return a tracker of a `dvclive.Live` that the caller made; `finish` leaves it open.
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the folder of a `dvclive.Live` of the user's.
 
         What a killed process left half-done in it stays, since other values than the tracker's may be among it.
         """
-        tracker = cls(Path(live.dir).absolute())
-        tracker._given = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        dvcyaml: str | None = None,
-        save_experiment: bool = False,
-        report: str | None = None,
-    ) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run, of its folder, and of the experiment in DVC.
-            config: The configuration of the run, in `params.yaml`.
-            dvcyaml: The path of the `dvc.yaml` to write; one in the run's folder by default.
-            save_experiment: True to save the run as an experiment of DVC when it ends, which needs a Git repository.
-            report: `"md"` or `"html"` for a report in the run's folder, which DVCLive writes anew at each `write`.
-        """
-        self._dvcyaml, self._save_experiment, self._report = dvcyaml, save_experiment, report
-        super().start(run_name, config)
+        return Path(given.dir).absolute()
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Open the run's folder, and write its parameters."""
@@ -111,7 +102,7 @@ class DVCLiveTracker(Platform):
         live, self._live = self._live, None
         if self._given is not None:
             return
-        if self._save_experiment or compat.dvclive_sends_to_studio(live):
+        if self._options.save_experiment or compat.dvclive_sends_to_studio(live):
             live.end()
             return
         live.make_summary()  # `end` does the same, and leaves a thread behind that waits for Studio
@@ -127,10 +118,10 @@ class DVCLiveTracker(Platform):
         live = library.Live(
             str(folder),
             resume=True,
-            report=self._report,
-            save_dvc_exp=self._save_experiment,
-            dvcyaml=self._dvcyaml or str(folder / "dvc.yaml"),
-            exp_name=run_name if self._save_experiment else None,
+            report=self._options.report,
+            save_dvc_exp=self._options.save_experiment,
+            dvcyaml=self._options.dvcyaml or str(folder / "dvc.yaml"),
+            exp_name=run_name if self._options.save_experiment else None,
         )
         live.summary = dict(state.get("summary", {}))
         live.step = int(state.get("step", 0))
@@ -149,7 +140,7 @@ class DVCLiveTracker(Platform):
 
     def _list(self, live: Any) -> None:
         """Write what DVC shows to dvc.yaml. DVCLive adds to a file in the run's own folder without taking away."""
-        if self._dvcyaml is None:
+        if self._options.dvcyaml is None:
             Path(live.dvc_file).unlink(missing_ok=True)
         live.make_dvcyaml()
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.platforms.platform import Platform, count_first_held
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import (
     LoggedRecord,
@@ -28,13 +28,22 @@ _MOST_CHARACTERS = {"name": 250, "tag": 5000, "param": 6000}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class MLflowOptions:
+    """The options of a run of MLflow.
+
+    Attributes:
+        experiment: The experiment, created where it does not exist.
+        tracking_uri: The store, such as "http://127.0.0.1:5000" or "sqlite:///runs.db"; if None, what
+            `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI say, else a sqlite file in the directory.
+        tags: Tags of the run.
+    """
+
     experiment: str = "Default"
     tracking_uri: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class MLflowTracker(Platform):
+class MLflowTracker(Platform[MLflowOptions]):
     """A tracker that writes a run of MLflow through its client.
 
     Numbers and booleans are metrics, a string is a tag that holds its last value, None is left to the log. A step
@@ -48,52 +57,22 @@ class MLflowTracker(Platform):
 
     name = "mlflow"
     library = "mlflow"
+    options_type = MLflowOptions
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
         {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
     )
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
-        self._options = _Options()
-        self._live: Any = None  # a run that the user owns
         self._client: Any = None
         self._run_id = ""
         self._last_milliseconds = 0
 
-    @classmethod
-    def of(cls, live: Any) -> Self:
-        """Return a tracker that logs to an active `mlflow.ActiveRun` of the user's, and leaves it open at the end."""
-        tracker = cls(Path())
-        tracker._live = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        experiment: str = "Default",
-        tracking_uri: str | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-            experiment: The experiment, created where it does not exist.
-            tracking_uri: The store, such as "http://127.0.0.1:5000" or "sqlite:///runs.db"; if None, what
-                `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI say, else a sqlite file in the directory.
-            tags: Tags of the run.
-        """
-        self._options = _Options(experiment=experiment, tracking_uri=tracking_uri, tags=dict(tags or {}))
-        super().start(run_name, config)
-
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Connect to the store, and create the run or open it again."""
         mlflow = load_library("mlflow", extra=self.name)
-        if self._live is not None:
-            self._client, self._run_id = mlflow.MlflowClient(), self._live.info.run_id
+        if self._given is not None:
+            self._client, self._run_id = mlflow.MlflowClient(), self._given.info.run_id
         else:
             self._open_own(mlflow, run_name)
         self._log_config(config)
@@ -119,8 +98,7 @@ class MLflowTracker(Platform):
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the run's metric `drivetrain/time` holds."""
         times = {metric.value for metric in self._client.get_metric_history(self._run_id, _TIME)}
-        held = [record.time in times for record in records]
-        return held.index(False) if False in held else len(held)
+        return count_first_held(records, times)
 
     def record_plan(self, plan: Metrics) -> None:
         """Keep the plan as the artifact `plan.json`."""
@@ -128,7 +106,7 @@ class MLflowTracker(Platform):
 
     def close(self) -> None:
         """Set the run's status to finished, unless it is the user's."""
-        if self._live is None:
+        if self._given is None:
             self._client.set_terminated(self._run_id)
 
     def _open_own(self, mlflow: Any, run_name: str) -> None:

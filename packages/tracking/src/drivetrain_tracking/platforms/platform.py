@@ -3,19 +3,31 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
+from drivetrain_tracking.arguments import check_options
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.platform_library import missing_library
-from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.protocol import Metrics, Tracker
 from drivetrain_tracking.records import LoggedRecord, MediaKind
 
+_LONGEST_WAIT_SECONDS = 30.0
 
-class Platform(ABC):
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a platform that takes none."""
+
+
+Options = TypeVar("Options")
+
+
+class Platform(ABC, Generic[Options]):
     """A tracker that writes to a platform, from the training process or from one of its own.
 
     It is a `Tracker`; a forwarder calls `write` with batches of records instead of `log`, and asks `count_held` after
@@ -29,6 +41,7 @@ class Platform(ABC):
         joining_variables: Environment variables by which a child process would join a run of its parent's; the
             process that writes to the platform gets none of them.
         media_kinds: The kinds of media that the platform takes; others stay in files beside the log.
+        options_type: The frozen dataclass of the platform's own options, the keyword arguments of `start`.
         directory: The folder that the platform may write to.
 
     Args:
@@ -40,10 +53,30 @@ class Platform(ABC):
     on_all_ranks: ClassVar[bool] = False
     joining_variables: ClassVar[tuple[str, ...]] = ()
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset()
+    options_type: ClassVar[type[Any]] = NoOptions
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory).absolute()
+        self._options: Options = self.options_type()
+        self._given: Any = None  # the library's own object of a run, which the user made
         self._is_started = False
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """Return a tracker that logs to a run of the user's, an object of the library; `finish` leaves it open.
+
+        Raises:
+            ValueError: The platform cannot log to this run; the message says why.
+        """
+        tracker = cls(cls.directory_of(given))
+        tracker._given = given
+        return tracker
+
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the folder of a user's run. A subclass refuses a run here that it cannot log to."""
+        del given
+        return Path()
 
     def check_library(self) -> None:
         """Check that the platform's library is installed, without importing it.
@@ -54,17 +87,24 @@ class Platform(ABC):
         if find_spec(self.library) is None:
             raise MissingLibraryError(missing_library(self.library, self.name))
 
-    def start(self, run_name: str, config: Metrics) -> None:
+    def start(self, run_name: str, config: Metrics, **options: Any) -> None:
         """Start a run, or continue a stopped run of the same name.
 
-        A subclass that takes options of its platform overrides this with keyword arguments that have defaults.
+        Args:
+            run_name: The name of the run.
+            config: The configuration of the run.
+            options: The fields of `options_type`.
 
         Raises:
             TrackerStateError: It is started already.
             MissingLibraryError: The platform's library is not installed.
+            TypeError: The platform has no such option.
+            ValueError: An option is none of the allowed values.
         """
         if self._is_started:
             raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")
+        check_options(cast("Tracker", self), "start", options)
+        self._options = self.options_type(**options)
         plain = plain_config(config)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.open(run_name, plain)
@@ -116,7 +156,7 @@ class Platform(ABC):
         A forwarder asks this of the records that were on their way when a writer was killed, or a call failed.
         """
 
-    def record_plan(self, plan: Metrics) -> None:  # noqa: B027 - most have no place for it
+    def record_plan(self, plan: Metrics) -> None:
         """Keep the run's effective plan. Platforms without a place for it leave it to the log."""
 
     def run_id(self, run_name: str) -> str | None:
@@ -146,3 +186,26 @@ def folder_name(run_name: str) -> str:
     """Return a run's name as the name of one folder: no separators, no leading dot, at most 100 characters."""
     kept = "".join(one if one.isalnum() or one in "-_. " else "-" for one in run_name).strip(" .")
     return kept[:100] or "run"
+
+
+def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[float]) -> int:
+    """Return how many records, counted from the first, have their times among those that a platform holds."""
+    return next((n for n, record in enumerate(records) if record.time not in held_times), len(records))
+
+
+def wait_until(is_reached: Callable[[], bool], *, pause_seconds: float, problem: str) -> None:
+    """Wait until what was handed to a library's own thread or process has reached its file.
+
+    Args:
+        is_reached: A function that tells whether it has.
+        pause_seconds: The time between two questions.
+        problem: The beginning of the error's message, before "for 30 s".
+
+    Raises:
+        TimeoutError: It has not within 30 seconds.
+    """
+    deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while not is_reached():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{problem} for {_LONGEST_WAIT_SECONDS:g} s")
+        time.sleep(pause_seconds)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,29 @@ _INTERNAL = "swanlab.sdk.internal"
 _LONGEST_NAME = 255
 
 
-class SwanLabTracker(Platform):
+@dataclass(frozen=True, kw_only=True)
+class SwanLabOptions:
+    """The options of a run of SwanLab.
+
+    Attributes:
+        mode: The place that values go to. By default online if SwanLab finds a key (`swanlab login`,
+            `SWANLAB_API_KEY`), else offline. SwanLab's own `SWANLAB_MODE` counts too.
+        project: The project; the name of the current folder by default.
+        workspace: The workspace on the server.
+        group: The group of runs that this one belongs to.
+        tags: The tags of the run.
+        description: A description of the run.
+    """
+
+    mode: Literal["online", "offline", "local"] | None = None
+    project: str | None = None
+    workspace: str | None = None
+    group: str | None = None
+    tags: Sequence[str] = ()
+    description: str | None = None
+
+
+class SwanLabTracker(Platform[SwanLabOptions]):
     """A tracker that writes SwanLab's files, offline unless a key of its server is configured.
 
     Numbers and booleans are scalars with the record's time, NaN and infinities among them; strings are texts; None is
@@ -32,57 +55,19 @@ class SwanLabTracker(Platform):
 
     name = "swanlab"
     library = "swanlab"
+    options_type = SwanLabOptions
     media_kinds = frozenset({"image", "figure", "video", "table", "histogram", "text", "artifact"})
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._run: Any = None
-        self._given: Any = None  # a run of the user's
-        self._options: dict[str, Any] = {}
         self._held: dict[int, list[str]] = {}  # time in nanoseconds -> names that the last count found
         self._step: int | None = None  # the last one; None where the files must be read for it
 
-    @classmethod
-    def of(cls, live: Any) -> "SwanLabTracker":
-        """Return a tracker of a `swanlab.Run` that the caller made; `finish` leaves it open."""
-        tracker = cls(live.dir.parent.parent)
-        tracker._given = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        mode: Literal["online", "offline", "local"] | None = None,
-        project: str | None = None,
-        workspace: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        description: str | None = None,
-    ) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-            mode: The place that values go to. By default online if SwanLab finds a key (`swanlab login`,
-                `SWANLAB_API_KEY`), else offline. SwanLab's own `SWANLAB_MODE` counts too.
-            project: The project; the name of the current folder by default.
-            workspace: The workspace on the server.
-            group: The group of runs that this one belongs to.
-            tags: The tags of the run.
-            description: A description of the run.
-        """
-        self._options = {
-            "mode": mode,
-            "project": project,
-            "workspace": workspace,
-            "group": group,
-            "tags": list(tags) or None,
-            "description": description,
-        }
-        super().start(run_name, config)
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the folder of a `swanlab.Run` of the user's."""
+        return Path(given.dir).parent.parent
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Open a run with the id of the stopped one, if there is one."""
@@ -144,8 +129,9 @@ class SwanLabTracker(Platform):
             self.run_id(run_name) or load_library("swanlab.utils.experiment", extra=self.name).generate_id()
         )
         self.remember_run_id(run_name, run_id)
-        settings, options = library.Settings(), dict(self._options)
+        settings, options = library.Settings(), asdict(self._options)
         options["mode"] = chosen_mode(options["mode"], settings.mode, has_key=settings.api_key is not None)
+        options["tags"] = list(options["tags"]) or None
         probe = dict.fromkeys(("hardware", "runtime", "requirements", "git", "swanlab", "monitor"), False)
         own = library.Settings(
             interactive=False,

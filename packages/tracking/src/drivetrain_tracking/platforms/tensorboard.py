@@ -9,13 +9,13 @@ from typing import Any
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, folder_name
+from drivetrain_tracking.platforms.platform import NoOptions, Platform, folder_name
 from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, flat_numbers, flat_texts
 
 
-class TensorBoardTracker(Platform):
+class TensorBoardTracker(Platform[NoOptions]):
     """A tracker that writes TensorBoard's event files, without TensorFlow or torch.
 
     Numbers and booleans are scalars, strings are texts; None is left out. A record without a step gets the last step.
@@ -32,22 +32,19 @@ class TensorBoardTracker(Platform):
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._folder = self.directory
-        self._given: Any = None  # a SummaryWriter of the user's
         self._writers: dict[int, Any] = {}  # by attempt
         self._step = 0
 
-    @classmethod
-    def of(cls, live: Any) -> "TensorBoardTracker":
-        """Return a tracker of a `SummaryWriter` of torch or tensorboardX; `finish` leaves it open.
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the folder of a `SummaryWriter` of torch or tensorboardX.
 
         Raises:
             TrackerStateError: The writer is closed.
         """
-        if live.file_writer is None:
+        if given.file_writer is None:
             raise TrackerStateError("tensorboard: this SummaryWriter is closed: make another one")
-        tracker = cls(live.file_writer.get_logdir())
-        tracker._given = live
-        return tracker
+        return Path(given.file_writer.get_logdir())
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Choose the run's folder, and write its configuration."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,20 @@ from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 _MOST_IDS = 500  # in one question to SQLite
 
 
-class TrackioTracker(Platform):
+@dataclass(frozen=True, kw_only=True)
+class TrackioOptions:
+    """The options of a run of Trackio.
+
+    Attributes:
+        project: The project, which is one database of Trackio.
+        group: The group of the run in the dashboard.
+    """
+
+    project: str = "drivetrain"
+    group: str | None = None
+
+
+class TrackioTracker(Platform[TrackioOptions]):
     """A tracker that writes Trackio's database, where Trackio keeps it: `TRACKIO_DIR`, or its folder in the home.
 
     Each record is a row with its time and step; a record without a step gets the step after the last. Strings,
@@ -32,47 +46,30 @@ class TrackioTracker(Platform):
 
     name = "trackio"
     library = "trackio"
+    options_type = TrackioOptions
     media_kinds = frozenset({"image", "figure", "audio", "video", "table", "histogram", "text", "artifact"})
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
-        self._given: Any = None  # a trackio.Run of the user's
         self._project = ""
-        self._group: str | None = None
         self._run_name = ""
         self._run_id = ""
         self._config: dict[str, Plain] = {}
         self._attempts: set[int] = set()
 
-    @classmethod
-    def of(cls, live: Any) -> "TrackioTracker":
-        """Return a tracker of a `trackio.Run` that the caller made; `finish` leaves it open.
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the working folder.
 
         Raises:
             ValueError: The run goes to a Space or a server, which take no rows with times of their own.
         """
-        if not compat.trackio_is_local(live):
+        if not compat.trackio_is_local(given):
             raise ValueError(
-                f"the Trackio run {live.name!r} goes to {live.url}; a tracker needs a run of the local database: "
+                f"the Trackio run {given.name!r} goes to {given.url}; a tracker needs a run of the local database: "
                 "trackio.init() without space_id and server_url, then trackio.sync(project, space_id)"
             )
-        tracker = cls(Path.cwd())
-        tracker._given = live
-        return tracker
-
-    def start(
-        self, run_name: str, config: Metrics, *, project: str = "drivetrain", group: str | None = None
-    ) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-            project: The project, which is one database of Trackio.
-            group: The group of the run in the dashboard.
-        """
-        self._project, self._group = project, group
-        super().start(run_name, config)
+        return Path.cwd()
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Open the project's database."""
@@ -86,9 +83,10 @@ class TrackioTracker(Platform):
             )
             own = self._given.config
         else:
+            self._project = self._options.project
             storage.validate_project_name(self._project)
             self._run_name, self._run_id = run_name, self.run_id(run_name) or uuid4().hex
-            own = {"_Created": created, "_Group": self._group}
+            own = {"_Created": created, "_Group": self._options.group}
             self.remember_run_id(run_name, self._run_id)
         known = storage.get_run_config(self._project, run_id=self._run_id) or {}
         self._config = {**_not_reserved(config), **own, **{k: known[k] for k in ("_Created",) if k in known}}

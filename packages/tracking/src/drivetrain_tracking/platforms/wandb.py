@@ -2,38 +2,46 @@
 
 import html
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from drivetrain_tracking.compat import WANDB_FLUSH_SETTING
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.platforms.platform import Platform, count_first_held, wait_until
 from drivetrain_tracking.platforms.wandb_file import WandbFile
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_values
 
-WandbMode: TypeAlias = Literal["online", "offline", "disabled"]
-
 _FLUSH_SECONDS = 0.05
-_LONGEST_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class WandbOptions:
+    """The options of a run of Weights & Biases.
+
+    Attributes:
+        project: The project; if None, wandb's own default.
+        entity: The user or team; if None, wandb's own default.
+        group: A group of runs, such as those of one sweep.
+        job_type: The kind of run within its group, such as "train".
+        tags: Labels of the run.
+        notes: A longer description.
+        mode: If None, wandb's own environment and login decide; offline where nobody is logged in.
+    """
+
     project: str | None = None
     entity: str | None = None
     group: str | None = None
     job_type: str | None = None
-    tags: tuple[str, ...] = ()
+    tags: Sequence[str] = ()
     notes: str | None = None
-    mode: WandbMode | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
 
 
-class WandbTracker(Platform):
+class WandbTracker(Platform[WandbOptions]):
     """A tracker that writes a run of Weights & Biases.
 
     Each record is one row of the run's history, with its own time as `_timestamp`. wandb's step counts rows, since
@@ -48,6 +56,7 @@ class WandbTracker(Platform):
 
     name = "wandb"
     library = "wandb"
+    options_type = WandbOptions
     joining_variables = ("WANDB_SERVICE",)
     media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
         {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
@@ -55,66 +64,24 @@ class WandbTracker(Platform):
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
-        self._options = _Options()
-        self._live: Any = None  # a run that the user owns
         self._run: Any = None
         self._file = WandbFile(self.directory)
         self._num_rows = 0
 
-    @classmethod
-    def of(cls, live: Any) -> Self:
-        """Return a tracker that logs to a `wandb.Run` of the user's, and leaves it open at the end.
+    @staticmethod
+    def directory_of(given: Any) -> Path:
+        """Return the folder of a `wandb.Run` of the user's.
 
-        Its `write` returns once wandb's service process has the rows; that process writes them to the run's file as
-        often as the run's own settings say, and when this process dies.
+        `write` returns once wandb's service process has the rows; that process writes them to the run's file as often
+        as the run's own settings say, and when this process dies.
         """
-        tracker = cls(Path(live.dir))
-        tracker._live = live
-        return tracker
-
-    def start(
-        self,
-        run_name: str,
-        config: Metrics,
-        *,
-        project: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
-        job_type: str | None = None,
-        tags: Sequence[str] = (),
-        notes: str | None = None,
-        mode: WandbMode | None = None,
-    ) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-            project: The project; if None, wandb's own default.
-            entity: The user or team; if None, wandb's own default.
-            group: A group of runs, such as those of one sweep.
-            job_type: The kind of run within its group, such as "train".
-            tags: Labels of the run.
-            notes: A longer description.
-            mode: "online", "offline" or "disabled"; if None, wandb's own environment and login decide, and it is
-                offline where nobody is logged in.
-        """
-        self._options = _Options(
-            project=project,
-            entity=entity,
-            group=group,
-            job_type=job_type,
-            tags=tuple(tags),
-            notes=notes,
-            mode=mode,
-        )
-        super().start(run_name, config)
+        return Path(given.dir)
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Start wandb's service process and the run."""
         wandb = load_library("wandb", extra=self.name)
-        if self._live is not None:
-            self._run = self._live
+        if self._given is not None:
+            self._run = self._given
             self._run.config.update(config, allow_val_change=True)
         else:
             self._run = self._init(wandb, run_name, config)
@@ -137,7 +104,7 @@ class WandbTracker(Platform):
                     self._log_file(name, medium)
                 else:
                     row[name] = self._medium(medium)
-            step = None if self._live is not None else self._num_rows
+            step = None if self._given is not None else self._num_rows
             self._run.log(row, step=step, commit=True)
             self._num_rows += 1
         if records:
@@ -145,9 +112,7 @@ class WandbTracker(Platform):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the run's files hold, over all folders of its id."""
-        times = set(self._held_times())
-        held = [record.time in times for record in records]
-        return held.index(False) if False in held else len(held)
+        return count_first_held(records, set(self._held_times()))
 
     def record_plan(self, plan: Metrics) -> None:
         """Keep the plan as the artifact `plan-RUN`, of type "plan"."""
@@ -158,7 +123,7 @@ class WandbTracker(Platform):
 
     def close(self) -> None:
         """Finish the run, unless it is the user's."""
-        if self._live is None:
+        if self._given is None:
             self._run.finish()
 
     def _init(self, wandb: Any, run_name: str, config: Mapping[str, Plain]) -> Any:
@@ -180,7 +145,7 @@ class WandbTracker(Platform):
             entity=given.entity,
             group=given.group,
             job_type=given.job_type,
-            tags=given.tags or None,
+            tags=tuple(given.tags) or None,
             notes=given.notes,
             mode=mode,
             reinit="create_new",  # a run of the user's in this process stays wandb.run
@@ -196,16 +161,14 @@ class WandbTracker(Platform):
     def _wait_for(self, last_time: float) -> None:
         """Wait until the service process has the row of this time and, for our own runs, has written it."""
         _ = self._run.step  # the service answers after it took what was sent before
-        if self._live is not None or self._run.disabled:
+        if self._given is not None or self._run.disabled:
             return
-        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-        while last_time not in self._file.times():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"wandb: its service process wrote no row into {self._run.settings.sync_file} for "
-                    f"{_LONGEST_WAIT_SECONDS:g} s; {self._run.settings.log_internal} may say why"
-                )
-            time.sleep(_FLUSH_SECONDS / 10)
+        wait_until(
+            lambda: last_time in self._file.times(),
+            pause_seconds=_FLUSH_SECONDS / 10,
+            problem=f"wandb: its service process (log: {self._run.settings.log_internal}) wrote no row into "
+            f"{self._run.settings.sync_file}",
+        )
 
     def _medium(self, medium: StoredMedium) -> Any:
         wandb = load_library("wandb", extra=self.name)
