@@ -13,13 +13,14 @@ from dataclasses import dataclass
 _SAMPLER = """
 import select, sys
 status = open("/proc/%s/status" % sys.argv[1])
-most, is_first = 0, True
-while is_first or not select.select([sys.stdin], [], [], 0.0005)[0]:
+def anonymous():
     status.seek(0)
-    most = max(most, next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")))
-    if is_first:
-        print(most, flush=True)
-    is_first = False
+    return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+most = anonymous()
+print(most, flush=True)
+while not select.select([sys.stdin], [], [], 0.0005)[0]:
+    most = max(most, anonymous())
+most = max(most, anonymous())  # what is still held, however rarely the system let this process run
 print(most)
 """
 

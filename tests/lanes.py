@@ -1,4 +1,4 @@
-"""Two lanes: the tests of whole folders run in two processes at once, and those that need the machine run alone.
+"""Three lanes: the tests of whole folders run in three processes, and those that need the machine run alone.
 
 A file's tests stay in one lane, in their order, so that what a module or a session sets up is set up once a lane.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# Every test that starts ranks has two or more: a third lane on two cores would only wait.
-NUM_LANES = 2
+# One more than the cores of a small machine: tests that start ranks or servers wait for them for much of their time.
+NUM_LANES = 3
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -37,7 +37,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let a test that is marked `undisturbed` run while the other lane waits."""
+    """Let a test that is marked `undisturbed` run while the other lanes wait."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
     with in_room(item.config.rootpath / "build" / "lanes", alone="undisturbed" in item.keywords):

@@ -24,7 +24,7 @@ def test_a_test_that_wants_the_room_waits_and_whoever_comes_later_waits_for_it(t
                 may_leave.wait(30)
 
     with in_room(tmp_path, alone=False):
-        with in_room(tmp_path, alone=False):  # tests of two lanes
+        with in_room(tmp_path, alone=False):  # tests of two of the lanes
             first = threading.Thread(target=stay, args=("alone",), kwargs={"alone": True})
             first.start()
             assert not entered.wait(0.1)

@@ -492,4 +492,4 @@ def test_the_peak_is_what_is_placed_and_a_piece_a_thread(
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     peak: Any = float(run.stdout)
-    assert placed - 1 <= peak <= placed + 2 * 8 + 4
+    assert placed - 16 <= peak <= placed + 2 * 8 + 4  # pages freed while loading serve again
