@@ -1,8 +1,11 @@
+import resource
+import threading
 from pathlib import Path
 
 import pytest
 
 from drivetrain_tracking import (
+    Artifact,
     JSONLTracker,
     TrackerFailedError,
     TrackerGroup,
@@ -11,6 +14,7 @@ from drivetrain_tracking import (
     UnknownTrackerError,
     ValueNotLoggableError,
 )
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 
 
 class Memory:
@@ -99,8 +103,72 @@ def test_with_warn_a_failing_tracker_does_not_end_the_run(caplog) -> None:
     group = TrackerGroup([Memory("broken", fails_in="log"), good], settings=TrackingSettings(on_error="warn"))
     group.start("run")
     group.log({"loss": 1}, step=7)
-    assert "tracker 'broken' failed in log(step=7): OSError" in caplog.text
+    assert "tracker 'broken' failed in log of step 7: OSError" in caplog.text
     assert good.calls[-1] == ("log", {"loss": 1}, 7)
+
+
+def test_threads_log_in_one_order(tmp_path: Path) -> None:
+    log = JSONLTracker(tmp_path)
+    group = TrackerGroup([log])
+    group.start("run")
+
+    def train(first: int) -> None:
+        for step in range(first, first + 300):
+            group.log({"loss": 1.0}, step=step)
+
+    threads = [threading.Thread(target=train, args=(300 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.finish()
+    reader = SpoolReader(log.path)
+    records = [record for _, record in reader.read() if "event" not in record]
+    assert sorted(record["step"] for record in records) == list(range(1200))
+    times = [record["time"] for record in records]
+    assert times == sorted(set(times))
+    assert reader.num_damaged == 0
+
+
+def test_a_refused_value_does_not_count_as_logged(tmp_path: Path) -> None:
+    log = JSONLTracker(tmp_path)
+    group = TrackerGroup([log])
+    group.start("run")
+    group.log({"loss": 1.0}, step=1)
+    group.expect_repeated_steps()
+    with pytest.raises(ValueNotLoggableError):
+        group.log({"loss": object()}, step=1)
+    assert (log.steps.last_step, log.steps.attempt) == (1, 1)
+    group.finish()
+
+
+def test_media_on_a_full_disk_are_lost_counted_and_told_once(tmp_path: Path, caplog) -> None:
+    log = JSONLTracker(tmp_path)
+    group = TrackerGroup([log])
+    group.start("run")
+    large = tmp_path / "large.bin"
+    large.write_bytes(bytes(1 << 20))
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        for step in (1, 2):
+            group.log({"loss": 1.0, "weights": Artifact(large)}, step=step)
+        group.log({"weights": Artifact(large)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+    group.finish()
+    records = [record for _, record in SpoolReader(log.path).read() if record.get("event") != "start"]
+    assert [record.get("step", record.get("event")) for record in records] == [
+        "lost",
+        1,
+        "lost",
+        2,
+        "lost",
+        "finish",
+    ]
+    assert not any("media" in record for record in records)
+    assert list((tmp_path / "media").iterdir()) == []
+    assert caplog.messages[-1] == f"3 records could not be written to {log.path}"
 
 
 def test_a_value_that_cannot_be_logged_is_the_callers_error() -> None:

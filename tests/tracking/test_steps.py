@@ -30,6 +30,17 @@ def test_steps_that_a_resumed_run_logs_again_are_an_attempt_of_their_own(tmp_pat
     assert attempts(tmp_path)[5:] == [*((2, step) for step in (3, 4, 5, 6)), (3, 6), (3, 7)]
 
 
+def test_a_long_event_hides_no_step(tmp_path: Path) -> None:
+    run(tmp_path, [1, 2, 3])
+    for _ in range(2):  # resumed and ended before a step was logged, with a long event each
+        log = JSONLTracker(tmp_path)
+        log.start("bytes", {})
+        log.record_info({"difference": "x" * (3 << 20)})
+        log.finish()
+    run(tmp_path, [3])
+    assert attempts(tmp_path)[3:] == [(2, 3)]
+
+
 def test_times_increase_over_runs_also_where_the_clock_went_back(tmp_path: Path) -> None:
     log = JSONLTracker(tmp_path)
     log.start("bytes", {})

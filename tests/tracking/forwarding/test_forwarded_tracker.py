@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_tracking import JSONLTracker, TrackerGroup, TrackerStateError, TrackingSettings
+from drivetrain_tracking import JSONLTracker, TrackerGroup, TrackerStateError
 from drivetrain_tracking.errors import UnknownTrackerError, ValueNotLoggableError
-from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker
+from drivetrain_tracking.forwarding.forwarded_tracker import DrainTime, ForwardedTracker
 
 HERE = Path(__file__).parent
 
@@ -38,9 +38,9 @@ def _trackers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def group(folder: Path, kind: str, *, drain_seconds: float = 20) -> TrackerGroup:
     log = JSONLTracker(folder)
-    settings = TrackingSettings(drain_seconds=drain_seconds)
-    forwarded = ForwardedTracker(f"odd_trackers:{kind}", log.path, settings=settings)
-    return TrackerGroup([log, forwarded], settings=settings)
+    drain_time = DrainTime(drain_seconds)
+    kinds = (f"odd_trackers:{one}" for one in kind.split())
+    return TrackerGroup([log, *(ForwardedTracker(one, log.path, drain_time=drain_time) for one in kinds)])
 
 
 def lines(path: Path) -> list[str]:
@@ -88,6 +88,16 @@ def test_a_platform_that_does_not_take_values_costs_the_run_only_its_patience(
         trackers.finish()
     assert f"drivetrain track replay {tmp_path} --to odd_trackers:{kind} sends the rest" in caplog.text
     assert len(lines(tmp_path / "log.jsonl")) == 102
+
+
+def test_platforms_that_are_down_share_the_time_at_the_end(tmp_path: Path) -> None:
+    trackers = group(tmp_path, "SlowTracker RaisingTracker", drain_seconds=1.0)
+    trackers.start("bytes")
+    trackers.log({"loss": 1.0}, step=0)
+    drain_time = trackers.get("slow").drain_time
+    trackers.finish()
+    assert drain_time is trackers.get("raising").drain_time
+    assert drain_time.left() == 0
 
 
 def test_a_crash_of_the_platforms_library_ends_neither_the_run_nor_the_delivery(

@@ -19,6 +19,8 @@ class Kept:
         self.records: list[LoggedRecord] = []
         self.fail_after: int | None = None  # so many records are taken, then a call fails
         self.refused = -1  # the step of a record that is never taken
+        self.is_media_at_fault = False  # a record of such a step is taken without its media
+        self.poisonous: set[int] = set()  # steps at which the library fails on the content
 
 
 class KeptTracker:
@@ -40,6 +42,8 @@ class KeptTracker:
                 raise OSError("out of quota")
             if record.step == self.kept.refused:
                 raise ValueNotLoggableError("not this one")
+            if record.step in self.kept.poisonous and (record.media or not self.kept.is_media_at_fault):
+                raise RuntimeError("cannot parse this")
             if self.kept.fail_after is not None:
                 self.kept.fail_after -= 1
             self.kept.records.append(record)
@@ -58,6 +62,21 @@ class KeptTracker:
     @property
     def steps(self) -> list[int | None]:
         return [record.step for record in self.kept.records]
+
+
+NOTE = StoredMedium(kind="text", data="hello")
+
+
+def deliver_whatever_fails(log: JSONLTracker, kept: Kept) -> int:
+    """Deliver as often as a call fails, and return how often that was."""
+    forwarder = Forwarder(log.path, KeptTracker(kept))
+    for failures in range(40):
+        try:
+            forwarder.deliver()
+        except RuntimeError:
+            continue
+        return failures
+    raise AssertionError("it never ends")
 
 
 @pytest.fixture
@@ -124,6 +143,68 @@ def test_a_new_process_goes_on_where_a_killed_one_was(log: JSONLTracker, taken: 
     ] * 2  # the platform's run is opened again, by each process
 
 
+@pytest.mark.parametrize("poisonous", [{0}, {3}, {2, 5}])
+def test_a_record_on_which_the_library_fails_is_passed_once_the_next_is_taken(
+    log: JSONLTracker, poisonous: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(8):
+        log.log({"loss": 1.0}, step=step)
+    kept = Kept()
+    kept.poisonous = poisonous
+    failures = deliver_whatever_fails(log, kept)
+    assert [record.step for record in kept.records] == [step for step in range(8) if step not in poisonous]
+    assert failures <= 4 * len(poisonous)  # in a batch, and three times by itself; the fourth finds out
+    for step in poisonous:
+        assert f"does not take 'loss' of step {step}, which stay in the log: RuntimeError" in caplog.text
+
+
+def test_values_are_taken_where_media_are_at_fault(log: JSONLTracker) -> None:
+    log.log({"loss": 1.0}, step=0)
+    log.write([LoggedRecord(time=log.now(), step=1, values={"loss": 0.5}, media={"note": NOTE})])
+    kept = Kept()
+    kept.poisonous, kept.is_media_at_fault = {1}, True
+    deliver_whatever_fails(log, kept)  # also at the end of the log, where no record follows
+    assert [(record.step, dict(record.media)) for record in kept.records] == [(0, {}), (1, {})]
+
+
+def test_while_a_platform_is_down_nothing_is_passed_over(log: JSONLTracker) -> None:
+    for step in range(8):
+        log.log({"loss": 1.0}, step=step)
+    kept = Kept()
+    kept.fail_after = 3
+    forwarder = Forwarder(log.path, KeptTracker(kept))
+    for _ in range(20):
+        with pytest.raises(OSError, match="out of quota"):
+            forwarder.deliver()
+    kept.fail_after = None
+    forwarder.deliver()
+    assert [record.step for record in kept.records] == list(range(8))
+    assert forwarder.delivery.num_refused == 0
+
+
+def test_a_file_that_is_gone_leaves_its_record_without_it(
+    log: JSONLTracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = StoredMedium(kind="image", path=log.path.parent / "media" / "gone.png")
+    log.write([LoggedRecord(time=log.now(), step=1, values={"loss": 1.0}, media={"sample": gone})])
+    tracker = KeptTracker(Kept())
+    tracker.media_kinds = frozenset({"image"})
+    Forwarder(log.path, tracker).deliver()
+    assert [(record.step, dict(record.media)) for record in tracker.kept.records] == [(1, {})]
+    assert "gone.png is gone: 'sample' of step 1 is left out" in caplog.text
+
+
+def test_a_long_log_is_read_in_parts(log: JSONLTracker) -> None:
+    for step in range(1000):
+        log.log({"loss": 1.0}, step=step)
+    tracker = KeptTracker(Kept())
+    forwarder = Forwarder(log.path, tracker)
+    waiting: list[int] = []
+    forwarder.deliver(on_progress=lambda _: waiting.append(forwarder.num_waiting))
+    assert tracker.steps == list(range(1000))
+    assert max(waiting) <= 256
+
+
 @pytest.mark.parametrize("refused", [0, 3, 7])
 def test_a_record_that_is_never_taken_is_counted_and_passed(
     log: JSONLTracker, refused: int, caplog: pytest.LogCaptureFixture
@@ -137,12 +218,15 @@ def test_a_record_that_is_never_taken_is_counted_and_passed(
         forwarder.deliver()
     assert tracker.steps == [step for step in range(8) if step != refused]
     assert (forwarder.delivery.num_refused, forwarder.delivery.num_delivered) == (1, 8)
-    assert "does not take a record: not this one" in caplog.text
+    assert (
+        f"does not take 'loss' of step {refused}, which stay in the log: ValueNotLoggableError: not this one"
+        in caplog.text
+    )
 
 
 def test_media_that_a_platform_lacks_stay_beside_the_log(log: JSONLTracker) -> None:
     media = {
-        "note": StoredMedium(kind="text", data="hello"),
+        "note": NOTE,
         "sample": StoredMedium(kind="image", path=log.path.parent / "media" / "1.png", caption="a cat"),
     }
     log.write([LoggedRecord(time=log.now(), step=1, media=media)])

@@ -1,3 +1,4 @@
+import os
 import random
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking import JSONLTracker
+from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.spool.spool_reader import SpoolReader
 
 loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
@@ -33,6 +35,16 @@ def _is_loss(event: object) -> bool:
     return any(value.tag == "loss" for value in event.summary.value)
 
 
+def wait_for_progress(log: JSONLTracker, process: "subprocess.Popen[bytes]", *, seconds: float = 30) -> None:
+    """Wait until a writer delivers: from then on a kill meets it at its work."""
+    place, deadline = delivery_path(log.path, "tensorboard"), time.monotonic() + seconds
+    before = Delivery.load(place)
+    while Delivery.load(place) == before:
+        assert process.poll() is None, "the writer has ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_every_value_is_there_once_and_in_order_however_often_the_writer_is_killed(
     tmp_path: Path, rounds: int
@@ -40,19 +52,20 @@ def test_every_value_is_there_once_and_in_order_however_often_the_writer_is_kill
     choice = random.Random(0)
     log = JSONLTracker(tmp_path)
     log.start("killed", {"lr": 0.1})
-    step = 0
+    step = num_within = 0
     for _ in range(rounds):
-        process = writer(log, parent=0)  # no such parent: it delivers what is there, and ends
-        until = time.monotonic() + choice.uniform(0.05, 0.6)
-        while time.monotonic() < until:
-            for _ in range(choice.randrange(20)):
-                log.log({"loss": 1 / (step + 1)}, step=step)
-                step += 1
-            time.sleep(0.01)
+        process = writer(log, parent=os.getpid())
+        for _ in range(choice.randrange(2000, 4000)):
+            log.log({"loss": 1 / (step + 1)}, step=step)
+            step += 1
+        wait_for_progress(log, process)
+        time.sleep(choice.uniform(0, 0.05))
         process.kill()
         process.wait()
+        state = Delivery.load(delivery_path(log.path, "tensorboard"))
+        num_within += state.sending_end > state.offset
     log.finish()
+    assert num_within >= rounds // 2, "most kills fell where no batch was on its way"
     assert writer(log, parent=0).wait() == 0
-    assert step > 10
     assert delivered(tmp_path) == list(range(step))
     assert len([None for _, line in SpoolReader(log.path).read() if "loss" in line]) == step

@@ -52,6 +52,10 @@ def test_bad_input_is_told_in_a_line(
     assert "there is no log.jsonl in it" in capsys.readouterr().err
     assert run(ReplayArguments(folder=folder, to="wandbb")) == 2
     assert "tracker 'wandbb'" in capsys.readouterr().err
+    before = (folder / "log.jsonl").read_bytes()
+    assert run(ReplayArguments(folder=folder, to="jsonl")) == 2
+    assert "where the records are already" in capsys.readouterr().err
+    assert (folder / "log.jsonl").read_bytes() == before
 
 
 def test_from_the_start_only_what_the_platform_lacks_is_sent(folder: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
+import errno
 import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -149,6 +151,57 @@ def test_a_full_disk_is_told_once_and_what_was_lost_is_counted(
     assert len(caplog.messages) == 2
     assert "training goes on" in caplog.messages[0]
     assert caplog.messages[1] == f"3 records could not be written to {path}"
+
+
+def test_threads_lose_and_damage_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    spool = Spool(path)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: [spool.append({"step": step}) for step in range(1000)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    spool.close()
+    reader = SpoolReader(path)
+    assert sorted(found.record["step"] for found in reader.read()) == sorted(list(range(1000)) * 4)
+    assert (reader.num_damaged, spool.num_lost) == (0, 0)
+
+
+def test_a_flush_that_fails_is_told_once_and_so_is_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log.jsonl"
+    flush, fails, flushed = os.fdatasync, threading.Event(), threading.Semaphore(0)
+    fails.set()
+
+    def fail(file: int) -> None:
+        if not os.path.samestat(os.fstat(file), path.stat()):
+            return flush(file)
+        flushed.release()
+        if fails.is_set():
+            raise OSError(errno.EIO, "broken")
+        return None
+
+    monkeypatch.setattr("os.fdatasync", fail)
+    spool = Spool(path, flush_seconds=0.01)
+    for number in range(8):
+        if number == 5:
+            fails.clear()
+        spool.append({"step": number})
+        assert flushed.acquire(timeout=10)
+    spool.close()
+    told = [message for message in caplog.messages if str(path) in message]
+    assert len(told) == 2
+    assert "cannot be flushed to the disk" in told[0]
+    assert told[1] == f"{path} is flushed to the disk again"
 
 
 def test_what_was_written_is_flushed_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from drivetrain_state import CollectiveMismatchError, Context
 from drivetrain_state.collectives import operations as collectives
 from drivetrain_tracking import ValueNotLoggableError
-from drivetrain_tracking.device_values import DeviceValues
+from drivetrain_tracking.device_values import DeviceValues, copy_values
 
 LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "per_rank"]
 LoggedCount: TypeAlias = int | float | Tensor
@@ -154,7 +154,9 @@ class LogReducer:
         return dict(zip(flat.names, numbers.unbind(), strict=True))
 
     def _check_marks(self, flat: FlatValues, highest: Tensor, lowest_negated: Tensor) -> None:
-        for names, marks in self._headers.add({"difference": highest + lowest_negated}, flat.names):
+        for names, marks in self._headers.add(
+            copy_values({"difference": highest + lowest_negated}), flat.names
+        ):
             if marks["difference"] != 0:
                 raise CollectiveMismatchError(
                     f"log({', '.join(names)}, reduce=...): another rank logged other names in the same call: log "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_tracking.arguments import check_tracker
-from drivetrain_tracking.forwarding.forwarded_tracker import ForwardedTracker
+from drivetrain_tracking.forwarding.forwarded_tracker import DrainTime, ForwardedTracker
 from drivetrain_tracking.jsonl import JSONLTracker
 from drivetrain_tracking.protocol import Tracker
 from drivetrain_tracking.registry import ENTRY_POINT_GROUP, chosen_names, make_tracker
@@ -50,12 +50,13 @@ def make_trackers(
         return []
     log = JSONLTracker(directory, flush_seconds=settings.flush_seconds)
     trackers: list[Tracker] = [log]
+    drain_time = DrainTime(settings.drain_seconds)
     for name in chosen:
         if name == JSONLTracker.name:
             continue
         tracker = make_tracker(name, directory)
         trackers.append(
-            tracker if tracker.on_all_ranks else ForwardedTracker(name, log.path, settings=settings)
+            tracker if tracker.on_all_ranks else ForwardedTracker(name, log.path, drain_time=drain_time)
         )
     return trackers
 

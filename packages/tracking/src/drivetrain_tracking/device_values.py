@@ -4,13 +4,37 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from drivetrain_tracking.plain import Plain, plain_values
 
 Purpose = TypeVar("Purpose")
 
 _MOST_PENDING = 16  # a device that is further behind is waited for, so that nothing grows
+
+
+class CopiedValues(NamedTuple):
+    """Values whose numbers are on their way from a device.
+
+    Attributes:
+        values: The values, with tensors on the host in place of those on a device; the copies fill them.
+        plain: The values as plain ones; without a meaning while a copy is under way.
+        events: An event for each device that copies; all are over once the values are there.
+    """
+
+    values: Mapping[str, Any]
+    plain: dict[str, Plain]
+    events: tuple[Any, ...]
+
+
+def copy_values(values: Mapping[str, Any]) -> CopiedValues:
+    """Begin to copy values from their devices, without a wait.
+
+    Raises:
+        ValueNotLoggableError: A value has a type or shape that cannot be logged.
+    """
+    on_host, events = _copy_to_host(values)
+    return CopiedValues(on_host, plain_values(on_host), events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +62,13 @@ class DeviceValues(Generic[Purpose]):
     def __init__(self) -> None:
         self._pending: deque[_Pending[Purpose]] = deque()
 
-    def add(self, values: Mapping[str, Any], purpose: Purpose) -> list[tuple[Purpose, dict[str, Plain]]]:
-        """Take values, and return those that are on the host by now, with their purposes, in order.
-
-        Raises:
-            ValueNotLoggableError: A value has a type or shape that cannot be logged.
-        """
-        on_host, events = _copy_to_host(values)
-        plain = plain_values(on_host)  # of numbers on their way it is only a check of all others
-        if not events and not self._pending:
-            return [(purpose, plain)]
-        self._pending.append(_Pending(purpose, on_host if events else plain, events))
+    def add(self, copied: CopiedValues, purpose: Purpose) -> list[tuple[Purpose, dict[str, Plain]]]:
+        """Take copied values, and return those that are on the host by now, with their purposes, in order."""
+        if not copied.events and not self._pending:
+            return [(purpose, copied.plain)]
+        self._pending.append(
+            _Pending(purpose, copied.values if copied.events else copied.plain, copied.events)
+        )
         ready: list[tuple[Purpose, dict[str, Plain]]] = []
         while self._pending and (self._pending[0].is_ready() or len(self._pending) > _MOST_PENDING):
             ready.append(self._pending.popleft().read())

@@ -5,6 +5,7 @@
 
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from drivetrain_tracking.arguments import check_options, check_tracker
-from drivetrain_tracking.device_values import DeviceValues
+from drivetrain_tracking.device_values import DeviceValues, copy_values
 from drivetrain_tracking.errors import TrackerFailedError, TrackerStateError, UnknownTrackerError
 from drivetrain_tracking.jsonl import JSONLTracker, check_names
-from drivetrain_tracking.media.storing import split_media, store_media
+from drivetrain_tracking.media.medium import Medium
+from drivetrain_tracking.media.storing import DiskError, split_media, store_media
 from drivetrain_tracking.plain import Plain, plain_config
 from drivetrain_tracking.protocol import InfoTracker, Metrics, PlanTracker, PlatformTracker, Tracker
-from drivetrain_tracking.records import LoggedRecord
+from drivetrain_tracking.records import LoggedRecord, StoredMedium
 from drivetrain_tracking.settings import TrackingSettings
 from drivetrain_tracking.steps import StepOrder, checked_step
 
@@ -38,6 +40,8 @@ class _Logged:
 
 class TrackerGroup:
     """A group of trackers that is used like one. Call it on all ranks: each tracker logs only on the ranks it needs.
+
+    Any thread may log: one call is carried out after the other.
 
     Args:
         trackers: The trackers, each with a unique name.
@@ -73,6 +77,7 @@ class TrackerGroup:
         self._left_out: set[str] = set()  # names in options that match no tracker, warned about once each
         self._numbers: DeviceValues[_Logged] = DeviceValues()
         self._own_steps = StepOrder()
+        self._lock = threading.RLock()  # times, steps and what is pending have one order
         self._temporary: tempfile.TemporaryDirectory[str] | None = None  # of media, where there is no log
 
     @property
@@ -151,7 +156,8 @@ class TrackerGroup:
         """Log values to every tracker; if one fails, the others still get the values.
 
         Numbers on a device are copied without a wait for it: their record goes with a later call, at the latest with
-        `finish`, and so does an error of a tracker about it.
+        `finish`, and so does an error of a tracker about it. Media that a full or failing disk does not take are
+        lost, counted and told once; the values of the call are logged all the same.
 
         Args:
             values: A mapping from names to values, and to media such as `Image`.
@@ -172,10 +178,14 @@ class TrackerGroup:
         step = checked_step(step)
         check_names(values)
         numbers, media = split_media(values)
-        now = self._now()
-        stored = store_media(media, self._media_folder(), time=now) if media else {}
-        record = LoggedRecord(time=now, step=step, attempt=self._steps.add(step), media=stored)
-        self._write(self._numbers.add(numbers, _Logged(record, own)))
+        copied = copy_values(numbers)  # which refuses what cannot be logged, before the step counts as logged
+        with self._lock:
+            now = self._now()
+            stored = self._store(media, time=now) if media else {}
+            if media and not stored and not numbers:
+                return
+            record = LoggedRecord(time=now, step=step, attempt=self._steps.add(step), media=stored)
+            self._write(self._numbers.add(copied, _Logged(record, own)))
 
     def expect_repeated_steps(self) -> None:
         """Have the next step begin a new attempt if it was logged before: a checkpoint was restored."""
@@ -191,9 +201,10 @@ class TrackerGroup:
             return
         self._is_started = False
         try:
-            self._write(self._numbers.drain())
+            with self._lock:
+                self._write(self._numbers.drain())
         finally:
-            self._call("finish()", lambda tracker: tracker.finish())
+            self._call("finish", lambda tracker: tracker.finish())
             if self._temporary is not None:
                 self._temporary.cleanup()
 
@@ -203,6 +214,16 @@ class TrackerGroup:
 
     def _now(self) -> float:
         return time.time() if self._log is None else self._log.now()
+
+    def _store(self, media: Mapping[str, Medium], *, time: float) -> dict[str, StoredMedium]:
+        try:
+            return store_media(media, self._media_folder(), time=time)
+        except DiskError as error:
+            if self._log is None:
+                logger.warning("%s: %s; training goes on without these media", ", ".join(media), error)
+            else:
+                self._log.lose(error)
+            return {}
 
     def _media_folder(self) -> Path:
         if self._log is not None:
@@ -224,7 +245,7 @@ class TrackerGroup:
                 elif record.values or not record.media:
                     tracker.log(record.values, step=record.step, **own)
 
-            self._call(f"log(step={record.step})", write)
+            self._call(f"log of step {record.step}" if record.step is not None else "log", write)
 
     def _options(self, method: Literal["start", "log"], options: Options | None) -> Options:
         """Return the options after checking them on every rank, so that either all ranks raise or none does."""

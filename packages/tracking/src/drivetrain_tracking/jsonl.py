@@ -8,10 +8,12 @@
 {"event": "finish", "time": 1763690100.0, "crc": "0c9a2f4e"}
 ```
 
-A resumed run appends to the same file. Steps that it logs again have an `"attempt": 2`, or 3, and so on.
+A resumed run appends to the same file; its start tells the last step before it, and that step's attempt. Steps that
+it logs again have an `"attempt": 2`, or 3, and so on.
 """
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from drivetrain_tracking.steps import StepOrder, checked_step
 
 LOG_NAME = "log.jsonl"
 RESERVED_NAMES = ("step", "time", "event", "attempt", "media", "crc")
-_TAIL_BYTES = 1 << 20  # of an earlier log, to find its last step
+_TAIL_BYTES = 1 << 20  # of an earlier log, to find its last step; doubled until it is found
 
 
 class JSONLTracker:
@@ -36,7 +38,7 @@ class JSONLTracker:
 
     Each line is with the operating system when its call returns, so that the end of this process by any signal loses
     none; every `flush_seconds` the lines go to the disk, so that the end of the machine loses what came after. A disk
-    that is full does not stop training; see `Spool`.
+    that is full does not stop training; see `Spool`. Any thread may log.
 
     NaN and infinities, which JSON lacks, are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which
     Python's `float()` parses.
@@ -63,6 +65,7 @@ class JSONLTracker:
         self._flush_seconds = flush_seconds
         self._spool: Spool | None = None
         self._time = 0.0
+        self._lock = threading.RLock()  # steps, times and lines have one order
 
     def start(self, run_name: str, config: Metrics) -> None:
         """Open the file for appending.
@@ -77,7 +80,10 @@ class JSONLTracker:
         plain = plain_config(config)
         self._spool = Spool(self.path, flush_seconds=self._flush_seconds)
         self.steps, self._time = _end_of_log(self.path)
-        self._append({"event": "start", "time": self.now(), "run": run_name, "config": plain})
+        line: dict[str, Plain] = {"event": "start", "time": self.now(), "run": run_name, "config": plain}
+        if self.steps.last_step is not None:
+            line |= {"last_step": self.steps.last_step, "attempt": self.steps.attempt}
+        self._append(line)
 
     def record_plan(self, plan: Metrics) -> None:
         """Write the effective plan."""
@@ -98,8 +104,17 @@ class JSONLTracker:
         plain = plain_values(values)
         check_names(plain)
         self._check_started()
-        attempt = self.steps.add(step)
-        self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
+        with self._lock:
+            attempt = self.steps.add(step)
+            self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
+
+    def lose(self, error: OSError) -> None:
+        """Count media, or a record, that the disk did not take; the first is told.
+
+        Raises:
+            TrackerStateError: The tracker is not started.
+        """
+        self._check_started().lose(error)
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
         """Append a line for each record, whose names `check_names` has seen.
@@ -162,14 +177,20 @@ def check_names(values: Mapping[str, Any]) -> None:
 
 def _end_of_log(path: Path) -> tuple[StepOrder, float]:
     """Return the order of steps at the end of an earlier log, and the time of its last record."""
-    reader = SpoolReader(path, max(0, path.stat().st_size - _TAIL_BYTES))
+    size = path.stat().st_size
+    tail = min(_TAIL_BYTES, size)
+    while (found := _end_of_lines(SpoolReader(path, size - tail)))[0].last_step is None and tail < size:
+        tail = min(2 * tail, size)  # an event, such as the difference to a commit, may be longer than that
+    return found
+
+
+def _end_of_lines(reader: SpoolReader) -> tuple[StepOrder, float]:
     last_step, attempt, last_time = None, 1, 0.0
     for _, record in reader.read():
         last_time = max(last_time, record.get("time", 0.0))
-        if "event" not in record and "step" in record:
+        step = record.get("last_step" if record.get("event") == "start" else "step")
+        if step is not None:
             of_record = record.get("attempt", 1)
-            last_step = (
-                record["step"] if last_step is None or of_record > attempt else max(last_step, record["step"])
-            )
+            last_step = step if last_step is None or of_record > attempt else max(last_step, step)
             attempt = max(attempt, of_record)
     return StepOrder(last_step, attempt), last_time

@@ -1,4 +1,4 @@
-"""Tell steps that a resumed run logs again from those that it logs for the first time."""
+"""Distinguish the steps that a resumed run logs again from those that it logs for the first time."""
 
 import logging
 import operator
@@ -21,11 +21,12 @@ class StepOrder:
 
     Attributes:
         attempt: The attempt of the next step; 1 is the first.
+        last_step: The last step that was logged, or None.
     """
 
     def __init__(self, last_step: int | None = None, attempt: int = 1) -> None:
         self.attempt = attempt
-        self._last_step = last_step
+        self.last_step = last_step
         self._may_repeat = last_step is not None
         self._has_warned = False
 
@@ -37,7 +38,7 @@ class StepOrder:
         """Return the attempt that a step belongs to, and remember the step."""
         if step is None:
             return self.attempt
-        last = self._last_step
+        last = self.last_step
         if last is not None and step <= last and self._may_repeat:
             self.attempt += 1
             logger.info(
@@ -46,12 +47,12 @@ class StepOrder:
         elif last is not None and step < last and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "step=%d is logged after step %d: it is kept, in the order of the calls; said once",
+                "step=%d is logged after step %d: it is kept, in the order of the calls (told once a run)",
                 step,
                 last,
             )
         self._may_repeat = False
-        self._last_step = step
+        self.last_step = step
         return self.attempt
 
 

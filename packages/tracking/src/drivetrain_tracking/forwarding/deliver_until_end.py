@@ -20,14 +20,13 @@ class DeliveryLimits:
     """The limits at which a delivery gives up.
 
     Attributes:
-        seconds_after_end: The seconds for which a failing platform is tried again once nothing more is logged.
+        seconds_after_end: The seconds for which a platform that takes nothing is tried again once nothing more is
+            logged.
         is_over: A function that returns whether nothing more will be logged.
-        sleep: A function that waits some seconds.
     """
 
     seconds_after_end: float
     is_over: Callable[[], bool]
-    sleep: Callable[[float], object] = time.sleep
 
 
 def deliver_until_end(
@@ -44,22 +43,43 @@ def deliver_until_end(
         Whether all records were delivered.
     """
     pause = _FIRST_PAUSE_SECONDS
-    end_of_patience: float | None = None
+    failing_at, failing_since = -1, 0.0  # an offset in the log, and a time
+
+    def has_run_ended() -> bool:
+        return limits.is_over() or forwarder.log_has_ended()
+
     while True:
-        was_over = limits.is_over()  # before the log is read, so that its last lines are read as well
-        if was_over and end_of_patience is None:
-            end_of_patience = time.monotonic() + limits.seconds_after_end
+        # Asked before the log is read, so that its last lines are read as well.
+        was_over, had_ended = limits.is_over(), has_run_ended()
         try:
             has_ended = forwarder.deliver(on_progress=on_progress)
         except Exception as error:  # noqa: BLE001 - a platform may raise anything, and may be back later
-            if end_of_patience is not None and time.monotonic() + pause > end_of_patience:
+            now, has_progressed = time.monotonic(), forwarder.delivery.offset != failing_at
+            if has_progressed or not was_over:
+                failing_at, failing_since = forwarder.delivery.offset, now
+            if has_progressed:
+                pause = _FIRST_PAUSE_SECONDS
+            if was_over and now + pause > failing_since + limits.seconds_after_end:
                 logger.error("%s: %s; given up", type(error).__name__, error)
                 return False
             logger.warning("%s: %s; tried again in %g s", type(error).__name__, error, pause)
-            limits.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            # Little time is left from the run's end on: a long pause is cut there.
+            if _wait(pause, lambda was=had_ended: not was and has_run_ended()):
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                pause = _FIRST_PAUSE_SECONDS
             continue
         pause = _FIRST_PAUSE_SECONDS
         if has_ended or was_over:
             return True
-        limits.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait(seconds: float, is_cut: Callable[[], bool]) -> bool:
+    """Wait until a time has passed, or is cut; return whether all of it passed."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if is_cut():
+            return False
+        time.sleep(min(left, _POLL_SECONDS))
+    return True

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,28 @@ from drivetrain_tracking.settings import TrackingSettings
 logger = logging.getLogger(__name__)
 
 
+class DrainTime:
+    """The time that the platforms of a run have together, at its end, to take what is left in the log.
+
+    Args:
+        seconds: The time, which the first call of `left` starts.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until: float | None = None
+
+    def restart(self) -> None:
+        """Have the next call of `left` start the time anew."""
+        self._until = None
+
+    def left(self) -> float:
+        """Return the seconds that are left, at least 0."""
+        if self._until is None:
+            self._until = time.monotonic() + self.seconds
+        return max(0.0, self._until - time.monotonic())
+
+
 class ForwardedTracker:
     """A tracker whose platform cannot slow, stop or crash the process that logs.
 
@@ -26,11 +49,12 @@ class ForwardedTracker:
     Args:
         name: The name of a tracker, as for `make_tracker`.
         log: The path of the log.
-        settings: The `tracking` section; the defaults if None.
+        drain_time: The time for what is left at the end, which the platforms of a run share; 30 s if None.
 
     Attributes:
         name: The tracker's own name.
         on_all_ranks: Always False: only rank 0 writes.
+        drain_time: The time for what is left at the end.
         platform: A tracker like the one in the other process, never started: it tells the options of `start`.
 
     Raises:
@@ -40,12 +64,12 @@ class ForwardedTracker:
 
     on_all_ranks = False
 
-    def __init__(self, name: str, log: Path, *, settings: TrackingSettings | None = None) -> None:
+    def __init__(self, name: str, log: Path, *, drain_time: DrainTime | None = None) -> None:
         self.platform: Tracker = make_tracker(name, log.parent)
         self.name = self.platform.name
         self._made_by = name
         self._log = log
-        self._settings = settings or TrackingSettings()
+        self.drain_time = drain_time or DrainTime(TrackingSettings().drain_seconds)
         self._writer: WriterProcess | None = None
 
     def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 - the log tells them
@@ -62,26 +86,27 @@ class ForwardedTracker:
             log=self._log,
             tracker=self._made_by,
             platform=self.name,
-            seconds_after_end=self._settings.drain_seconds,
+            seconds_after_end=self.drain_time.seconds,
             left_out=getattr(self.platform, "joining_variables", ()),
             import_path=[path for path in sys.path if path] if ":" in self._made_by else (),
         )
+        self.drain_time.restart()
         self._writer = WriterProcess(command, parent=os.getpid())
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
         """Do nothing: the process beside the training reads the values from the log."""
 
     def finish(self) -> None:
-        """Wait up to `drain_seconds` for the platform to take what is left, and tell if it did not."""
+        """Wait for the platform to take what is left, within the drain time, and tell if it did not."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
-        if not writer.finish(self._settings.drain_seconds):
+        if not writer.finish(self.drain_time.left()):
             logger.warning(
                 "tracker %r did not take everything within %g s; nothing is lost: drivetrain track replay %s --to %s "
                 "sends the rest",
                 self.name,
-                self._settings.drain_seconds,
+                self.drain_time.seconds,
                 self._log.parent,
                 self._made_by,
             )

@@ -3,22 +3,26 @@
 import fcntl
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
+from drivetrain_tracking.jsonl import RESERVED_NAMES
 from drivetrain_tracking.protocol import PlanTracker, PlatformTracker, Tracker
-from drivetrain_tracking.records import LoggedRecord
+from drivetrain_tracking.records import LoggedRecord, StoredMedium
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 256  # records that a platform gets at once
+_LAST_LINE_BYTES = 4096  # enough for the line of a run's end
+_MOST_FAILURES = 4  # of a record by itself, before the platform is tried with another
 
 
 class Forwarder:
@@ -29,7 +33,9 @@ class Forwarder:
     records one by one, and the one that was on its way a second time.
 
     A record that the tracker refuses as such, by a `ValueNotLoggableError`, is counted and passed over. Any other
-    error is raised: the platform's, which may be gone at the next call.
+    error is raised: the platform may be back at the next call. So that no record stands in the way of all others for
+    good, one that failed by itself several times is sent without its media; if the platform refuses that as well, but
+    takes the next record, the platform is up and the record at fault: it is counted as refused, too.
 
     Args:
         log: The path of the log.
@@ -38,6 +44,7 @@ class Forwarder:
 
     Attributes:
         delivery: The state of the delivery.
+        place: The file in which it is kept.
         num_damaged: The damaged lines that were passed over.
 
     Raises:
@@ -46,9 +53,9 @@ class Forwarder:
     """
 
     def __init__(self, log: Path, tracker: Tracker, *, options: Mapping[str, Any] | None = None) -> None:
-        self._place = delivery_path(log, tracker.name)
-        self._lock = _lock_alone(self._place)
-        self.delivery = Delivery.load(self._place)
+        self.place = delivery_path(log, tracker.name)
+        self._lock = _lock_alone(self.place)
+        self.delivery = Delivery.load(self.place)
         self._log = log
         self._reader = SpoolReader(log, self.delivery.offset)
         self._tracker = tracker
@@ -57,11 +64,18 @@ class Forwarder:
         self._is_started = False
         self._doubtful_end = self.delivery.sending_end  # up to here the platform may hold records
         self._singly_end = 0  # up to here records go one by one
+        self._records = self._reader.read()
+        self._num_failures = 0  # of the first waiting record, sent by itself
 
     @property
     def num_damaged(self) -> int:
         """The number of damaged lines that were passed over."""
         return self._reader.num_damaged
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of records in memory, read and not delivered yet."""
+        return len(self._waiting)
 
     def deliver(self, *, on_progress: Callable[[Delivery], None] = lambda _: None) -> bool:
         """Deliver what is in the log by now.
@@ -85,6 +99,12 @@ class Forwarder:
             on_progress(self.delivery)
         return has_ended
 
+    def log_has_ended(self) -> bool:
+        """Return whether the last line of the log is that of the run's end by now, delivered or not."""
+        tail = SpoolReader(self._log, max(self.delivery.offset, self._log.stat().st_size - _LAST_LINE_BYTES))
+        last = deque(tail.read(), maxlen=1)
+        return bool(last) and last[0].record.get("event") == "finish"
+
     def close(self) -> None:
         """End the platform's run, if it is open, and let other processes deliver."""
         try:
@@ -95,7 +115,12 @@ class Forwarder:
             os.close(self._lock)
 
     def _read(self) -> bool:
-        self._waiting += self._reader.read()
+        """Read at most a batch, so that a long log is never in memory; return whether records are waiting."""
+        before = len(self._waiting)
+        self._waiting += islice(self._records, _BATCH)
+        if len(self._waiting) == before:  # the end, as it was when the file was opened
+            self._records = self._reader.read()
+            self._waiting += islice(self._records, _BATCH)
         return bool(self._waiting)
 
     def _next_batch(self) -> list[SpooledRecord]:
@@ -115,31 +140,82 @@ class Forwarder:
         if not batch:
             return
         self._doubtful_end = max(self._doubtful_end, batch[-1].end)
-        self._save(sending_end=self._doubtful_end)
+        if isinstance(self._tracker, PlatformTracker):  # others are never asked what they hold
+            self._save(sending_end=self._doubtful_end)
         try:
             self._send(records)
         except ValueNotLoggableError as error:
             if len(batch) > 1:
-                self._singly_end = batch[-1].end  # which of them it was shows when each goes by itself
-                return
-            logger.warning("tracker %r does not take a record: %s", self._tracker.name, error)
-            self._advance(batch, num_refused=1)
+                self._singly_end = batch[-1].end  # sent one by one, the record at fault shows
+            else:
+                self._refuse(batch[0], error)
+        except Exception as error:
+            self._singly_end = max(self._singly_end, batch[-1].end)
+            self._num_failures += len(batch) == 1
+            if self._num_failures < _MOST_FAILURES or not self._pass_over(batch[0], records[0], error):
+                raise
         else:
             self._advance(batch)
 
+    def _pass_over(self, found: SpooledRecord, failed: LoggedRecord, error: Exception) -> bool:
+        """Pass over a record if the platform is up: if it takes the record without its media, or the next one."""
+        if failed.media and failed.values and self._takes(replace(failed, media={})):
+            self._refuse(found, error)
+            return True
+        if len(self._waiting) < 2:
+            self._read()
+        if len(self._waiting) < 2 or "event" in self._waiting[1].record:
+            return False
+        after = self._waiting[1]
+        self._doubtful_end = max(self._doubtful_end, after.end)
+        self._singly_end = max(self._singly_end, after.end)
+        self._save(sending_end=self._doubtful_end)
+        if not self._takes(logged_record(after.record, self._log.parent)):
+            return False
+        self._refuse(found, error)
+        self._advance([after])
+        return True
+
+    def _takes(self, record: LoggedRecord) -> bool:
+        try:
+            self._send([record])
+        except Exception as error:  # noqa: BLE001 - the caller raises that of the record that failed first
+            logger.info("tracker %r does not take step %s either: %s", self._tracker.name, record.step, error)
+            return False
+        return True
+
+    def _refuse(self, found: SpooledRecord, error: Exception) -> None:
+        record = found.record
+        names = [name for name in (*record, *record.get("media", {})) if name not in RESERVED_NAMES]
+        logger.warning(
+            "tracker %r does not take %s of step %s, which stay in the log: %s: %s",
+            self._tracker.name,
+            ", ".join(map(repr, names)),
+            record.get("step"),
+            type(error).__name__,
+            error,
+        )
+        self._advance([found], num_refused=1)
+
     def _send(self, records: Sequence[LoggedRecord]) -> None:
         if isinstance(self._tracker, PlatformTracker):
-            self._tracker.write([self._without_foreign_media(record, self._tracker) for record in records])
+            self._tracker.write([self._with_media_of(record, self._tracker) for record in records])
             return
         for record in records:
             self._tracker.log(record.values, step=record.step)
 
-    def _without_foreign_media(self, record: LoggedRecord, tracker: PlatformTracker) -> LoggedRecord:
-        taken = {name: medium for name, medium in record.media.items() if medium.kind in tracker.media_kinds}
-        for name in record.media.keys() - taken.keys():
-            logger.info(
-                "tracker %r has no %s: %r is beside the log only", tracker.name, record.media[name].kind, name
-            )
+    def _with_media_of(self, record: LoggedRecord, tracker: PlatformTracker) -> LoggedRecord:
+        """Return the record with those of its media that the platform has a place for, and whose files exist."""
+        taken: dict[str, StoredMedium] = {}
+        for name, medium in record.media.items():
+            if medium.kind not in tracker.media_kinds:
+                logger.info(
+                    "tracker %r has no %s: %r is beside the log only", tracker.name, medium.kind, name
+                )
+            elif medium.path is not None and not medium.path.is_file():
+                logger.warning("%s is gone: %r of step %s is left out", medium.path, name, record.step)
+            else:
+                taken[name] = medium
         return replace(record, media=taken)
 
     def _deliver_event(self, found: SpooledRecord) -> None:
@@ -187,11 +263,12 @@ class Forwarder:
             num_refused=self.delivery.num_refused + num_refused,
         )
         del self._waiting[: len(batch)]
+        self._num_failures = 0
         self._save(sending_end=max(self.delivery.offset, self._doubtful_end))
 
     def _save(self, *, sending_end: int) -> None:
         self.delivery = replace(self.delivery, sending_end=sending_end)
-        self.delivery.save(self._place)
+        self.delivery.save(self.place)
 
 
 def _lock_alone(place: Path) -> int:

@@ -1,6 +1,5 @@
 """Send a run's log to a platform after the run: `drivetrain track replay FOLDER --to wandb`."""
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,14 +9,14 @@ from drivetrain_tracking.errors import (
     DeliveryFileError,
     DeliveryInUseError,
     MissingLibraryError,
+    SpoolInUseError,
     UnknownTrackerError,
 )
 from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
-from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
+from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.forwarder import Forwarder
-from drivetrain_tracking.forwarding.writer_main import options_path
+from drivetrain_tracking.forwarding.writer_main import open_forwarder
 from drivetrain_tracking.jsonl import LOG_NAME
-from drivetrain_tracking.registry import make_tracker
 
 _UNDELIVERED = 1
 _USAGE = 2
@@ -48,7 +47,13 @@ def run(arguments: ReplayArguments) -> int:
         return _USAGE
     try:
         forwarder = _open(log, arguments)
-    except (UnknownTrackerError, MissingLibraryError, DeliveryFileError, DeliveryInUseError) as error:
+    except (
+        UnknownTrackerError,
+        MissingLibraryError,
+        DeliveryFileError,
+        DeliveryInUseError,
+        SpoolInUseError,
+    ) as error:
         sys.stderr.write(f"{error}\n")
         return _USAGE
     before = forwarder.delivery
@@ -73,13 +78,13 @@ def run(arguments: ReplayArguments) -> int:
 
 
 def _open(log: Path, arguments: ReplayArguments) -> Forwarder:
-    tracker = make_tracker(arguments.to, log.parent)
-    if arguments.from_start:
-        place = delivery_path(log, tracker.name)
-        Forwarder(log, tracker).close()  # refuses while another process delivers
-        Delivery(sending_end=log.stat().st_size).save(place)  # so that the platform is asked what it holds
-    options = options_path(log, tracker.name)
-    return Forwarder(log, tracker, options=json.loads(options.read_text()) if options.exists() else {})
+    forwarder = open_forwarder(log, arguments.to)  # refuses while another process delivers
+    if not arguments.from_start:
+        return forwarder
+    forwarder.close()
+    # As if all of the log was on its way when a process was killed: so the platform is asked what it holds.
+    Delivery(sending_end=log.stat().st_size).save(forwarder.place)
+    return open_forwarder(log, arguments.to)
 
 
 def _show_progress(size_bytes: int) -> Callable[[Delivery], None]:

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from drivetrain_tracking.errors import SpoolInUseError
 from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
 from drivetrain_tracking.forwarding.forwarder import Forwarder
+from drivetrain_tracking.jsonl import JSONLTracker
 from drivetrain_tracking.registry import make_tracker
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,13 @@ def open_forwarder(log: Path, name: str) -> Forwarder:
         UnknownTrackerError: There is no tracker of this name.
         DeliveryFileError: The file that tells what was delivered is damaged.
         DeliveryInUseError: Another process delivers this log to this platform.
+        SpoolInUseError: The tracker would append to the log that is delivered.
     """
     tracker = make_tracker(name, log.parent)
+    if isinstance(tracker, JSONLTracker):
+        raise SpoolInUseError(
+            f"tracker {name!r} writes {log} itself, where the records are already; name another"
+        )
     options = options_path(log, tracker.name)
     return Forwarder(log, tracker, options=json.loads(options.read_text()) if options.exists() else {})
 

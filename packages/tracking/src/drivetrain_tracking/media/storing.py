@@ -1,11 +1,19 @@
 """Store the media among logged values, once for all trackers."""
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.media.medium import Medium
 from drivetrain_tracking.records import StoredMedium
+
+# What a disk answers that is full, beyond its quota, read-only or broken.
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+
+
+class DiskError(OSError):
+    """The disk does not take a medium: it is full or fails."""
 
 
 def split_media(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Medium]]:
@@ -17,10 +25,23 @@ def split_media(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str,
 
 
 def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> dict[str, StoredMedium]:
-    """Store media in `folder`, under names of their time and name."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Store media in `folder`, under names of their time and name: all of them, or none.
+
+    Raises:
+        ValueNotLoggableError: A content has a type or shape that cannot be stored.
+        DiskError: The disk is full or fails.
+    """
     stored: dict[str, StoredMedium] = {}
-    for name, medium in media.items():
-        readable = "".join(one if one.isalnum() or one in "-_" else "-" for one in name)[:60]
-        stored[name] = medium.store(folder / f"{round(time * 1e6)}-{len(stored)}-{readable}")
+    stem = f"{round(time * 1e6)}-"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, medium in media.items():
+            readable = "".join(one if one.isalnum() or one in "-_" else "-" for one in name)[:60]
+            stored[name] = medium.store(folder / f"{stem}{len(stored)}-{readable}")
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        for part in folder.glob(f"{stem}*"):
+            part.unlink()
+        raise DiskError(error.errno, error.strerror, str(folder)) from error
     return stored

@@ -20,13 +20,14 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Spool:
-    """A file of records that one process appends to.
+    """A file of records that one process appends to, from any of its threads.
 
     A record is with the operating system when `append` returns: it survives the end of this process by any signal. It
     survives the end of the machine from the next flush on, which a thread of the spool makes every `flush_seconds`.
 
     A disk that is full or fails takes nothing from training: records that could not be written are counted, told
-    once, and a record of their number follows when the disk takes records again.
+    once, and a record of their number follows when the disk takes records again. A flush that fails is told once,
+    too, and so is the next one that does not.
 
     Args:
         path: The file, created if it is missing; what a killed process left of a line is removed first.
@@ -44,6 +45,7 @@ class Spool:
         self.num_lost = 0
         self._path = path
         self._num_lost_told = 0
+        self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = _open_alone(path)
         self._end = _cut_unfinished_line(self._file)
@@ -65,17 +67,19 @@ class Spool:
         if self._file is None:
             raise TrackerStateError(f"append() to {self._path}, which is closed")
         line = encode(record)
-        if self.num_lost > self._num_lost_told:
-            # One write for both: the record of what was lost goes only together with one that was not.
-            line = encode({"event": "lost", "count": self.num_lost - self._num_lost_told}) + line
-        try:
-            _write_whole(self._file, line, self._end)
-        except OSError as error:
-            self._lose(error)
-            return
-        self._end += len(line)
-        self._num_lost_told = self.num_lost
-        self._written.set()
+        with self._lock:
+            self._append_line(line)
+
+    def lose(self, error: OSError) -> None:
+        """Count a record, or a part of one, that could not be written to the folder; the first is told."""
+        with self._lock:
+            if self.num_lost == self._num_lost_told:  # the first since the last record that went
+                logger.warning(
+                    "%s cannot be written (%s): training goes on, and what is logged meanwhile is lost and counted",
+                    error.filename or self._path,
+                    os.strerror(error.errno or errno.EIO),
+                )
+            self.num_lost += 1
 
     def close(self) -> None:
         """Flush and close the file. A second call does nothing."""
@@ -84,9 +88,10 @@ class Spool:
         self._closing.set()
         self._written.set()
         self._flusher.join()
-        _unlock(self._file)
-        os.close(self._file)
-        self._file = None
+        with self._lock:
+            _unlock(self._file)
+            os.close(self._file)
+            self._file = None
         if self.num_lost:
             logger.warning("%d records could not be written to %s", self.num_lost, self._path)
 
@@ -96,28 +101,47 @@ class Spool:
             os.close(self._file)
             self._file = None
 
-    def _lose(self, error: OSError) -> None:
-        if self.num_lost == self._num_lost_told:  # the first since the last record that went
-            logger.warning(
-                "%s cannot be written (%s): training goes on, and what is logged meanwhile is lost and counted",
-                self._path,
-                os.strerror(error.errno or errno.EIO),
-            )
-        self.num_lost += 1
+    def _append_line(self, line: bytes) -> None:
+        if self._file is None:  # closed meanwhile, by another thread
+            raise TrackerStateError(f"append() to {self._path}, which is closed")
+        if self.num_lost > self._num_lost_told:
+            # One write for both: the record of what was lost goes only together with one that was not.
+            line = encode({"event": "lost", "count": self.num_lost - self._num_lost_told}) + line
+        try:
+            _write_whole(self._file, line, self._end)
+        except OSError as error:
+            self.lose(error)
+            return
+        self._end += len(line)
+        self._num_lost_told = self.num_lost
+        self._written.set()
 
     def _flush_often(self, file: int, seconds: float) -> None:
+        can_flush = True
         while not self._closing.wait(seconds):
-            self._flush(file)
+            can_flush = self._flush(file, could_flush=can_flush)
             self._written.wait()
-        self._flush(file)
+        self._flush(file, could_flush=can_flush)
 
-    def _flush(self, file: int) -> None:
-        if self._written.is_set():
-            self._written.clear()
-            try:
-                os.fdatasync(file)
-            except OSError as error:
-                logger.warning("%s cannot be flushed to the disk: %s", self._path, error)
+    def _flush(self, file: int, *, could_flush: bool) -> bool:
+        """Flush what was written; tell when that begins to fail, and when it succeeds again."""
+        if not self._written.is_set():
+            return could_flush
+        self._written.clear()
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            if could_flush:
+                logger.warning(
+                    "%s cannot be flushed to the disk (%s): training goes on; if the machine stops before this is "
+                    "told to be over, what was logged from now on may be lost",
+                    self._path,
+                    os.strerror(error.errno or errno.EIO),
+                )
+            return False
+        if not could_flush:
+            logger.warning("%s is flushed to the disk again", self._path)
+        return True
 
 
 def _open_alone(path: Path) -> int:
