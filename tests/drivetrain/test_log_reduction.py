@@ -45,12 +45,28 @@ def logs_everything(folder: str) -> None:
             accelerator.log({"loss" if rank else "accuracy": 1.0}, reduce=reduce)
         with pytest.raises(CollectiveMismatchError, match="another rank logged other names"):
             accelerator.log({str(name): 1.0 for name in range(1 + rank)}, reduce=reduce)
+        many = {str(name): float(name) for name in range(1500)}
+        with pytest.raises(CollectiveMismatchError, match="another rank logged other names"):
+            accelerator.log(many if rank else {"loss": 1.0}, reduce=reduce)
+        with pytest.raises(CollectiveMismatchError, match="another rank logged other names"):
+            accelerator.log(many if rank else dict(list(many.items())[:1023]), reduce=reduce)
+    accelerator.log(many, reduce="mean")
+    with pytest.raises(ValueNotLoggableError, match="two have the name 'a/b'"):
+        accelerator.log({"a/b": 1.0, "a": {"b": 2.0}}, reduce="sum")
+    num_collectives = []
+    collect = torch.distributed.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.distributed, "all_reduce", lambda *a, **k: num_collectives.append(1) or collect(*a, **k)
+        )
+        accelerator.log({f"value_{index}": 1.0 for index in range(100)}, reduce="mean")
+    assert len(num_collectives) == 1
     accelerator.end_training()
 
 
 def test_values_of_all_ranks_are_logged_together(run_ranks, tmp_path: Path) -> None:
     run_ranks(logs_everything, str(tmp_path))
-    mean, total, most, least, each, weighed, without_samples, low, first = lines(tmp_path)
+    mean, total, most, least, each, weighed, without_samples, low, first, many, hundred = lines(tmp_path)
     assert mean == {"step": 1, "loss": 1.5, "times/data": 0.25, "hits": 2**40 + 0.5}
     assert total == {"step": 1, "loss": 3.0, "times/data": 0.5, "hits": 2.0**41 + 1}
     assert most == {"step": 1, "loss": 2.0, "times/data": 0.5, "hits": 2.0**40 + 1}
@@ -63,6 +79,8 @@ def test_values_of_all_ranks_are_logged_together(run_ranks, tmp_path: Path) -> N
     assert without_samples == {"loss": 3.0}
     assert low == {"loss": 1.0, "ok": 1.0}
     assert first == {"rank": 0}
+    assert many == {str(name): float(name) for name in range(1500)}
+    assert len(hundred) == 100
 
 
 def test_one_process_logs_its_own_values(tmp_path: Path) -> None:

@@ -89,6 +89,21 @@ def test_it_warns_once_until_memory_has_fallen(group: Group, caplog: pytest.LogC
     assert not guard.should_stop  # nobody asked for it
 
 
+def test_the_warning_comes_also_where_describing_fails(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    guard = group.guard(describe=fail, stop_at=0.95)
+    group.hold(960, 0)
+    with caplog.at_level(logging.WARNING):
+        guard.check()
+    assert guard.should_stop
+    assert "what holds memory could not be described" in caplog.messages[0]
+    assert "96% of this job's memory limit" in caplog.messages[1]
+
+
 def test_its_thread_raises_the_flag(group: Group) -> None:
     with group.guard(stop_at=0.9, interval_seconds=0.005) as guard:
         assert not guard.should_stop

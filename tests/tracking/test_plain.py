@@ -78,7 +78,7 @@ def test_enumerators_that_are_numbers_are_numbers() -> None:
     ("value", "message"),
     [
         (Scalar(1, (2,)), r"^values\['a'\]\['b'\]\[0\]: this .*Scalar has shape \(2,\): log .mean\(\)"),
-        (object(), r"^values\['a'\]\['b'\]\[0\]: this object is none that can be logged"),
+        (object(), r"^values\['a'\]\['b'\]\[0\]: this object cannot be logged"),
         ({1: 2}, r"^values\['a'\]\['b'\]\[0\]\[1\]: this int is no name"),
         (Path("x"), r"^values\['a'\]\['b'\]\[0\]: this pathlib.PosixPath"),
     ],

@@ -1,5 +1,6 @@
 import pytest
 
+from drivetrain_tracking import plain_config
 from drivetrain_tracking.secret_masking import is_secret_name, mask_command, mask_config, mask_text
 
 
@@ -17,6 +18,8 @@ from drivetrain_tracking.secret_masking import is_secret_name, mask_command, mas
             "accessToken",
         ),
         *("aws_secret_access_key", "credentials", "privateKey", "hub_token", "client-secret"),
+        *("MLFLOW_TRACKING_TOKEN", "DVC_STUDIO_TOKEN", "wandb_key", "openai_key", "ssh_key", "pwd"),
+        *("authorization", "api_keys", "access_tokens"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -36,6 +39,7 @@ def test_names_of_secrets(name: str) -> None:
             "num_key_value_heads",
         ),
         *("author", "secretary", "passes", "keys", "token_type", "mask_token", "primary_key"),
+        *("image_key", "sort_keys", "loss_per_token", "image_token", "max_tokens"),
     ],
 )
 def test_names_of_other_things(name: str) -> None:
@@ -61,6 +65,33 @@ def test_a_configuration_is_masked_at_any_depth_by_name_and_by_form() -> None:
     }
 
 
+def test_objects_of_other_kinds_are_masked() -> None:
+    attrs = pytest.importorskip("attrs")
+    omegaconf = pytest.importorskip("omegaconf")
+
+    @attrs.define
+    class Hub:
+        api_key: str
+        repo: str
+
+    class Login:
+        def __str__(self) -> str:
+            return "Login(user='me', api_key='abc def', retries=3)"
+
+    config = {
+        "hub": Hub("abcd", "me/model"),
+        "login": Login(),
+        "environment": ["API_KEY=abcdef", "LEVEL=debug"],
+        "listed": omegaconf.OmegaConf.create([{"password": "1234"}, 1]),
+    }
+    assert plain_config(config) == {
+        "hub": {"api_key": "***", "repo": "me/model"},
+        "login": "Login(user='me', api_key='***', retries=3)",
+        "environment": ["API_KEY=***", "LEVEL=debug"],
+        "listed": [{"password": "***"}, 1],
+    }
+
+
 def test_a_command_line_is_masked() -> None:
     command = [
         "python",
@@ -79,6 +110,9 @@ def test_a_command_line_is_masked() -> None:
 
 
 def test_a_text_is_masked() -> None:
+    assert mask_text("train --api-key abcd --lr 0.1") == "train --api-key *** --lr 0.1"
+    assert mask_text("Authorization: Bearer abc.def-ghi") == "Authorization: ***"
+    assert mask_text("password = 'two words' # end") == "password = '***' # end"
     text = '+API_KEY = "abcdef"\n+pad_token = "<pad>"\n'
     key = "+-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\n"
     assert mask_text(text + key) == '+API_KEY = "***"\n+pad_token = "<pad>"\n+***\n'

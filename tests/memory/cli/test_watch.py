@@ -61,6 +61,24 @@ def test_what_is_not_there_is_a_plain_error(tmp_path: Path, capfd: pytest.Captur
         WatchArguments(target="1", interval=0)
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_the_program_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    source = f"open({str(tmp_path / 'started')!r}, 'w')"
+    assert watch(tmp_path / "file" / "out", sys.executable, "-ISc", source) == 2
+    assert "cannot be written" in capfd.readouterr().err
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_page_that_cannot_be_written_loses_no_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "memory.html").mkdir()
+    assert watch(tmp_path, sys.executable, "-ISc", "raise SystemExit(7)") == 7
+    assert "the watch ends here, the program goes on" in capfd.readouterr().err
+
+
 def test_the_command_needs_no_torch() -> None:
     source = "import sys, drivetrain_memory.cli.watch; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)

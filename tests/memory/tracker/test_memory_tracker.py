@@ -4,6 +4,7 @@ import math
 import os
 import random
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,20 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RankSummary
             time.sleep(0.05)
         tracker.record_breakdown(model, optimizer)
     return folder, tracker.summary()
+
+
+def test_another_thread_may_stop_it(tmp_path: Path) -> None:
+    tracker = MemoryTracker(tmp_path, rank=0, interval_seconds=0.01)
+    tracker.start()
+    stopped: list[RankSummary] = []
+    thread = threading.Thread(target=lambda: stopped.append(tracker.stop()))
+    thread.start()
+    thread.join()
+    assert read_summaries(tmp_path).ranks == tuple(stopped)
+    with record_peak() as peak:  # the thread that started it can measure on
+        block = fill(50)
+        del block
+    assert peak.host_bytes - peak.host_before_bytes > 49 * MB
 
 
 def test_phases_nest_and_have_exact_peaks(tracked: tuple[Path, RankSummary]) -> None:

@@ -150,6 +150,32 @@ def test_a_slow_driver_is_read_beside_and_a_failing_one_ends_its_numbers() -> No
     poller.close()
 
 
+def test_a_driver_that_fails_from_the_start_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    library = nvml()
+
+    def lost(index: int) -> object:
+        raise RuntimeError("GPU is lost\nand more")
+
+    library.nvmlDeviceGetHandleByIndex = lost
+    found = find_drivers({"nvidia": lambda: NvidiaDriver(library)})
+    assert found == DriversFound(drivers=(), absent={"nvidia": "the driver fails: RuntimeError: GPU is lost"})
+
+    class Failing:
+        closed = False
+
+        def read(self) -> tuple[DeviceReading, ...]:
+            raise RuntimeError("GPU is lost")
+
+        def close(self) -> None:
+            self.closed = True
+
+    driver = Failing()
+    poller = DriverPoller([driver], interval_seconds=0.01)
+    poller.close()
+    assert (poller.newest, driver.closed) == ((), True)
+    assert "its numbers end here" in caplog.text
+
+
 def test_found_drivers_are_handed_on() -> None:
     driver = NvidiaDriver(nvml())
     assert find_drivers({"nvidia": lambda: driver}) == DriversFound(drivers=(driver,), absent={})

@@ -38,5 +38,7 @@ def test_versions_hardware_and_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     info = collect_info()
     assert info["command"] == [sys.executable, "train.py", "--hub-token", "***", "--lr", "1"]
     assert info["packages"]["pytest"] == pytest.__version__
+    pytest.importorskip("yaml")
+    assert collect_info()["packages"]["PyYAML"]  # whose module has another name
     assert info["hardware"]["num_cpus"] >= 1
     assert info["hardware"]["memory_bytes"] > 1e8

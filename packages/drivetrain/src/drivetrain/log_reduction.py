@@ -1,6 +1,6 @@
 """Reduce logged values over all ranks: one collective for all names, and no wait for the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 from zlib import crc32
@@ -16,7 +16,9 @@ from drivetrain_tracking.device_values import DeviceValues, copy_values
 LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "per_rank"]
 LoggedCount: TypeAlias = int | float | Tensor
 
-_BLOCK = 64  # the vector's length is a multiple: ranks with other names mostly still meet, and are told of it
+# Every vector has this length, or is announced by one that has: ranks that log other names still meet, and are told of
+# it. A collective of 8 KiB takes as long as one of a few bytes.
+_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,15 @@ class FlatValues:
         """Return nested values as one level.
 
         Raises:
-            ValueNotLoggableError: A value is no number; only numbers can be reduced.
+            ValueNotLoggableError: A value is no number, and only numbers can be reduced; or two have one name.
         """
-        found = dict(_leaves(values, ""))
+        found: dict[str, Any] = {}
+        for name, number in _leaves(values, ""):
+            if name in found:
+                raise ValueNotLoggableError(
+                    f"values: two have the name {name!r} when nested names are joined by '/': rename one of them"
+                )
+            found[name] = number
         return cls(tuple(found), tuple(found.values()))
 
     @property
@@ -104,26 +112,43 @@ class LogReducer:
 
     def _per_rank(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
         size = self._context.topology.world_size
-        rows = collectives.gather(self._context, self._padded(flat, self._vector(flat.numbers))).view(
-            size, -1
-        )
-        self._check_marks(flat, rows[:, 0].max(), -rows[:, 0].min())
+
+        def gather(numbers: Tensor) -> tuple[Tensor, Tensor]:
+            rows = collectives.gather(self._context, self._padded(flat, numbers)).view(size, -1)
+            return rows[:, 2:], rows[:, 0].max() - rows[:, 0].min()
+
+        rows = self._exchange(flat, self._vector(flat.numbers), gather)
         return {
-            f"{name}/rank_{rank}": rows[rank, 2 + index]
+            f"{name}/rank_{rank}": rows[rank, index]
             for index, name in enumerate(flat.names)
             for rank in range(size)
         }
 
     def _all_reduce(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
-        reduced = collectives.reduce(self._context, self._padded(flat, numbers, op), op=op)
-        if (
-            op == "sum"
-        ):  # of equal marks, the square of the sum is the number of ranks by the sum of the squares
-            size = self._context.topology.world_size
-            self._check_marks(flat, reduced[0] * reduced[0], -size * reduced[1])
-        else:
-            self._check_marks(flat, reduced[0], reduced[1])
-        return reduced[2 : 2 + len(numbers)]
+        def reduce(numbers: Tensor) -> tuple[Tensor, Tensor]:
+            reduced = collectives.reduce(self._context, self._padded(flat, numbers, op), op=op)
+            if op == "max":
+                return reduced[2:], reduced[0] + reduced[1]
+            # Of equal marks, the square of the sum is the number of ranks by the sum of the squares.
+            return reduced[2:], reduced[0] * reduced[0] - self._context.topology.world_size * reduced[1]
+
+        return self._exchange(flat, numbers, reduce)[: len(numbers)]
+
+    def _exchange(
+        self, flat: FlatValues, numbers: Tensor, collective: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Return what a collective makes of the numbers, once ranks have compared their names in it.
+
+        More numbers than a block holds are announced by a block of the marks alone, which is waited for: vectors of
+        other lengths, which ranks with other names have, would abort the collective or never end it.
+        """
+        if 2 + len(numbers) > _BLOCK:
+            _, difference = collective(numbers[:0])
+            _check_same_names(flat.names, difference.item())
+        result, difference = collective(numbers)
+        for names, seen in self._headers.add(copy_values({"difference": difference}), flat.names):
+            _check_same_names(names, seen["difference"])
+        return result
 
     def _padded(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
         """Return the marks by which ranks compare their names, the numbers, and zeros up to a whole block."""
@@ -153,15 +178,18 @@ class LogReducer:
     def _named(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
         return dict(zip(flat.names, numbers.unbind(), strict=True))
 
-    def _check_marks(self, flat: FlatValues, highest: Tensor, lowest_negated: Tensor) -> None:
-        for names, marks in self._headers.add(
-            copy_values({"difference": highest + lowest_negated}), flat.names
-        ):
-            if marks["difference"] != 0:
-                raise CollectiveMismatchError(
-                    f"log({', '.join(names)}, reduce=...): another rank logged other names in the same call: log "
-                    "the same names, in the same order, on all ranks; StateSettings(debug=True) says what each logged"
-                )
+
+def _check_same_names(names: Sequence[str], difference: object) -> None:
+    """Check that the marks of all ranks' names do not differ.
+
+    Raises:
+        CollectiveMismatchError: They do.
+    """
+    if difference != 0:
+        raise CollectiveMismatchError(
+            f"log({', '.join(names)}, reduce=...): another rank logged other names in the same call: log "
+            "the same names, in the same order, on all ranks; StateSettings(debug=True) says what each logged"
+        )
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> "list[tuple[str, Any]]":

@@ -102,7 +102,7 @@ class MemoryGuard:
             self.should_stop = True
         if self._is_armed and usage.held_fraction >= self._warn_at:
             self._is_armed = False
-            _logger.warning("%s", describe_usage(usage, None if self._describe is None else self._describe()))
+            _logger.warning("%s", describe_usage(usage, self._breakdown()))
         return usage
 
     def start(self) -> None:
@@ -132,14 +132,22 @@ class MemoryGuard:
     ) -> None:
         self.stop()
 
+    def _breakdown(self) -> MemoryBreakdown | None:
+        if self._describe is None:
+            return None
+        try:
+            return self._describe()
+        except Exception:  # the user's function, in the midst of a step; the warning must still come
+            _logger.warning("what holds memory could not be described", exc_info=True)
+            return None
+
     def _run(self) -> None:
         while not self._ended.wait(self._interval_seconds):
             try:
                 self.check()
-            except (
-                Exception
-            ):  # the user's `describe` may fail in the midst of a step; the flag must still come
-                _logger.warning("describing what holds memory failed", exc_info=True)
+            except OSError:
+                _logger.warning("this job's memory limit cannot be read; the guard ends here", exc_info=True)
+                return
 
 
 def describe_usage(usage: CgroupUsage, breakdown: MemoryBreakdown | None) -> str:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from drivetrain_tracking.errors import ValueNotLoggableError
-from drivetrain_tracking.secret_masking import MASK, mask_config
+from drivetrain_tracking.secret_masking import MASK, mask_config, mask_text
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
 
@@ -28,8 +28,9 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Plain]:
 def plain_config(config: Any) -> dict[str, Plain]:
     """Convert a run's configuration to plain values, with its secrets masked.
 
-    Dataclasses, namespaces, and objects with `model_dump` or `to_dict` become dicts, paths strings, enum members
-    their values, sets sorted lists. Any other object becomes its `repr`: a configuration is there to be read.
+    Dataclasses, namespaces, objects of attrs, and objects with `model_dump` or `to_dict` become dicts, paths strings,
+    enum members their values, sets sorted lists. Any other object becomes its text: a configuration is there to be
+    read.
 
     Args:
         config: A mapping, or an object that becomes one.
@@ -63,7 +64,9 @@ def _opened(value: Any) -> Plain:
             field.name: MASK if field.metadata.get("secret") else _opened(getattr(value, field.name))
             for field in fields(value)
         }
-    return getattr(value, "__qualname__", None) or str(value)[:_LONGEST_REPR]
+    if (attributes := getattr(type(value), "__attrs_attrs__", None)) is not None:  # of a class of attrs
+        return {attribute.name: _opened(getattr(value, attribute.name)) for attribute in attributes}
+    return getattr(value, "__qualname__", None) or mask_text(str(value)[:_LONGEST_REPR])
 
 
 def _opened_items(value: Iterable[Any]) -> Plain:
@@ -78,6 +81,8 @@ _OPENERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Plain]], ...] = (
     (Namespace, lambda value: _opened(vars(value))),
     (SimpleNamespace, lambda value: _opened(vars(value))),
     ((list, tuple), _opened_items),
+    ((str, bytes, bytearray, range), str),
+    (Sequence, _opened_items),  # such as a list of OmegaConf
     ((set, frozenset), lambda value: sorted((_opened(item) for item in value), key=str)),
 )
 
@@ -102,7 +107,7 @@ def _plain(value: object, path: tuple[object, ...]) -> Plain:
     raise _refusal(
         path,
         value,
-        "is none that can be logged: log numbers, strings, booleans, or dicts of them; an Image, Table or other "
+        "cannot be logged: log numbers, strings, booleans, or dicts of them; an Image, Table or other "
         "medium by a name of its own, not within a dict",
     )
 

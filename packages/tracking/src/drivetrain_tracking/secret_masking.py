@@ -6,52 +6,57 @@ from typing import Any, cast
 
 MASK = "***"
 
-# Words of a name that say what its value is. "token" is a word of vocabularies too (pad_token, num_tokens), so that
-# it counts alone, or behind a word that says whose it is.
-_SECRET_WORDS = frozenset(
-    {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
-)
-_KEY_OWNERS = frozenset({"api", "access", "private", "secret", "account", "encryption", "signing"})
-_TOKEN_OWNERS = frozenset(
-    {
-        "access",
-        "api",
-        "auth",
-        "bearer",
-        "bot",
-        "gh",
-        "github",
-        "gitlab",
-        "hf",
-        "hub",
-        "id",
-        "refresh",
-        "session",
-        "wandb",
-    }
-)
+# fmt: off
+# Words of a name that say what its value is.
+_SECRET_WORDS = frozenset({
+    "password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials",
+    "apikey", "apikeys", "authorization",
+})
+# "key" is a word of configurations too (primary_key, image_key), and counts behind a word that says whose it is.
+_KEY_OWNERS = frozenset({
+    "access", "account", "anthropic", "api", "auth", "aws", "azure", "client", "clearml", "comet", "deploy",
+    "encryption", "gcp", "github", "gitlab", "google", "hf", "license", "master", "openai", "private",
+    "secret", "service", "signing", "ssh", "storage", "swanlab", "wandb", "webhook",
+})
+# "token" is a word of vocabularies too (pad_token, loss_per_token): behind these it is no secret.
+_VOCABULARY = frozenset({
+    "additional", "audio", "begin", "bos", "boi", "boundary", "cls", "decoder", "end", "eoi", "eos", "eot",
+    "extra", "first", "forced", "image", "last", "mask", "next", "pad", "padding", "per", "prefix", "sep",
+    "separator", "special", "start", "stop", "suffix", "target", "think", "unk", "unknown", "video", "vision",
+    "word",
+})
+_TOKENS_OWNERS = frozenset({
+    "access", "api", "auth", "bearer", "github", "gitlab", "hf", "hub", "refresh", "session",
+})
+# fmt: on
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 # Secrets that tell themselves by their form.
 _FORMS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}"
     r"|\bglpat-[A-Za-z0-9_-]{20,}|\bAKIA[A-Z0-9]{16}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|\b[Bb]earer\s+[A-Za-z0-9._~+/-]{8,}=*"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _ASSIGNMENT = re.compile(
-    r"(?P<name>[A-Za-z_][\w.-]*)(?P<between>[\"']?\s*[:=]\s*[\"']?)(?P<value>[^\s\"',;]{4,})"
+    r"(?P<name>[A-Za-z_][\w.-]*)(?P<between>[\"']?\s*[:=]\s*)"
+    r"(?P<value>\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;]{4,})"
 )
+_FLAG = re.compile(r"(?P<name>--[A-Za-z][\w-]*)(?P<between>\s+)(?P<value>[^\s-]\S*)")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name says that its value is a secret: api_key, hf-token, DB_PASSWORD; not pad_token."""
+    """Return whether a name says that its value is a secret: api_keys, hf-token, DB_PASSWORD; not pad_token."""
     words = [word.lower() for word in _WORDS.findall(name)]
     for index, word in enumerate(words):
         owner = words[index - 1] if index else ""
-        if word in _SECRET_WORDS or (word == "key" and owner in _KEY_OWNERS):
+        is_last = index == len(words) - 1
+        if word in _SECRET_WORDS or (word in ("key", "keys") and owner in _KEY_OWNERS):
             return True
-        if word == "token" and index == len(words) - 1 and (not owner or owner in _TOKEN_OWNERS):
+        if is_last and word == "token" and owner not in _VOCABULARY:
+            return True
+        if is_last and word == "tokens" and owner in _TOKENS_OWNERS:
             return True
     return False
 
@@ -65,7 +70,7 @@ def mask_config(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [mask_config(item) for item in cast("list[Any]", value)]
-    return _mask_forms(value) if isinstance(value, str) else value
+    return mask_text(value) if isinstance(value, str) else value
 
 
 def mask_command(arguments: Sequence[str]) -> list[str]:
@@ -87,10 +92,12 @@ def mask_text(text: str) -> str:
     """Return a text, such as the changes of a commit, with secrets masked: assignments to their names, and forms."""
 
     def masked(found: "re.Match[str]") -> str:
-        is_secret = is_secret_name(found["name"])
-        return found["name"] + found["between"] + MASK if is_secret else found[0]
+        if not is_secret_name(found["name"]):
+            return found[0]
+        quote = found["value"][0] if found["value"][0] in "\"'" else ""
+        return found["name"] + found["between"] + quote + MASK + quote
 
-    return _ASSIGNMENT.sub(masked, _mask_forms(text))
+    return _FLAG.sub(masked, _ASSIGNMENT.sub(masked, _mask_forms(text)))
 
 
 def _mask_forms(text: str) -> str:

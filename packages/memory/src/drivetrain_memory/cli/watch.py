@@ -49,8 +49,14 @@ def run(arguments: WatchArguments) -> int:
 
     Returns:
         The exit code of the command, 128 and the signal's number if a signal ended it; 0 for a process that was
-        watched; 2 for a process that is not there.
+        watched; 2 for a process that is not there, or a folder that cannot be written. A disk that fails later ends
+        the watch with a warning, not the program.
     """
+    try:
+        Path(arguments.out).mkdir(parents=True, exist_ok=True)
+        samples_file(Path(arguments.out), 0).touch()
+    except OSError as error:
+        return _fail(f"--out {arguments.out}: cannot be written ({error}); name another folder", _USAGE)
     if arguments.target.isdecimal() and not arguments.command:
         return _watch_process(arguments, int(arguments.target))
     try:
@@ -63,11 +69,13 @@ def run(arguments: WatchArguments) -> int:
         return _fail(f"{arguments.target!r} does not start: {error}", _NOT_EXECUTABLE)
     with _handing_signals_on(process):
         # The program owns stdout: what is shown here goes beside it.
-        watch = _Watch(arguments, process.pid, LiveTable(sys.stderr))
-        while process.poll() is None and watch.look():
-            time.sleep(arguments.interval)
+        with _told_where_the_disk_fails():
+            watch = _Watch(arguments, process.pid, LiveTable(sys.stderr))
+            while process.poll() is None and watch.look():
+                time.sleep(arguments.interval)
+            process.wait()
+            watch.end(sys.stderr)
         code = process.wait()
-    watch.end(sys.stderr)
     return code if code >= 0 else _BY_SIGNAL - code
 
 
@@ -146,6 +154,15 @@ def _is_zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return True
+
+
+@contextmanager
+def _told_where_the_disk_fails() -> Generator[None]:
+    """End a watch that can write no more with a warning: the program goes on, and its exit code counts."""
+    try:
+        yield
+    except OSError as error:
+        sys.stderr.write(f"drivetrain: warning: the watch ends here, the program goes on: {error}\n")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The peak memory of a block, from the counters of the kernel and of the accelerators' allocators."""
 
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -61,7 +61,6 @@ class PeakRecord:
         self._devices: tuple[DevicePeak, ...] = ()
         self._meter: HostPeakMeter | None = None
         self._enclosing: PeakRecord | None = None
-        self._token: Token[PeakRecord | None] | None = None
 
     @property
     def host(self) -> HostPeak:
@@ -140,7 +139,7 @@ class PeakRecord:
         self._enclosing = _ENCLOSING.get()
         if self._enclosing is not None:
             self._enclosing._update()  # before the counters are reset
-        self._token = _ENCLOSING.set(self)
+        _ENCLOSING.set(self)
         self._devices = begin_device_peaks()
         self._meter = HostPeakMeter(children=self._counts_children, proc=self._proc)
         self._host = self._meter.read()
@@ -150,8 +149,8 @@ class PeakRecord:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._update()
-        if self._token is not None:
-            _ENCLOSING.reset(self._token)
+        if _ENCLOSING.get() is self:  # not where another thread ends the block
+            _ENCLOSING.set(self._enclosing)
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.stop()

@@ -98,6 +98,8 @@ class MemoryTracker:
     def stop(self) -> RankSummary:
         """Take a last sample, write the summary and return it; a second call returns the same.
 
+        Any thread may call it.
+
         Raises:
             RuntimeError: The tracker was not started.
             OSError: The summary cannot be written.
@@ -107,9 +109,11 @@ class MemoryTracker:
         recorder, thread, peak = self._started()
         self._ended.set()
         thread.join()
-        recorder.take(phase=self._phases.path, step=self._step)
-        peak.__exit__(None, None, None)
-        recorder.close()
+        try:
+            recorder.take(phase=self._phases.path, step=self._step)
+            peak.__exit__(None, None, None)
+        finally:
+            recorder.close()
         self._summary = self._build(recorder, peak)
         if self._folder is not None:
             write_summary(self._folder, self._summary)

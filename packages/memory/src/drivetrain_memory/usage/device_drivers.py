@@ -63,7 +63,7 @@ class DriversFound:
 
 
 def find_drivers(openers: Mapping[str, Callable[[], DeviceDriver]] | None = None) -> DriversFound:
-    """Open the drivers of all vendors whose packages and devices are here; an absent one is no error.
+    """Open the drivers of all vendors whose packages and devices are here; an absent or failing one is no error.
 
     Args:
         openers: The functions that open a driver, by vendor; None for NVIDIA, AMD, Intel and Habana.
@@ -75,6 +75,8 @@ def find_drivers(openers: Mapping[str, Callable[[], DeviceDriver]] | None = None
             drivers.append(open_driver())
         except DriverAbsentError as error:
             absent[vendor] = str(error)
+        except Exception as error:  # noqa: BLE001 - a vendor's error of any kind, such as that of a lost device
+            absent[vendor] = f"the driver fails: {first_line(error)}"
     return DriversFound(drivers=tuple(drivers), absent=absent)
 
 

@@ -21,26 +21,28 @@ class DriverPoller:
         self._drivers = tuple(drivers)
         self._interval_seconds = interval_seconds
         self._ended = threading.Event()
-        self.newest: tuple[DeviceReading, ...] = self._read()
+        self.newest: tuple[DeviceReading, ...] = ()
         self._thread = threading.Thread(target=self._run, name="drivetrain-drivers", daemon=True)
-        if self._drivers:
+        if self._drivers and self._look():
             self._thread.start()
 
     def close(self) -> None:
         """End the thread and give the drivers back."""
         self._ended.set()
-        if self._drivers:
+        if self._thread.is_alive():
             self._thread.join()
         for driver in self._drivers:
             driver.close()
 
-    def _read(self) -> tuple[DeviceReading, ...]:
-        return tuple(reading for driver in self._drivers for reading in driver.read())
+    def _look(self) -> bool:
+        """Read all devices; return whether it succeeded."""
+        try:
+            self.newest = tuple(reading for driver in self._drivers for reading in driver.read())
+        except Exception:  # a vendor's error of any kind: the numbers end, training does not
+            _logger.warning("a device driver failed; its numbers end here", exc_info=True)
+            return False
+        return True
 
     def _run(self) -> None:
-        while not self._ended.wait(self._interval_seconds):
-            try:
-                self.newest = self._read()
-            except Exception:  # a vendor's error of any kind: the numbers end, training does not
-                _logger.warning("a device driver failed; its numbers end here", exc_info=True)
-                return
+        while not self._ended.wait(self._interval_seconds) and self._look():
+            pass

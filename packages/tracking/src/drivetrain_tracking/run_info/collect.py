@@ -4,7 +4,7 @@ import os
 import platform
 import socket
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,12 @@ def collect_info() -> dict[str, Plain]:
 
 
 def _imported_packages() -> dict[str, str]:
-    names = sorted({name.partition(".")[0] for name in sys.modules if not name.startswith("_")})
-    found: dict[str, str] = {}
-    for name in names:
-        if name in sys.stdlib_module_names:
-            continue
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # a module of the user's own, or one whose distribution has another name
-    return found
+    """Return the version of each distribution, such as PyYAML, one of whose modules is imported."""
+    imported = {name.partition(".")[0] for name in sys.modules}
+    distributions = {
+        name for module, names in packages_distributions().items() if module in imported for name in names
+    }
+    return {name: version(name) for name in sorted(distributions, key=str.casefold)}
 
 
 def _hardware() -> dict[str, Plain]:
