@@ -16,8 +16,8 @@ from drivetrain_tracking.device_values import DeviceValues, copy_values
 LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "per_rank"]
 LoggedCount: TypeAlias = int | float | Tensor
 
-# Every vector has this length, or is announced by one that has: ranks that log other names still meet, and are told of
-# it. A collective of 8 KiB takes as long as one of a few bytes.
+# Every vector has this length, or is announced by one that has: so ranks that log other names still meet, and are
+# told of it. A collective of 8 KiB takes as long as one of a few bytes.
 _BLOCK = 1024
 
 
