@@ -93,6 +93,16 @@ def test_one_process_logs_its_own_values(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"loss": 2.0}] * 4 + [{"loss/rank_0": 2.0}]
 
 
+def test_the_log_tells_what_surrounds_the_run(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")
+    accelerator.init_trackers("told")
+    accelerator.end_training()
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (info,) = [event["info"] for event in events if event["event"] == "info"]
+    assert torch.__version__.startswith(info["packages"]["torch"].partition("+")[0])
+    assert {"command", "git", "hardware", "python"} < set(info)
+
+
 def test_steps_after_a_restored_one_are_an_attempt_of_their_own(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")

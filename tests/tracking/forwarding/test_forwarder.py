@@ -19,6 +19,7 @@ class Kept:
         self.records: list[LoggedRecord] = []
         self.fail_after: int | None = None  # so many records are taken, then a call fails
         self.refused = -1  # the step of a record that is never taken
+        self.takes_no_plan = False
         self.is_media_at_fault = False  # a record of such a step is taken without its media
         self.poisonous: set[int] = set()  # steps at which the library fails on the content
 
@@ -54,7 +55,12 @@ class KeptTracker:
         return held.index(False) if False in held else len(held)
 
     def record_plan(self, plan: Mapping[str, object]) -> None:
+        if self.kept.takes_no_plan:
+            raise RuntimeError("too long")
         self.kept.events.append(("plan", dict(plan)))
+
+    def record_info(self, info: Mapping[str, object]) -> None:
+        self.kept.events.append(("info", dict(info)))
 
     def finish(self) -> None:
         self.kept.events.append("finish")
@@ -90,6 +96,7 @@ def test_a_run_is_delivered_as_it_was_logged(log: JSONLTracker) -> None:
     tracker = KeptTracker(Kept())
     forwarder = Forwarder(log.path, tracker, options={"tag": "first"})
     log.record_plan({"backend": "ddp"})
+    log.record_info({"python": "3.11"})
     log.log({"loss": float("nan"), "note": "warm-up", "lr": {"head": 0.5}}, step=3)
     assert not forwarder.deliver()
     log.log({"done": True})
@@ -99,6 +106,7 @@ def test_a_run_is_delivered_as_it_was_logged(log: JSONLTracker) -> None:
     assert tracker.kept.events == [
         ("start", "bytes", {"lr": 0.1, "limit": float("inf")}, "first"),
         ("plan", {"backend": "ddp"}),
+        ("info", {"python": "3.11"}),
         "finish",
     ]
     first, second = tracker.kept.records
@@ -156,6 +164,19 @@ def test_a_record_on_which_the_library_fails_is_passed_once_the_next_is_taken(
     assert failures <= 4 * len(poisonous)  # in a batch, and three times by itself; the fourth finds out
     for step in poisonous:
         assert f"does not take 'loss' of step {step}, which stay in the log: RuntimeError" in caplog.text
+
+
+def test_a_plan_that_is_not_taken_blocks_nothing(log: JSONLTracker, caplog: pytest.LogCaptureFixture) -> None:
+    log.record_plan({"backend": "ddp"})
+    log.record_info({"python": "3.11"})
+    for step in range(3):
+        log.log({"loss": 1.0}, step=step)
+    kept = Kept()
+    kept.takes_no_plan = True
+    deliver_whatever_fails(log, kept)
+    assert ("info", {"python": "3.11"}) in kept.events
+    assert [record.step for record in kept.records] == [0, 1, 2]
+    assert "does not take 'plan'" in caplog.text
 
 
 def test_values_are_taken_where_media_are_at_fault(log: JSONLTracker) -> None:

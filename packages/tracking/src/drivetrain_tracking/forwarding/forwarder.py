@@ -14,7 +14,7 @@ from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
 from drivetrain_tracking.jsonl import RESERVED_NAMES
-from drivetrain_tracking.protocol import PlanTracker, PlatformTracker, Tracker
+from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
 
@@ -162,19 +162,29 @@ class Forwarder:
         if failed.media and failed.values and self._takes(replace(failed, media={})):
             self._refuse(found, error)
             return True
-        if len(self._waiting) < 2:
+        if len(self._waiting) < _BATCH:
             self._read()
-        if len(self._waiting) < 2 or "event" in self._waiting[1].record:
+        after = self._next_values()
+        if after is None:
             return False
-        after = self._waiting[1]
         self._doubtful_end = max(self._doubtful_end, after.end)
         self._singly_end = max(self._singly_end, after.end)
         self._save(sending_end=self._doubtful_end)
         if not self._takes(logged_record(after.record, self._log.parent)):
             return False
         self._refuse(found, error)
-        self._advance([after])
+        if self._waiting[0] is after:  # else a platform is asked later what it holds
+            self._advance([after])
         return True
+
+    def _next_values(self) -> SpooledRecord | None:
+        """Return the first record of values behind the first waiting one, in the same run."""
+        for found in self._waiting[1:]:
+            if "event" not in found.record:
+                return found
+            if found.record["event"] in ("start", "finish"):
+                return None
+        return None
 
     def _takes(self, record: LoggedRecord) -> bool:
         try:
@@ -225,13 +235,27 @@ class Forwarder:
             start_offset = self.delivery.offset
             self._advance([found], run_offset=start_offset)
             return
-        if event == "plan" and isinstance(self._tracker, PlanTracker):
+        if event in ("plan", "info"):
             self._ensure_started()
-            self._tracker.record_plan(numbers_restored(record["plan"]))
+            try:
+                self._record_document(record)
+            except Exception as error:
+                self._num_failures += 1
+                if self._num_failures < _MOST_FAILURES or not self._pass_over(
+                    found, LoggedRecord(time=0.0), error
+                ):
+                    raise
+                return
         elif event == "finish" and self._is_started:
             self._is_started = False
             self._tracker.finish()
         self._advance([found])
+
+    def _record_document(self, record: Mapping[str, Any]) -> None:
+        if record["event"] == "plan" and isinstance(self._tracker, PlanTracker):
+            self._tracker.record_plan(numbers_restored(record["plan"]))
+        if record["event"] == "info" and isinstance(self._tracker, InfoTracker):
+            self._tracker.record_info(numbers_restored(record["info"]))
 
     def _restart(self, record: Mapping[str, Any]) -> None:
         if self._is_started:

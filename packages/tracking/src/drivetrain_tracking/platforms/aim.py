@@ -88,9 +88,9 @@ class AimTracker(Platform[AimOptions]):
         last = self._mark().get("time")
         return 0 if last is None else sum(record.time <= last for record in records)
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Set the plan as the run's attribute `plan`."""
-        self._run["plan"] = dict(plan)
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Set a document as an attribute of the run."""
+        self._run[name] = dict(document)
 
     def close(self) -> None:
         """Close the run, and add it to the index."""

@@ -107,9 +107,9 @@ class ClearMLTracker(Platform[ClearMLOptions]):
             times = {one for session in self._sessions for one in EventFile(self._folder(session)).times()}
         return count_first_held(records, times)
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Keep the plan as the task's configuration "plan"."""
-        self._task.connect_configuration(dict(plan), name="plan")
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep a document as a configuration of the task."""
+        self._task.connect_configuration(dict(document), name=name)
 
     def close(self) -> None:
         """Close the task, unless it is the user's."""

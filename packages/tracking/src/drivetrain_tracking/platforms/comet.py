@@ -113,9 +113,9 @@ class CometTracker(Platform[CometOptions]):
         """Count the records whose times the archives of this key hold, or Comet itself, if online."""
         return count_first_held(records, set(self._held_times()))
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Keep the plan as the asset `plan.json`."""
-        self._experiment.log_asset_data(json.dumps(plan, indent=2), name="plan.json")
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep a document as the asset `NAME.json`."""
+        self._experiment.log_asset_data(json.dumps(document, indent=2), name=f"{name}.json")
 
     def close(self) -> None:
         """End the experiment, unless it is the user's; an offline one becomes an archive."""

@@ -93,9 +93,9 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         last = self._state().get("time")
         return 0 if last is None else sum(record.time <= last for record in records)
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Write the plan as the parameter `plan`."""
-        self._live.log_param("plan", dict(plan))
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Write a document as a parameter."""
+        self._live.log_param(name, dict(document))
 
     def close(self) -> None:
         """End the run."""

@@ -100,9 +100,9 @@ class MLflowTracker(Platform[MLflowOptions]):
         times = {metric.value for metric in self._client.get_metric_history(self._run_id, _TIME)}
         return count_first_held(records, times)
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Keep the plan as the artifact `plan.json`."""
-        self._client.log_dict(self._run_id, dict(plan), "plan.json")
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep a document as the artifact `NAME.json`."""
+        self._client.log_dict(self._run_id, dict(document), f"{name}.json")
 
     def close(self) -> None:
         """Set the run's status to finished, unless it is the user's."""

@@ -157,7 +157,16 @@ class Platform(ABC, Generic[Options]):
         """
 
     def record_plan(self, plan: Metrics) -> None:
-        """Keep the run's effective plan. Platforms without a place for it leave it to the log."""
+        """Keep the run's effective plan."""
+        self.keep_document("plan", plan)
+
+    def record_info(self, info: Metrics) -> None:
+        """Keep what surrounds the run: commit, versions, hardware, command line."""
+        self.keep_document("info", info)
+
+    @abstractmethod
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep nested plain values beside the run's records; a document of the same name is replaced."""
 
     def run_id(self, run_name: str) -> str | None:
         """Return the platform's own id of a stopped run of this name, or None."""

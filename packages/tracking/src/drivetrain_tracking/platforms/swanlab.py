@@ -111,9 +111,9 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         whole = [len(held[time]) >= len(names) for time, names in wanted.items()]
         return whole.index(False) if False in whole else len(whole)
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Keep the plan as the section `plan` of the configuration."""
-        self._run.config["plan"] = dict(plan)
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep a document as a section of the configuration."""
+        self._run.config[name] = dict(document)
 
     def close(self) -> None:
         """Finish the run."""

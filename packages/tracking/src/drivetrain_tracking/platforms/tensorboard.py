@@ -71,10 +71,10 @@ class TensorBoardTracker(Platform[NoOptions]):
         held = [record.time in times[record.attempt] for record in records]
         return held.index(False) if False in held else len(held)
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Write the plan as a text."""
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Write a document as a text."""
         self._add(
-            1, wall_time=0.0, values=[text("plan", f"```json\n{json.dumps(dict(plan), indent=2)}\n```")]
+            1, wall_time=0.0, values=[text(name, f"```json\n{json.dumps(dict(document), indent=2)}\n```")]
         )
         self._flush()
 

@@ -123,9 +123,9 @@ class TrackioTracker(Platform[TrackioOptions]):
             held |= {row["log_id"] for row in found["rows"]}
         return next((at for at, one in enumerate(wanted) if one not in held), len(wanted))
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Keep the plan as the section `plan` of the configuration."""
-        self._config["plan"] = dict(plan)
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep a document as a section of the configuration."""
+        self._config[name] = dict(document)
         self._attempts = set()
 
     def close(self) -> None:

@@ -114,11 +114,11 @@ class WandbTracker(Platform[WandbOptions]):
         """Count the records whose times the run's files hold, over all folders of its id."""
         return count_first_held(records, set(self._held_times()))
 
-    def record_plan(self, plan: Metrics) -> None:
-        """Keep the plan as the artifact `plan-RUN`, of type "plan"."""
-        artifact = load_library("wandb", extra=self.name).Artifact(f"plan-{self._run.id}", type="plan")
-        with artifact.new_file("plan.json") as file:
-            json.dump(plan, file, indent=2)
+    def keep_document(self, name: str, document: Metrics) -> None:
+        """Keep a document as the artifact `NAME-RUN`, whose type is its name."""
+        artifact = load_library("wandb", extra=self.name).Artifact(f"{name}-{self._run.id}", type=name)
+        with artifact.new_file(f"{name}.json") as file:
+            json.dump(document, file, indent=2)
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
