@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_memory.batch_size.host_limit import job_memory, limit_host_memory
+from drivetrain_memory.batch_size.host_limit import available_host_bytes, limit_host_memory
 from processes import environment_alone
 
 SCRIPT = """
@@ -23,29 +23,32 @@ print([refused(lambda: torch.empty(n, dtype=torch.uint8)) for n in (100_000_000,
 """
 
 
-def group(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+def job(folder: Path, membership: str, files: dict[str, str]) -> int | None:
+    """Return what is available to a job whose control groups have these files."""
+    for name, text in {
+        "proc/self/cgroup": membership,
+        **{f"root/{name}": text for name, text in files.items()},
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return available_host_bytes(cgroup_root=folder / "root", proc=folder / "proc")
 
 
 def test_the_tightest_limit_above_a_group_counts_without_droppable_pages(tmp_path: Path) -> None:
-    group(tmp_path, {
+    assert job(tmp_path, "0::/job/step\n", {
         "job/memory.max": "1000\n", "job/memory.current": "700\n", "job/memory.stat": "anon 500\ninactive_file 200\n",
-        "job/step/memory.max": "max\n", "job/step/memory.current": "10\n",
-    })  # fmt: skip
-    assert job_memory("0::/job/step\n", tmp_path) == (1000, 500)
+        "job/step/memory.max": "max\n", "job/step/memory.current": "10\n", "job/step/memory.stat": "anon 10\n",
+    }) == 500  # fmt: skip
 
 
 def test_groups_of_version_1_are_read_and_no_limit_is_none(tmp_path: Path) -> None:
     membership = "5:devices:/\n4:memory:/job\n0::/\n"
-    group(tmp_path, {"memory/job/memory.limit_in_bytes": "9223372036854771712"})
-    assert job_memory(membership, tmp_path) is None
-    group(tmp_path, {
-        "memory/job/memory.limit_in_bytes": "4096", "memory/job/memory.usage_in_bytes": "1024",
+    files = {
+        "memory/job/memory.limit_in_bytes": "9223372036854771712", "memory/job/memory.usage_in_bytes": "1024",
         "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 24\n",
-    })  # fmt: skip
-    assert job_memory(membership, tmp_path) == (4096, 1000)
+    }  # fmt: skip
+    assert job(tmp_path, membership, files) is None
+    assert job(tmp_path, membership, {**files, "memory/job/memory.limit_in_bytes": "4096"}) == 4096 - 1000
 
 
 def test_without_a_limit_the_block_runs_as_it_is() -> None:

@@ -5,62 +5,25 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
+from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, find_cgroups, read_cgroup
+from drivetrain_memory.usage.process_tree import PROC
+
 _STATUS = Path("/proc/self/status")
-_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 where there is none
 
 
-def job_memory(membership: str, root: Path = _ROOT) -> tuple[int, int] | None:
-    """Return the limit of a job's memory and what it uses, in bytes, as its control group says.
+def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc: Path = PROC) -> int | None:
+    """Return what this process's job may still allocate on the host, in bytes; None where nothing limits it.
 
-    Pages of files, which the kernel drops when memory is short, do not count as used.
+    The nearest limit counts, of the job's control group and of those around it. Memory that the kernel can drop, such
+    as the page cache, does not count as used.
 
     Args:
-        membership: The text of /proc/PID/cgroup.
-        root: The folder where control groups are mounted.
-
-    Returns:
-        The smallest limit of the group and those around it, with that group's use; None where there is no limit.
+        cgroup_root: The folder where the system mounts control groups.
+        proc: The folder of the kernel's process files.
     """
-    found: list[tuple[int, int]] = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        is_first = controllers == "memory"
-        if not is_first and controllers:
-            continue
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if is_first
-            else ("memory.max", "memory.current")
-        )
-        base = root / "memory" if is_first else root
-        group = base / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            if folder.is_relative_to(base) and (limit := _number(folder / names[0])) is not None:
-                used = (_number(folder / names[1]) or 0) - _droppable(folder / "memory.stat")
-                found.append((limit, max(0, used)))
-    return min(found, key=lambda one: one[0] - one[1], default=None)
-
-
-def _number(file: Path) -> int | None:
-    if not file.exists():
-        return None
-    text = file.read_text().strip()
-    return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None
-
-
-def _droppable(file: Path) -> int:
-    if not file.exists():
-        return 0
-    rows = dict(line.split() for line in file.read_text().splitlines())
-    return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))
-
-
-def available_host_bytes() -> int | None:
-    """Return what this process's job may still allocate on the host, in bytes; None where nothing limits it."""
-    membership = Path("/proc/self/cgroup")
-    found = job_memory(membership.read_text()) if membership.exists() else None
-    return None if found is None else max(0, found[0] - found[1])
+    limited = (group for group in find_cgroups(root=cgroup_root, proc=proc) if group.limit_bytes is not None)
+    usages = [usage for group in limited if (usage := read_cgroup(group)) is not None]
+    return min((max(0, (usage.limit_bytes or 0) - usage.held_bytes) for usage in usages), default=None)
 
 
 @contextmanager
