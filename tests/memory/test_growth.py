@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_memory.leaks.growth import LEAST_POINTS, STEADY, fit_growth, theil_sen, thin
+from drivetrain_memory.leaks.growth import LEAST_POINTS, STEADY, fit_growth, is_fragmented, theil_sen, thin
 
 
 @given(rate=st.floats(1, 1e6), noise=st.floats(0, 3), seed=st.integers(0, 1000), count=st.integers(24, 300))
@@ -53,3 +53,21 @@ def test_thinned_points_keep_their_order_and_range(values: list[float]) -> None:
     assert len(points) <= max(64, 1)
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert min(values) <= points[0][1] <= max(values)
+
+
+@pytest.mark.parametrize(
+    ("growing", "expected"),
+    [
+        ({"resident", "heap_free"}, True),
+        ({"resident", "heap_free", "heap_used"}, False),
+        ({"resident"}, False),
+        ({"device_reserved"}, True),
+        ({"device_reserved", "device_allocated"}, False),
+        (set(), False),
+    ],
+)
+def test_an_allocator_that_takes_more_than_is_in_use_is_fragmented(growing: set[str], expected: bool) -> None:
+    names = ("resident", "heap_free", "heap_used", "device_reserved", "device_allocated")
+    steps = range(30)
+    growth = {name: fit_growth(steps, [step * (name in growing) for step in steps]) for name in names}
+    assert is_fragmented(growth) is expected

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_tracking import JSONLTracker, UnknownTrackerError, chosen_names, make_tracker, tracker_names
+from drivetrain_tracking import (
+    JSONLTracker,
+    MissingLibraryError,
+    UnknownTrackerError,
+    chosen_names,
+    make_tracker,
+    tracker_names,
+)
 
 
 def test_ours_is_there(tmp_path: Path) -> None:
@@ -25,6 +32,17 @@ def test_of_an_installed_platform_the_error_says_that_it_is_installed_and_what_t
     told = r"the platform 'pytest' is installed, but no installed .*log_with=\[MyTracker\(\.\.\.\)\]"
     with pytest.raises(UnknownTrackerError, match=told):
         make_tracker("pytest", tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted({*tracker_names()} - {"jsonl"}))
+def test_of_a_platform_that_is_not_installed_the_error_names_the_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = {"comet": "comet_ml"}.get(name, name)
+    monkeypatch.setitem(sys.modules, library, None)  # as Python marks a module that cannot be imported
+    told = rf"'{name}' needs the library '{library}', .*: pip install 'drivetrain-tracking\[{name}\]'"
+    with pytest.raises(MissingLibraryError, match=told):
+        make_tracker(name, tmp_path)
 
 
 def test_all_stands_for_every_tracker_whose_library_is_installed() -> None:

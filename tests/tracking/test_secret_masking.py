@@ -116,3 +116,10 @@ def test_a_text_is_masked() -> None:
     text = '+API_KEY = "abcdef"\n+pad_token = "<pad>"\n'
     key = "+-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\n"
     assert mask_text(text + key) == '+API_KEY = "***"\n+pad_token = "<pad>"\n+***\n'
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("part", ["x", "x.", "--a", "a=b ", "password ", "://", "-----BEGIN ", "Bearer "])
+def test_long_texts_are_masked_in_a_time_that_grows_with_their_length(part: str) -> None:
+    text = part * (1_000_000 // len(part))
+    assert mask_text(text) == text

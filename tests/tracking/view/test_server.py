@@ -221,10 +221,13 @@ def test_a_dropped_connection_says_nothing(tmp_path: Path, capsys: pytest.Captur
 
 def test_differences_of_configuration_and_plan_are_answered(tmp_path: Path) -> None:
     for name, lr in (("a", 0.1), ("b", 0.2)):
-        plan = {"event": "plan", "time": BEGAN, "plan": {"backend": "fsdp"}}
+        plan = {"event": "plan", "time": BEGAN, "plan": {"backend": "fsdp", "shards": int(10 * lr)}}
         write_log(tmp_path / name, [start_line(name, {"lr": lr}), plan])
     with served(tmp_path) as server:
         read_runs(server)
         answer = ask(server, "/api/differences?first=0&second=1")
     assert answer["config"] == [{"name": "lr", "first": "0.1", "second": "0.2", "is_different": True}]
-    assert [row["is_different"] for row in answer["plan"]] == [False]
+    assert [(row["name"], row["is_different"]) for row in answer["plan"]] == [
+        ("backend", False),
+        ("shards", True),
+    ]

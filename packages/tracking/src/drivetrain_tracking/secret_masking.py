@@ -39,11 +39,12 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+# A name begins where no name can go on: a long text without spaces, such as a file in base64, is passed over once.
 _ASSIGNMENT = re.compile(
-    r"(?P<name>[A-Za-z_][\w.-]*)(?P<between>[\"']?\s*[:=]\s*)"
+    r"(?<![\w.-])(?P<name>[\w.-]+)(?P<between>[\"']?\s*[:=]\s*)"
     r"(?P<value>\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;]{4,})"
 )
-_FLAG = re.compile(r"(?P<name>--[A-Za-z][\w-]*)(?P<between>\s+)(?P<value>[^\s-]\S*)")
+_FLAG = re.compile(r"(?<![\w-])(?P<name>--[A-Za-z][\w-]*)(?P<between>\s+)(?P<value>[^\s-]\S*)")
 
 
 def is_secret_name(name: str) -> bool:

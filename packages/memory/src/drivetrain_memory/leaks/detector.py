@@ -11,7 +11,7 @@ from typing import Self
 from drivetrain_memory.compat import workers_of
 from drivetrain_memory.leaks.cycles import collect_cycles
 from drivetrain_memory.leaks.findings import Leak, grown_holders, has_grown, unexplained, with_graphs
-from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth
+from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth, is_fragmented
 from drivetrain_memory.leaks.leak_report import LeakReport
 from drivetrain_memory.leaks.measure import MemorySample, measure, measure_collected
 from drivetrain_memory.leaks.measurements import SUSPICIOUS, Measurements
@@ -195,15 +195,9 @@ class _Investigation:
             last_step=step,
             leaks=sorted(leaks, key=lambda one: -one.bytes_per_step),
             cycles=cycles,
-            is_fragmented=_is_fragmented(growth),
+            is_fragmented=is_fragmented(growth),
             growth=growth,
         )
-
-
-def _is_fragmented(growth: Mapping[str, Growth]) -> bool:
-    on_host = growth["resident"].goes_on and growth["heap_free"].goes_on and not growth["heap_used"].goes_on
-    on_device = growth["device_reserved"].goes_on and not growth["device_allocated"].goes_on
-    return on_host or on_device
 
 
 def _doubtless(leaks: list[Leak], growth: Mapping[str, Growth]) -> list[Leak]:

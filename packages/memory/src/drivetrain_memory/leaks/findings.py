@@ -7,7 +7,7 @@ from typing import Any, Literal
 from drivetrain_memory.leaks.measure import MemorySample
 from drivetrain_memory.leaks.named_memory import GRAPH, Census
 
-Kind = Literal["objects", "worker", "pinned", "native", "mapped", "device"]
+Kind = Literal["objects", "worker", "pinned", "native", "device"]
 _EACH_STEP = 0.4  # of an object for each step: what a user adds at every second step counts
 _LEAST_CHILD_TOTAL = 1 << 20
 _LEAST_NATIVE_TOTAL = 1 << 16
@@ -22,7 +22,7 @@ class Leak:
 
     Attributes:
         kind: "objects" that a name holds, a "worker" or another child process, "pinned" host memory, memory of
-            "native" code in the heap, "mapped" outside of it, or of the "device" without a Python object.
+            "native" code in the heap, or of the "device" without a Python object.
         holder: The name that holds the objects, or the process or place that grows.
         bytes_per_step: The growth in bytes for each step.
         per_step: The number of objects of each type that each step adds.

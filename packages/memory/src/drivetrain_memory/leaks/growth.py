@@ -4,7 +4,7 @@ The rate is the Theil-Sen slope: the median of the slopes of all pairs of points
 move. Its interval is Sen's, from the variance of Kendall's rank correlation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import sqrt
@@ -58,6 +58,17 @@ def fit_growth(steps: Sequence[int], values: Sequence[float], *, least_total: fl
     last_rate, _ = theil_sen(points[-(len(points) // 3) :])
     goes_on = grew and last_rate >= _LAST_SHARE * rate
     return Growth(rate=rate, least_rate=least, total=total, goes_on=goes_on, slowed=grew and not goes_on)
+
+
+def is_fragmented(growth: Mapping[str, Growth]) -> bool:
+    """Return whether an allocator, of the host or the device, takes more memory while what is in use does not grow.
+
+    Args:
+        growth: The growth of each measurement by its name.
+    """
+    on_host = growth["resident"].goes_on and growth["heap_free"].goes_on and not growth["heap_used"].goes_on
+    on_device = growth["device_reserved"].goes_on and not growth["device_allocated"].goes_on
+    return on_host or on_device
 
 
 def theil_sen(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class MemoryTracker:
         folder: The folder of this run, which the ranks share; None writes nothing.
         rank: The index of this process in the run.
         interval_seconds: The time between two samples; at 0.1 s the thread takes less than 1 % of a core.
-        settings: The times between two looks at what is dear to read.
+        settings: The times between two looks at what is expensive to read.
 
     Raises:
         ValueError: The interval or the rank is out of range.

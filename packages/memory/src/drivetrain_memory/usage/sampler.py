@@ -39,7 +39,7 @@ _DRIVER_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """The times between two looks at what is dear to read; in between, the last number stands.
+    """The times between two looks at what is expensive to read; in between, the last number stands.
 
     Attributes:
         children_seconds: For the list of child processes: some 10 us for each thread.
@@ -66,7 +66,7 @@ class UsageSampler:
 
     Args:
         pid: The id of the process; None for this one.
-        settings: The times between two looks at what is dear to read.
+        settings: The times between two looks at what is expensive to read.
         drivers: The device drivers; None for those of this machine.
         proc: The folder of the kernel's process files.
         cgroup_root: The folder where the system mounts control groups.

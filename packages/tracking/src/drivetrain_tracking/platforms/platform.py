@@ -99,7 +99,7 @@ class Platform(ABC, Generic[Options]):
             TrackerStateError: It is started already.
             MissingLibraryError: The platform's library is not installed.
             TypeError: The platform has no such option.
-            ValueError: An option is none of the allowed values.
+            ValueError: An option is not one of the allowed values.
         """
         if self._is_started:
             raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")

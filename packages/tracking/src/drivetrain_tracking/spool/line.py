@@ -29,7 +29,7 @@ def encode(record: Mapping[str, Plain]) -> bytes:
     """
     try:
         body = json.dumps(record, allow_nan=False).encode()[:-1]
-    except ValueError:  # a NaN or an infinity: rare, and dear to look for in every record
+    except ValueError:  # a NaN or an infinity: rare, and expensive to look for in every record
         body = json.dumps(_strict(dict(record)), allow_nan=False).encode()[:-1]
     if body == b"{":
         raise ValueError("an empty record has no line")

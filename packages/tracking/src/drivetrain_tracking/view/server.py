@@ -1,4 +1,4 @@
-"""Serve the page and its data on the loopback, to nobody else."""
+"""Serve the page and its data on the loopback address only."""
 
 import json
 import logging
