@@ -18,9 +18,10 @@ from tempfile import TemporaryDirectory
 
 from rounds import RESULTS, Table, repeated, report, take_turns
 
+from drivetrain_tracking.log_format import LOG_NAME
 from drivetrain_tracking.spool.line import encode
 from drivetrain_tracking.view.answers import CurveQuestion, ShownAxis, answer_curves
-from drivetrain_tracking.view.log_places import LOG_NAME, LogPlace
+from drivetrain_tracking.view.log_places import LogPlace
 from drivetrain_tracking.view.run_index import RunIndex
 
 BEGAN, SECONDS_A_STEP = 1_700_000_000.0, 0.01

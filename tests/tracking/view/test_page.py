@@ -124,7 +124,7 @@ def test_axes_smoothing_and_the_choice_of_runs_and_metrics(browser: Browser, tmp
     write_log(tmp_path / "one", [start_line("one"), *value_lines(range(60), lr=0.5), nan])
     write_log(
         tmp_path / "two",
-        [*value_lines(range(40)), {"event": "rewind", "step": 20}, *value_lines(range(20, 30))],
+        [*value_lines(range(40)), *({**line, "attempt": 2} for line in value_lines(range(20, 30)))],
     )
     change = (
         "(() => {{ const one = document.getElementById('{}'); {}; one.dispatchEvent(new Event('{}')); }})()"

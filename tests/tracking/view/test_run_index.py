@@ -38,15 +38,12 @@ def test_the_strings_that_stand_for_what_is_not_finite_are_marks(tmp_path: Path)
     assert steps_of(index, "loss") == [(1, [3])]
 
 
-@pytest.mark.parametrize("how", ["rewind", "attempt", "older log"])
+@pytest.mark.parametrize("how", ["attempt", "older log"])
 def test_a_resumed_run_logs_steps_again_as_another_attempt(tmp_path: Path, how: str) -> None:
     again = value_lines(range(3, 7))
     if how == "attempt":
         again = [{**record, "attempt": 2} for record in again]
-    rewind = [{"event": "rewind", "time": BEGAN, "step": 3, "attempt": 2}] if how == "rewind" else []
-    index = read_whole(
-        write_log(tmp_path, [start_line(), *value_lines(range(5)), start_line(), *rewind, *again])
-    )
+    index = read_whole(write_log(tmp_path, [start_line(), *value_lines(range(5)), start_line(), *again]))
     assert steps_of(index, "loss") == [(1, [0, 1, 2, 3, 4]), (2, [3, 4, 5, 6])]
     assert index.facts.attempt == 2
 
@@ -124,7 +121,7 @@ def test_a_log_that_is_replaced_begins_anew(tmp_path: Path) -> None:
     write_log(tmp_path, [start_line("second"), *value_lines(range(2))])
     while index.advance():
         pass
-    assert (index.problem, index.generation, index.facts.run_name) == ("", 1, "second")
+    assert (index.problem, index.facts.run_name) == ("", "second")
     assert steps_of(index, "loss") == [(1, [0, 1])]
 
 

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
+from drivetrain_tracking.log_format import LOG_NAME, RESERVED_NAMES
 from drivetrain_tracking.media.stored import describe_medium
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord
+from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, count_first_held
 from drivetrain_tracking.spool.spool import Spool
 from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.steps import StepOrder, checked_step
 
-LOG_NAME = "log.jsonl"
-RESERVED_NAMES = ("step", "time", "event", "attempt", "media", "crc")
 _TAIL_BYTES = 1 << 20  # of an earlier log, to find its last step; doubled until it is found
 
 
@@ -136,8 +135,7 @@ class JSONLTracker:
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the file holds."""
         times = {record["time"] for _, record in SpoolReader(self.path).read() if "event" not in record}
-        held = [record.time in times for record in records]
-        return held.index(False) if False in held else len(held)
+        return count_first_held(records, times)
 
     def finish(self) -> None:
         """Write the last line and close the file."""

@@ -1,6 +1,6 @@
 """The records of a run's log, as frozen values that a platform gets."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -46,6 +46,11 @@ class LoggedRecord:
     attempt: int = 1
     values: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
     media: Mapping[str, StoredMedium] = field(default_factory=dict[str, StoredMedium])
+
+
+def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[float]) -> int:
+    """Return how many records, counted from the first, have their times among those that a platform holds."""
+    return next((n for n, record in enumerate(records) if record.time not in held_times), len(records))
 
 
 def flat_values(

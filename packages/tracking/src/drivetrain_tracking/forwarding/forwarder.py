@@ -13,7 +13,7 @@ from typing import Any
 from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
-from drivetrain_tracking.jsonl import RESERVED_NAMES
+from drivetrain_tracking.log_format import RESERVED_NAMES
 from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from drivetrain_tracking.jsonl import RESERVED_NAMES
+from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
 from drivetrain_tracking.media.stored import read_medium
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.records import LoggedRecord
-
-_NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
 def logged_record(line: Mapping[str, Any], folder: Path) -> LoggedRecord:
@@ -32,7 +30,7 @@ def logged_record(line: Mapping[str, Any], folder: Path) -> LoggedRecord:
 def numbers_restored(value: Any) -> Any:
     """Return a value of a log with the floats that JSON lacks, which stand there as strings."""
     if isinstance(value, str):
-        return _NUMBERS.get(value, value)
+        return NOT_FINITE.get(value, value)
     if isinstance(value, dict):
         return {name: numbers_restored(item) for name, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):

@@ -12,9 +12,16 @@ from drivetrain_tracking.compat import clearml_has_key, use_clearml_threads
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.clearml_session import TIME_SERIES, TIME_TITLE, EventFile, drop_cut_record
-from drivetrain_tracking.platforms.platform import Platform, count_first_held, wait_until
+from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.records import (
+    LoggedRecord,
+    MediaKind,
+    StoredMedium,
+    count_first_held,
+    flat_numbers,
+    flat_texts,
+)
 
 _PAUSE_SECONDS = 0.005
 

@@ -18,9 +18,16 @@ from drivetrain_tracking.platforms.comet_archive import (
     close_killed,
     held_times,
 )
-from drivetrain_tracking.platforms.platform import Platform, count_first_held, wait_until
+from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.records import (
+    LoggedRecord,
+    MediaKind,
+    StoredMedium,
+    count_first_held,
+    flat_numbers,
+    flat_texts,
+)
 
 _PAUSE_SECONDS = 0.002
 _QUIET: Mapping[str, Any] = {

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, count_first_held
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import (
     LoggedRecord,
     MediaKind,
     StoredMedium,
+    count_first_held,
     flat_numbers,
     flat_texts,
     flat_values,

@@ -3,7 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,11 +195,6 @@ def folder_name(run_name: str) -> str:
     """Return a run's name as the name of one folder: no separators, no leading dot, at most 100 characters."""
     kept = "".join(one if one.isalnum() or one in "-_. " else "-" for one in run_name).strip(" .")
     return kept[:100] or "run"
-
-
-def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[float]) -> int:
-    """Return how many records, counted from the first, have their times among those that a platform holds."""
-    return next((n for n, record in enumerate(records) if record.time not in held_times), len(records))
 
 
 def wait_until(is_reached: Callable[[], bool], *, pause_seconds: float, problem: str) -> None:

@@ -12,7 +12,7 @@ from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.platform import NoOptions, Platform, folder_name
 from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, flat_numbers, flat_texts
+from drivetrain_tracking.records import LoggedRecord, count_first_held, flat_numbers, flat_texts
 
 
 class TensorBoardTracker(Platform[NoOptions]):
@@ -67,9 +67,9 @@ class TensorBoardTracker(Platform[NoOptions]):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the event files hold."""
-        times = {attempt: self._times(attempt) for attempt in {record.attempt for record in records}}
-        held = [record.time in times[record.attempt] for record in records]
-        return held.index(False) if False in held else len(held)
+        return count_first_held(
+            records, {time for attempt in {one.attempt for one in records} for time in self._times(attempt)}
+        )
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Write a document as a text."""

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 from drivetrain_tracking.compat import WANDB_FLUSH_SETTING
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, count_first_held, wait_until
+from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.platforms.wandb_file import WandbFile
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, flat_values
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, count_first_held, flat_values
 
 _FLUSH_SECONDS = 0.05
 

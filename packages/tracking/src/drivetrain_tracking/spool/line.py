@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
+from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
 from drivetrain_tracking.plain import Plain
 
-_MARK = b', "crc": "'
-_END = b'"}\n'
-_TAIL = len(_MARK) + 8 + len(_END)
+_END = CHECKSUM_END + b"\n"
+_TAIL = len(CHECKSUM_MARK) + 8 + len(_END)
 
 
 def encode(record: Mapping[str, Plain]) -> bytes:
@@ -33,15 +33,15 @@ def encode(record: Mapping[str, Plain]) -> bytes:
         body = json.dumps(_strict(dict(record)), allow_nan=False).encode()[:-1]
     if body == b"{":
         raise ValueError("an empty record has no line")
-    return b'%b, "crc": "%08x"}\n' % (body, crc32(body))
+    return b"%b%b%08x%b" % (body, CHECKSUM_MARK, crc32(body), _END)
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line without its checksum, or None if the line is not whole."""
     body, tail = line[:-_TAIL], line[-_TAIL:]
-    if not tail.startswith(_MARK) or not tail.endswith(_END):
+    if not tail.startswith(CHECKSUM_MARK) or not tail.endswith(_END):
         return None
-    if tail != b"%b%08x%b" % (_MARK, crc32(body), _END):
+    if tail != b"%b%08x%b" % (CHECKSUM_MARK, crc32(body), _END):
         return None
     return json.loads(body + b"}")
 

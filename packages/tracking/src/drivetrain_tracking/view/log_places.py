@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LOG_NAME = "log.jsonl"
+from drivetrain_tracking.log_format import LOG_NAME
+
 _MAX_DEPTH = 4  # folders below a given one: a sweep of groups of runs, not the files of a checkpoint
 
 

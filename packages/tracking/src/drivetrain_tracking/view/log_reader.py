@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
+from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
+
 _CHUNK_BYTES = (
     1 << 20
 )  # the parser holds the interpreter for about 10 ms then, and requests are answered between
 _MOST_LINE_BYTES = 1 << 26
 _HEAD_BYTES = 256
-# What stands between a record and its checksum (spool/line.py).
-CHECKSUM_MARK = b', "crc": "'
-_TAIL = len(CHECKSUM_MARK) + len('01234567"}')
-_SUM = slice(-len('01234567"}'), -len('"}'))
-_MARK = slice(-_TAIL, -len('01234567"}'))
+_SUM_BEGIN = -8 - len(CHECKSUM_END)
+_TAIL = len(CHECKSUM_MARK) - _SUM_BEGIN
+_SUM = slice(_SUM_BEGIN, -len(CHECKSUM_END))
+_MARK = slice(-_TAIL, _SUM_BEGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

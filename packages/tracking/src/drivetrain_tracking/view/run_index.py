@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.records import flat_values
 from drivetrain_tracking.view.curve import Curve
@@ -12,8 +13,6 @@ from drivetrain_tracking.view.log_places import LogPlace
 from drivetrain_tracking.view.log_reader import LogChunk, LogReader
 from drivetrain_tracking.view.media import LoggedMedium, read_media
 
-_OWN_NAMES = frozenset({"step", "time", "event", "attempt", "media", "crc"})
-_NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _MOST_STEP = 2**63 - 1  # what an array of 64-bit integers holds
 _MOST_SECONDS = 1e12
 
@@ -68,7 +67,6 @@ class RunIndex:
         lock: The lock that a reader of the other attributes holds.
         facts: The facts that are known of the run.
         curves: The curves by metric, in the order of their first value.
-        generation: A number, one more each time that another log takes the place of the old one.
         version: A number, one more with each change.
         problem: The reason why the log cannot be read at present; empty if it can.
         read_bytes: The number of bytes that were read.
@@ -80,7 +78,6 @@ class RunIndex:
         self.lock = threading.Lock()
         self.facts = RunFacts()
         self.curves: dict[str, Curve] = {}
-        self.generation = 0
         self.version = 0
         self.problem = ""
         self.read_bytes = 0
@@ -122,7 +119,6 @@ class RunIndex:
         self.problem = ""
         if chunk.is_replaced:
             self.facts, self.curves, self._num_values, self._may_repeat = RunFacts(), {}, 0, False
-            self.generation += 1
         self.facts.num_damaged += chunk.num_damaged
         self.read_bytes, self.size_bytes = self._reader.offset, self._reader.size_bytes
 
@@ -167,13 +163,13 @@ class RunIndex:
         by_name = rows.setdefault(self.facts.attempt, {})
         nested = False
         for name, value in record.items():
-            if type(value) is float and name not in _OWN_NAMES:
+            if type(value) is float and name not in RESERVED_NAMES:
                 if (columns := by_name.get(name)) is None:
                     columns = by_name[name] = ([], [], [])
                 columns[0].append(step)
                 columns[1].append(time)
                 columns[2].append(value)
-            elif name not in _OWN_NAMES:
+            elif name not in RESERVED_NAMES:
                 nested = True
         if nested:
             self._take_others(record, step, time, by_name)
@@ -183,7 +179,7 @@ class RunIndex:
         others = {
             name: value
             for name, value in record.items()
-            if name not in _OWN_NAMES and type(value) is not float
+            if name not in RESERVED_NAMES and type(value) is not float
         }
         for name, value in flat_values(others).items():
             number = _number_of(value)
@@ -210,10 +206,6 @@ class RunIndex:
             facts.plan = _mapping_of(record, "plan")
         elif event == "info":
             facts.info = _mapping_of(record, "info")
-        elif event == "rewind":
-            attempt = record.get("attempt")
-            facts.attempt = max(facts.attempt + 1, attempt) if isinstance(attempt, int) else facts.attempt + 1
-            self._may_repeat = False
         elif event == "lost":
             count = record.get("count")
             facts.num_lost += count if isinstance(count, int) else 1
@@ -236,7 +228,7 @@ def _number_of(value: object) -> float | None:
             return float(value)
         except OverflowError:  # an integer of more than 308 digits
             return float("inf") if value > 0 else float("-inf")
-    return _NOT_FINITE.get(value) if isinstance(value, str) else None
+    return NOT_FINITE.get(value) if isinstance(value, str) else None
 
 
 def _mapping_of(record: dict[str, Any], name: str) -> Mapping[str, Plain]:
