@@ -1,5 +1,7 @@
+import gc
 import resource
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,26 @@ def test_threads_log_in_one_order(tmp_path: Path) -> None:
     times = [record["time"] for record in records]
     assert times == sorted(set(times))
     assert reader.num_damaged == 0
+
+
+def test_the_memory_of_the_process_does_not_grow_with_calls(tmp_path: Path) -> None:
+    group = TrackerGroup([JSONLTracker(tmp_path)])
+    group.start("run")
+
+    def log(steps: range) -> int:
+        for step in steps:
+            group.log({"loss": 0.5, "lr": {"head": 0.1}}, step=step)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = log(range(500))
+        after = log(range(500, 3500))
+    finally:
+        tracemalloc.stop()
+    group.finish()
+    assert after - before < 3000  # less than a byte a call
 
 
 def test_a_refused_value_does_not_count_as_logged(tmp_path: Path) -> None:
