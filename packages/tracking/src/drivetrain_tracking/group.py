@@ -16,8 +16,8 @@ from drivetrain_tracking.arguments import check_options, check_tracker
 from drivetrain_tracking.device_values import DeviceValues, copy_values
 from drivetrain_tracking.errors import TrackerFailedError, TrackerStateError, UnknownTrackerError
 from drivetrain_tracking.jsonl import JSONLTracker, check_names
+from drivetrain_tracking.media.media_store import DiskError, split_media, store_media
 from drivetrain_tracking.media.medium import Medium
-from drivetrain_tracking.media.storing import DiskError, split_media, store_media
 from drivetrain_tracking.plain import Plain, plain_config
 from drivetrain_tracking.protocol import InfoTracker, Metrics, PlanTracker, PlatformTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
@@ -27,7 +27,7 @@ from drivetrain_tracking.steps import StepOrder, checked_step
 logger = logging.getLogger(__name__)
 
 # A tracker's name -> additional keyword arguments for its calls.
-Options: TypeAlias = Mapping[str, Mapping[str, Any]]
+TrackerOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Logged:
     """A record whose numbers may still be on their way from a device, and the options of its call."""
 
     record: LoggedRecord
-    options: Options
+    options: TrackerOptions
 
 
 class TrackerGroup:
@@ -115,7 +115,7 @@ class TrackerGroup:
         *,
         plan: Metrics | None = None,
         info: Metrics | None = None,
-        options: Options | None = None,
+        options: TrackerOptions | None = None,
     ) -> None:
         """Start every tracker.
 
@@ -124,7 +124,7 @@ class TrackerGroup:
             config: The configuration of the run, for `plain_config`.
             plan: The run's effective plan, for trackers that keep one (`PlanTracker`).
             info: The run's surroundings, for trackers that keep it (`InfoTracker`).
-            options: A mapping from a tracker's name to additional keyword arguments for its `start`. Options of a
+            options: A mapping from a tracker's name to additional keyword arguments for its `start`. TrackerOptions of a
                 tracker that is not in use are ignored, with a warning.
 
         Raises:
@@ -152,7 +152,7 @@ class TrackerGroup:
 
         self._call("start", begin)
 
-    def log(self, values: Metrics, *, step: int | None = None, options: Options | None = None) -> None:
+    def log(self, values: Metrics, *, step: int | None = None, options: TrackerOptions | None = None) -> None:
         """Log values to every tracker; if one fails, the others still get the values.
 
         Numbers on a device are copied without a wait for it: their record goes with a later call, at the latest with
@@ -237,7 +237,7 @@ class TrackerGroup:
             record = replace(logged.record, values=plain)
 
             def write(
-                tracker: Tracker, record: LoggedRecord = record, options: Options = logged.options
+                tracker: Tracker, record: LoggedRecord = record, options: TrackerOptions = logged.options
             ) -> None:
                 own = options.get(tracker.name, {})
                 if tracker.name in self._platforms and not own:
@@ -247,7 +247,7 @@ class TrackerGroup:
 
             self._call(f"log of step {record.step}" if record.step is not None else "log", write)
 
-    def _options(self, method: Literal["start", "log"], options: Options | None) -> Options:
+    def _options(self, method: Literal["start", "log"], options: TrackerOptions | None) -> TrackerOptions:
         """Return the options after checking them on every rank, so that either all ranks raise or none does."""
         for name, given in (options or {}).items():
             if name in self._by_name:

@@ -21,7 +21,7 @@ from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
 from drivetrain_tracking.log_format import LOG_NAME, RESERVED_NAMES
-from drivetrain_tracking.media.stored import describe_medium
+from drivetrain_tracking.media.log_entry import describe_medium
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, count_first_held

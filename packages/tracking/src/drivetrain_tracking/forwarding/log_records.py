@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
-from drivetrain_tracking.media.stored import read_medium
+from drivetrain_tracking.media.log_entry import read_medium
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.records import LoggedRecord
 

@@ -1,11 +1,12 @@
 """The base of media, each of which stores itself in a folder, once, before any platform gets it."""
 
+import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import MissingLibraryError, ValueNotLoggableError
-from drivetrain_tracking.records import StoredMedium
+from drivetrain_tracking.records import MediaKind, StoredMedium
 
 
 class Medium(ABC):
@@ -55,3 +56,16 @@ def media_library(name: str) -> Any:
         raise MissingLibraryError(
             f"media of arrays need {name}, which is not installed: pip install 'drivetrain-tracking[media]'"
         ) from None
+
+
+def copied(source: Path, stem: Path, kind: MediaKind, caption: str) -> StoredMedium:
+    """Return a medium whose file is a copy of one of the user's.
+
+    Raises:
+        ValueNotLoggableError: There is no such file.
+    """
+    if not source.is_file():
+        raise ValueNotLoggableError(f"{kind} {str(source)!r}: there is no such file")
+    path = stem.with_name(stem.name + source.suffix)
+    shutil.copyfile(source, path)
+    return StoredMedium(kind=kind, path=path, caption=caption)

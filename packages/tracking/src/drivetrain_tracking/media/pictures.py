@@ -1,14 +1,13 @@
 """Images, videos and figures."""
 
-import shutil
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
-from drivetrain_tracking.media.medium import Medium, as_array, media_library
-from drivetrain_tracking.records import MediaKind, StoredMedium
+from drivetrain_tracking.media.medium import Medium, as_array, copied, media_library
+from drivetrain_tracking.records import StoredMedium
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +112,3 @@ def _picture(pixels: Any) -> Any:
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
     return media_library("PIL.Image").fromarray(pixels.astype(numpy.uint8))
-
-
-def copied(source: Path, stem: Path, kind: MediaKind, caption: str) -> StoredMedium:
-    """Return a medium whose file is a copy of one of the user's.
-
-    Raises:
-        ValueNotLoggableError: There is no such file.
-    """
-    if not source.is_file():
-        raise ValueNotLoggableError(f"{kind} {str(source)!r}: there is no such file")
-    path = stem.with_name(stem.name + source.suffix)
-    shutil.copyfile(source, path)
-    return StoredMedium(kind=kind, path=path, caption=caption)

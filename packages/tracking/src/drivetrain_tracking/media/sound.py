@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
-from drivetrain_tracking.media.medium import Medium, as_array, media_library
-from drivetrain_tracking.media.pictures import copied
+from drivetrain_tracking.media.medium import Medium, as_array, copied, media_library
 from drivetrain_tracking.records import StoredMedium
 
 
