@@ -124,7 +124,7 @@ class TrackerGroup:
             config: The configuration of the run, for `plain_config`.
             plan: The run's effective plan, for trackers that keep one (`PlanTracker`).
             info: The run's surroundings, for trackers that keep it (`InfoTracker`).
-            options: A mapping from a tracker's name to additional keyword arguments for its `start`. TrackerOptions of a
+            options: A mapping from a tracker's name to additional keyword arguments for its `start`. Options of a
                 tracker that is not in use are ignored, with a warning.
 
         Raises:
