@@ -17,6 +17,7 @@ import torch
 from rounds import Table, installed, parse_arguments, repeated, report, take_turns
 
 CALLS = 200  # in one turn
+SETTLE_SECONDS = 0.5  # before each turn: the threads of the contestant before still write what it logged
 
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "a scalar": {"loss": 0.5},
@@ -147,6 +148,11 @@ def healthy(stack: ExitStack) -> dict[str, Log]:
     return logs
 
 
+def settle() -> None:
+    """Let background threads and processes end what they do."""
+    time.sleep(SETTLE_SECONDS)
+
+
 def main() -> None:
     """Measure, and write the tables."""
     arguments = parse_arguments(__doc__ or "", rounds=11)
@@ -155,7 +161,7 @@ def main() -> None:
         logs = healthy(stack)
         for title, values in VALUES.items():
             turns = {
-                name: repeated(lambda log=log, values=values: log(values), times=CALLS)
+                name: repeated(lambda log=log, values=values: log(values), times=CALLS, before=settle)
                 for name, log in logs.items()
             }
             tables.append(
@@ -177,6 +183,7 @@ def main() -> None:
             name: repeated(
                 caught(lambda log=log: log(VALUES["a scalar"])),
                 times=1 if "Accelerate, a platform that sleeps" in name else CALLS,
+                before=settle,
             )
             for name, log in bad.items()
         }

@@ -15,6 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
@@ -22,10 +23,15 @@ TESTS = Path(__file__).parent
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago, below those that the system gives to outgoing connections."""
+    while True:
+        port = SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:  # in use
+                continue
+            return port
 
 
 def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, str]) -> dict[str, str]:

@@ -90,7 +90,8 @@ def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[A
     torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
     if torch is None:
         return values, ()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Whether a device is there is not asked, which may take as long as the whole call: none is found among the values.
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return values, ()
     found: dict[tuple[Any, Any], list[Any]] = {}
