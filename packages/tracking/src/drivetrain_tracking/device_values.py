@@ -90,7 +90,7 @@ def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[A
     torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
     if torch is None:
         return values, ()
-    # Whether a device is there is not asked, which may take as long as the whole call: none is found among the values.
+    # Whether a device is there is not asked, which may take longer than the whole call: without one none is found.
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return values, ()
