@@ -1,8 +1,10 @@
 """Each undocumented name of DeepSpeed is what the backend relies on: a new version that changes one fails here."""
 
+import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -286,3 +288,19 @@ def counted() -> list[int]:
 
 def test_stage_1_with_bf16_counts_all_gradients_in_its_norm(run_ranks) -> None:
     assert run_ranks(counted) == [[0, 1]] * 2
+
+
+def left_alive(stage: int) -> bool:
+    """Return whether a model that was trained outlives its engine."""
+    with trained(stage) as prepared:
+        model = ref(prepared.engine.module)
+        prepared.backward(prepared.model(X))
+        prepared.optimizers[0].step()
+    del prepared
+    gc.collect()
+    return model() is not None
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_model_outlives_its_engine(run_ranks, stage: int) -> None:
+    assert run_ranks(left_alive, stage) == [False, False]

@@ -21,21 +21,24 @@ _SERVE = (
 
 def test_the_command_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     write_log(tmp_path, [start_line(), *value_lines([1])])
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", _SERVE, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    found = re.fullmatch(r"1 run at (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", said)
-    assert found, said
-    with urllib.request.urlopen(found[1], timeout=30) as response:
-        assert response.status == 200
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("\n", "")
-    assert process.returncode == 0
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.fullmatch(r"1 run at (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", said)
+            assert found, said
+            with urllib.request.urlopen(found[1], timeout=30) as response:
+                assert response.status == 200
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=30) == ("\n", "")
+            assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 def test_it_is_registered_as_a_command_of_two_words() -> None:

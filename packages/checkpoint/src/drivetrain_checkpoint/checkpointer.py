@@ -239,3 +239,13 @@ class Checkpointer:
 
         self.wait()
         return newest(self._context, self.directory)
+
+    def latest_plan(self) -> Mapping[str, Any] | None:
+        """Return the effective plan that the newest checkpoint holds, or None; its tensors are not read.
+
+        Called on all ranks; rank 0 looks, and all ranks get its result.
+        """
+        from drivetrain_checkpoint.loading.collective_load import newest_plan
+
+        self.wait()
+        return newest_plan(self._context, self.directory)

@@ -1,26 +1,25 @@
 """The batch size that fits in memory on all ranks, with the global batch kept by accumulation."""
 
-import json
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from drivetrain.parts import HasParts, Parts
 from drivetrain.rank_tries import RankTries
 from drivetrain_memory import ExecutableBatchSize, TryOutcome, accumulation_steps, find_executable_batch_size
-from drivetrain_state import broadcast_object
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+_FACT = "executable batch size"  # the name under which the plan tells it
 
 
 class BatchSizes(HasParts):
     """The part of an Accelerator that finds a batch size.
 
     Attributes:
-        executable_batch_size: The answer of the last search, with which the next one begins. It can be
-            registered for checkpointing, too.
+        executable_batch_size: The batch size of the last try. The next search begins with it; without one, with the
+            size that the newest checkpoint of the run was saved with.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -40,8 +39,8 @@ class BatchSizes(HasParts):
         Called on all ranks, and so is what it returns. Before each try the accumulation is set so that the global
         batch stays that of the starting size, rounded up to whole micro-batches. Where one rank runs out of memory,
         the try ends on all of them; what it had prepared is freed, and the process group is formed again. So a try
-        must prepare everything anew, inside the function. The answer is kept in `project_dir`, where a run that is
-        resumed finds it before it loads its state.
+        must prepare everything anew, inside the function. The plan of each checkpoint holds the batch size of the
+        try that saved it: a run that is started again begins with that of the newest checkpoint.
 
         Args:
             function: The function to call, with the samples of a micro-batch on one rank as its first argument.
@@ -61,6 +60,7 @@ class BatchSizes(HasParts):
             self._parts.backend.window.resize(
                 accumulation_steps(starting_batch_size, batch_size, steps=steps)
             )
+            self._parts.facts[_FACT] = str(batch_size)
             return function(batch_size, *args, **kwargs)
 
         @wraps(function)
@@ -78,34 +78,21 @@ class BatchSizes(HasParts):
                 limit_host=limit_host,
             )
             try:
-                result = run(*args, **kwargs)
+                return run(*args, **kwargs)
             finally:
                 if tries is not None:
                     tries.close()
-            self._keep()
-            return result
 
         return search
 
     def _recall(self) -> None:
-        """Read the answer of an earlier run from rank 0's `project_dir`. Called on all ranks."""
-        file = self._answer_file()
-        if self.executable_batch_size.batch_size is not None or file is None:
+        """Take the batch size of the newest checkpoint, if there is none of a search. Called on all ranks."""
+        checkpointers = self._parts.checkpointers
+        if self.executable_batch_size.batch_size is not None or not checkpointers.has_default:
             return
-        found = json.loads(file.read_text()) if self.context.topology.is_main and file.exists() else None
-        if (state := broadcast_object(self.context, found)) is not None:
-            self.executable_batch_size.load_state_dict(state)
-
-    def _keep(self) -> None:
-        """Write the answer to rank 0's `project_dir`."""
-        file = self._answer_file()
-        if file is not None and self.context.topology.is_main:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self.executable_batch_size.state_dict()))
-
-    def _answer_file(self) -> Path | None:
-        project = self._parts.settings.project_dir
-        return None if project is None else project / "executable_batch_size.json"
+        plan = checkpointers.of(None).latest_plan() or {}
+        if (found := plan.get("facts", {}).get(_FACT)) is not None:
+            self.executable_batch_size.batch_size = int(found)
 
     def _alone(self, outcome: TryOutcome) -> TryOutcome:
         if outcome is TryOutcome.OUT_OF_MEMORY:

@@ -27,6 +27,11 @@ class Checkpointers:
     def __iter__(self) -> Iterator[Checkpointer]:
         return iter(self._by_place.values())
 
+    @property
+    def has_default(self) -> bool:
+        """True if `of(None)` has a folder: one is set, or the run has a `project_dir`."""
+        return (self._settings.directory or self._project_dir) is not None
+
     def of(self, directory: Place | str | None) -> Checkpointer:
         """Return the checkpointer of a folder of checkpoints.
 

@@ -15,7 +15,7 @@ from drivetrain_backends.deepspeed.checks import (
     check_rounding,
     check_wrapper,
 )
-from drivetrain_backends.deepspeed.compat import num_elements
+from drivetrain_backends.deepspeed.compat import num_elements, release_models
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
 from drivetrain_backends.deepspeed.engine_backward import EngineReducer
@@ -145,6 +145,7 @@ class DeepSpeedBackend(TorchBackend):
 
     def close(self) -> None:
         """End the engines and forget all models."""
+        release_models(prepared.unwrap() for prepared in self._prepared)
         super().close()
         self.window.fixed_because = None
         self._lifetime.close()
@@ -167,6 +168,7 @@ class DeepSpeedBackend(TorchBackend):
 
     def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """End the engines that the failed call had started; see `TorchBackend.undo_prepare`."""
+        release_models(prepared.unwrap() for prepared in placed)
         super().undo_prepare(placed, error)
         if not self._engines():
             self.window.fixed_because = None
@@ -249,6 +251,7 @@ class DeepSpeedBackend(TorchBackend):
         prepare_forward(model, self.policy, self.context.device, progress=self.context.progress)
         with entering(self.context), ExitStack() as undo:
             undo.callback(_restore, model, blocks)
+            undo.callback(release_models, [model])
             engine, *_ = self._deepspeed.initialize(
                 model=model,
                 optimizer=None if by_engine else optimizer,

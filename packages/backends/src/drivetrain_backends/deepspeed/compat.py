@@ -8,8 +8,9 @@ fp32 gradients; otherwise in stages 1 and 2 one that keeps each rank's part of t
 divides parameters too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import getclosurevars
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 _REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GRADIENTS_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+_PARAMETERS_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
 
 # Parameters
 
@@ -109,6 +111,18 @@ def close_window(engine: Any) -> None:
 def offloads_gradients(engine: Any) -> bool:
     """Return whether an engine moves gradients to the host or a drive, in the backward that closes a window."""
     return engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
+
+
+def release_models(models: Iterable[nn.Module]) -> None:
+    """Remove from DeepSpeed's globals what keeps models of ended engines: stage 3 leaves each one in two of them."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    module: Any = parameter_offload
+    ended = {part for model in models for part in model.modules()}
+    module.FWD_MODULE_STACK[:] = [part for part in module.FWD_MODULE_STACK if part not in ended]
+    # Results of a method by engine and module, kept by a cache below a decorator that does not show it.
+    cached = getattr(module.PartitionedParameterCoordinator, _PARAMETERS_TO_RELEASE)
+    getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def drop_ended_groups(is_ended: Callable[[Any], bool]) -> None:

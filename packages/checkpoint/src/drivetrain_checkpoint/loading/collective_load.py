@@ -140,6 +140,14 @@ def newest(context: Context, directory: Place) -> Place | None:
     return next(iter(_candidates(context, directory, [])), None)
 
 
+def newest_plan(context: Context, directory: Place) -> Mapping[str, Any] | None:
+    """Return the plan of the checkpoint that `newest` returns, or None. Called on all ranks."""
+    folder = newest(context, directory)
+    if folder is None:
+        return None
+    return on_main(context, lambda: read_manifest(folder).plan, doing=f"the plan of {folder}")
+
+
 def _candidates(context: Context, directory: Place, problems: list[str]) -> list[Place]:
     """Return the valid checkpoints that rank 0 sees, newest first; add the faults of the others to `problems`."""
 

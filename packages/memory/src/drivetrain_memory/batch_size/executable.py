@@ -16,10 +16,11 @@ class TryOutcome(Enum):
 
 @dataclass(slots=True)
 class ExecutableBatchSize:
-    """A batch size that was found, to be kept with a run: a search that is given it begins with it.
+    """The batch size of a search, to be kept with a run: a search that is given it begins with it.
 
     Attributes:
-        batch_size: The samples of a micro-batch on one rank; None before a search has found one.
+        batch_size: The samples of a micro-batch on one rank, of the try that runs or of the last one that fitted;
+            None before the first try, and after one that did not fit.
     """
 
     batch_size: int | None = None

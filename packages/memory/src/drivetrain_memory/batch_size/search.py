@@ -71,7 +71,8 @@ def find_executable_batch_size(
         agree: A function that is called on every rank after each try, with the outcome on this rank, and returns the
             outcome on all: out of memory if one rank was. None for a single process. A rank that fails because
             another ran out of memory is told so by it; `Accelerator.find_executable_batch_size` brings one.
-        remembered: An answer to begin with, and to write the new one to.
+        remembered: An answer to begin with. Each try writes its size to it before it begins, so that a checkpoint
+            that is saved in the try holds it.
         limit_host: Whether host allocations beyond the limit of the job's control group raise MemoryError in a try.
 
     Raises:
@@ -118,15 +119,16 @@ def _searching(
         remembered = search.remembered or ExecutableBatchSize()
         batch_size = min(search.start, remembered.batch_size or search.start)
         while batch_size >= 1:
+            remembered.batch_size = batch_size  # before the try: a checkpoint that it saves holds this size
             result, failure = _try(
                 lambda size=batch_size: function(size, *args, **kwargs), search, tried, batch_size
             )
             if failure is not None:
                 raise failure
             if result:
-                remembered.batch_size = batch_size
                 return result[0]
             free_memory()
+            remembered.batch_size = None
             batch_size = _next_batch_size(function, batch_size, search.reduce, tried)
         raise NoBatchSizeFitsError(
             f"{function.__qualname__} ran out of memory at every batch size: {'; '.join(tried)}. Make the model or "
