@@ -3,15 +3,13 @@ import os
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from drivetrain_memory import MemoryGuard, memory_breakdown
-from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT
+from limited_group import limited_group
 
 MB = 2**20
 LIMIT = 1000 * MB
@@ -104,6 +102,17 @@ def test_the_warning_comes_also_where_describing_fails(
     assert "96% of this job's memory limit" in caplog.messages[1]
 
 
+def test_it_calls_back_once_with_the_reason(group: Group) -> None:
+    told: list[str] = []
+    guard = group.guard(stop_at=0.95, on_stop=told.append)
+    for held in (940, 960, 990, 900, 970):
+        group.hold(held, 0)
+        guard.check()
+    assert told == ["96% of this job's memory limit is held"]
+    with pytest.raises(ValueError, match="on_stop without stop_at: say at which part of the limit"):
+        group.guard(on_stop=told.append)
+
+
 def test_its_thread_raises_the_flag(group: Group) -> None:
     with group.guard(stop_at=0.9, interval_seconds=0.005) as guard:
         assert not guard.should_stop
@@ -128,27 +137,6 @@ def test_thresholds_are_parts_of_the_limit() -> None:
         MemoryGuard(interval_seconds=0)
 
 
-@pytest.fixture
-def real_group() -> Iterator[Path]:
-    """A control group of this machine with a limit of 400 MB; skips where it lets nobody make one."""
-    name = f"drivetrain-test-{uuid.uuid4().hex[:8]}"
-    is_first = (CGROUP_ROOT / "memory").is_dir()
-    folder = CGROUP_ROOT / "memory" / name if is_first else CGROUP_ROOT / name
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"this machine lets nobody make a control group: {error}")
-    try:
-        limit = folder / ("memory.limit_in_bytes" if is_first else "memory.max")
-        try:
-            limit.write_text(str(400 * MB))
-        except OSError as error:
-            pytest.skip(f"this machine lets nobody limit a control group: {error}")
-        yield folder
-    finally:
-        folder.rmdir()
-
-
 GUARDED = """
 import logging, mmap, os, sys, time
 from pathlib import Path
@@ -170,14 +158,15 @@ print("stopped", guard.should_stop, 60 < len(held) < 80)
 """
 
 
-def test_a_real_limit_stops_the_loop_and_the_kernel_kills_nobody(real_group: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GUARDED, str(real_group), str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ},
-    )
+def test_a_real_limit_stops_the_loop_and_the_kernel_kills_nobody(tmp_path: Path) -> None:
+    with limited_group(400 * MB) as group:
+        done = subprocess.run(
+            [sys.executable, "-c", GUARDED, str(group), str(tmp_path / "file")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ},
+        )
     assert done.stdout.splitlines() == ["cache False", "stopped True True"], done.stderr
     assert done.returncode == 0
     assert done.stderr.count("of this job's memory limit is held") == 1

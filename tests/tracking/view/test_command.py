@@ -13,10 +13,13 @@ import pytest
 from drivetrain_tracking.view.command import ViewArguments, check_folders, run
 from logged_runs import start_line, value_lines, write_log
 
-_SERVE = (
-    "import sys; from drivetrain_tracking.view.command import ViewArguments, run; "
-    "sys.exit(run(ViewArguments(folders=(sys.argv[1],))))"
-)
+# Children of a shell's background job ignore Ctrl-C; this one must not.
+_SERVE = """
+import signal, sys
+from drivetrain_tracking.view.command import ViewArguments, run
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(run(ViewArguments(folders=(sys.argv[1],))))
+"""
 
 
 def test_the_command_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Decide when a run is saved, and from where it is resumed."""
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple, cast
@@ -36,6 +37,7 @@ class Saving(HasParts):
         self._deferred: list[_DeferredSave] = []
         self._schedule: SaveSchedule | None = None
         self._hooks: list[CheckpointHook] = []
+        self._stop_requests: deque[str] = deque()  # other threads append to it
 
     def register_for_checkpointing(
         self, *objects: Stateful, per_rank: bool = False, **named: Stateful
@@ -125,8 +127,9 @@ class Saving(HasParts):
         """Save if a save is due; call it at the end of the loop's body. Called on all ranks.
 
         A save is due after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and once any rank has
-        received one of `save_on_signals`, which the first call starts to listen for; after a signal, the program ends
-        when the save is committed. All ranks save after the same step. In an open accumulation window no save is due.
+        received one of `save_on_signals`, which the first call starts to listen for, or has called `request_stop`;
+        after these two, the program ends when the save is committed. All ranks save after the same step. In an open
+        accumulation window no save is due.
 
         Args:
             metrics: Numbers that rate the checkpoint; see `save_state`.
@@ -137,27 +140,40 @@ class Saving(HasParts):
             The folder of the checkpoint; None if no save was due.
 
         Raises:
-            SystemExit: A signal was received; the exit code is `RESUME_EXIT_CODE`. Restart the run to continue.
+            SystemExit: A signal was received, or `request_stop` called; the exit code is `RESUME_EXIT_CODE`. Restart
+                the run to continue.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
         if not self._parts.backend.window.closing:
             return None
         if self._schedule is None:
             self._schedule = SaveSchedule(self.context, self._parts.resolved["checkpoint"].value)
+        while self._stop_requests:
+            self._schedule.request_stop(self._stop_requests.popleft())
         step = self._run_state().step
         if (due := self._schedule.due(step)) is None:
             return None
-        # After a signal the program ends: the save must be committed first.
+        # Before the program ends, the save must be committed.
         path = self.save_state(
-            metrics=metrics, background=False if due.signal else background, trained_only=trained_only
+            metrics=metrics, background=False if due.stop else background, trained_only=trained_only
         )
-        if due.signal is None:
+        if due.stop is None:
             return path
         if self.context.topology.is_main:
             logger.warning(
-                "%s: saved at step %s; the program ends; start it again to continue", due.signal, step
+                "%s: saved at step %s; the program ends; start it again to continue", due.stop, step
             )
         raise SystemExit(RESUME_EXIT_CODE)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to save after the same step and to end: their next calls of `save_if_due` do so.
+
+        May be called on any rank, by any thread, such as that of a `MemoryGuard`.
+
+        Args:
+            reason: The words with which the log is to say why the run ends.
+        """
+        self._stop_requests.append(reason)
 
     def wait_for_save(self) -> None:
         """Wait until background saves are committed. Called on all ranks.

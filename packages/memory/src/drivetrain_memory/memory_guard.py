@@ -34,11 +34,14 @@ class MemoryGuard:
 
     The guard looks at the group's size, which is cheap, and at its statistics only when the size with all cache is
     near the limit. An allocation that goes from below the threshold past the limit between two looks is not caught.
-    Without a limit it does nothing. Made on each rank; where ranks are to stop together, reduce the flag over them.
+    Without a limit it does nothing. Made on each rank. Where ranks are to stop after the same step, pass `on_stop` a
+    function that lets them agree, such as `Accelerator.request_stop`.
 
     Args:
         warn_at: The part of the limit at which it warns; once, until held memory has fallen by 5 % of the limit.
         stop_at: The part of the limit at which `should_stop` becomes true; None for never.
+        on_stop: A function that is called once, with the reason as a text, when `should_stop` becomes true; in the
+            guard's thread.
         interval_seconds: The time between two looks.
         describe: A function that says where memory went, such as `lambda: memory_breakdown(model, optimizer)`; it is
             called in the guard's thread, once for each warning.
@@ -46,7 +49,8 @@ class MemoryGuard:
         proc: The folder of the kernel's process files.
 
     Raises:
-        ValueError: A threshold is not above 0 and at most 1, or the interval is not positive.
+        ValueError: A threshold is not above 0 and at most 1, the interval is not positive, or `on_stop` is given
+            without `stop_at`.
 
     Example:
         >>> with MemoryGuard(stop_at=0.95) as guard:
@@ -60,6 +64,7 @@ class MemoryGuard:
         *,
         warn_at: float = 0.9,
         stop_at: float | None = None,
+        on_stop: Callable[[str], object] | None = None,
         interval_seconds: float = 0.1,
         describe: Callable[[], MemoryBreakdown] | None = None,
         cgroup_root: Path = CGROUP_ROOT,
@@ -70,8 +75,10 @@ class MemoryGuard:
                 raise ValueError(f"{name}={value!r}: give a part of the limit above 0 and at most 1")
         if not interval_seconds > 0:
             raise ValueError(f"interval_seconds={interval_seconds!r}: must be above 0")
+        if on_stop is not None and stop_at is None:
+            raise ValueError("on_stop without stop_at: say at which part of the limit, such as stop_at=0.95")
         self.should_stop = False
-        self._warn_at, self._stop_at = warn_at, stop_at
+        self._warn_at, self._stop_at, self._on_stop = warn_at, stop_at, on_stop
         self._interval_seconds, self._describe = interval_seconds, describe
         self._groups = tuple(
             group for group in find_cgroups(root=cgroup_root, proc=proc) if group.limit_bytes is not None
@@ -98,8 +105,10 @@ class MemoryGuard:
             self._is_armed = True
         if usage is None:
             return None
-        if self._stop_at is not None and usage.held_fraction >= self._stop_at:
+        if self._stop_at is not None and usage.held_fraction >= self._stop_at and not self.should_stop:
             self.should_stop = True
+            if self._on_stop is not None:
+                self._on_stop(f"{usage.held_fraction:.0%} of this job's memory limit is held")
         if self._is_armed and usage.held_fraction >= self._warn_at:
             self._is_armed = False
             _logger.warning("%s", describe_usage(usage, self._breakdown()))

@@ -1,4 +1,4 @@
-"""Decide when to save: at intervals of steps or minutes, and on signals that end the run."""
+"""Decide when to save: at intervals of steps or minutes, and on signals and requests that end the run."""
 
 import signal
 import time
@@ -13,6 +13,7 @@ from drivetrain_state import Context, control_store
 
 # The exit code of a program that has saved and is to be restarted: EX_TEMPFAIL of sysexits.h, "try again later".
 RESUME_EXIT_CODE = 75
+_STEPS = "steps"
 _MINUTES = "minutes"
 _SECONDS_IN_A_MINUTE = 60
 
@@ -22,12 +23,12 @@ class SaveReason:
     """The reasons why a save is due.
 
     Attributes:
-        reasons: The reasons: `"steps"`, `"minutes"`, or names of signals.
-        signal: The name of the signal that asks the run to end; None without one.
+        reasons: The reasons: `"steps"`, `"minutes"`, names of signals, or those given to `request_stop`.
+        stop: The signal or request that the run is to end for; None without one.
     """
 
     reasons: tuple[str, ...]
-    signal: str | None
+    stop: str | None
 
 
 class SaveSchedule:
@@ -62,6 +63,21 @@ class SaveSchedule:
             self._handlers[number] = signal.signal(number, self._handle)
         context.before_close(self.close)
 
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to save after the same step and to end. May be called on any rank, by any thread.
+
+        Args:
+            reason: The words with which the log is to say why the run ends.
+
+        Raises:
+            ValueError: The reason is empty, or the name of an interval, "steps" or "minutes".
+        """
+        if reason in ("", _STEPS, _MINUTES):
+            raise ValueError(
+                f"reason={reason!r}: say what the run ends for, such as 'the memory limit is near'"
+            )
+        self._agreed.ask(reason)
+
     def due(self, step: int) -> SaveReason | None:
         """Return why a save is due after a step, or None. Called on all ranks, by the main thread, once per step.
 
@@ -71,7 +87,7 @@ class SaveSchedule:
         settings = self._settings
         reasons: list[str] = []
         if settings.save_every_steps is not None and step % settings.save_every_steps == 0:
-            reasons.append("steps")
+            reasons.append(_STEPS)
         if self._is_main and settings.save_every_minutes is not None and not self._has_asked:
             minutes = (time.monotonic() - self._saved_at) / _SECONDS_IN_A_MINUTE
             if minutes >= settings.save_every_minutes:
@@ -82,7 +98,7 @@ class SaveSchedule:
             return None
         self._saved_at, self._has_asked = time.monotonic(), self._has_asked and _MINUTES not in reasons
         return SaveReason(
-            tuple(reasons), next((name for name in reasons if name in settings.save_on_signals), None)
+            tuple(reasons), next((reason for reason in reasons if reason not in (_STEPS, _MINUTES)), None)
         )
 
     def close(self) -> None:
