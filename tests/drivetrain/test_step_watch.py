@@ -52,7 +52,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
             warnings.append(record.getMessage())
 
     keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain.step_watch").addHandler(keep)
+    logging.getLogger("drivetrain.straggler_warning").addHandler(keep)
     late = (SECONDS, 0.0) if where == "forward" else (0.0, SECONDS)
     is_slow = os.environ.get("RANK") == "1"
     model = nn.Sequential(
@@ -71,7 +71,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        logging.getLogger("drivetrain.step_watch").removeHandler(keep)
+        logging.getLogger("drivetrain.straggler_warning").removeHandler(keep)
     return warnings
 
 
