@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 
-SECONDS = 0.05
+SECONDS = 0.15  # a twentieth of a step, from which on a difference counts, exceeds the noise of a busy machine
 NUM_STEPS, EVERY = 6, 3
 
 
@@ -52,7 +52,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
             warnings.append(record.getMessage())
 
     keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain.step_watch").addHandler(keep)
+    logging.getLogger("drivetrain.straggler_warning").addHandler(keep)
     late = (SECONDS, 0.0) if where == "forward" else (0.0, SECONDS)
     is_slow = os.environ.get("RANK") == "1"
     model = nn.Sequential(
@@ -71,7 +71,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        logging.getLogger("drivetrain.step_watch").removeHandler(keep)
+        logging.getLogger("drivetrain.straggler_warning").removeHandler(keep)
     return warnings
 
 
@@ -88,11 +88,29 @@ def test_ddp_names_the_rank_that_is_slow_in_backward(run_ranks, block: int) -> N
     assert all("is slow: backward takes it" in warning for warning in told)
 
 
+BY_BLOCK = {"fsdp": {"wrap": ["Block"]}}
+
+
 @pytest.mark.undisturbed
-@pytest.mark.parametrize("block", [0, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_fsdp_never_names_a_rank_that_waits(run_ranks, where: str, block: int) -> None:
-    told, others = run_ranks(warnings_with_a_slow_rank, "fsdp", where, block, {})
+@pytest.mark.parametrize(("sections", "block"), [({}, 0), ({}, 2), (BY_BLOCK, 2)])
+def test_fsdp_names_the_rank_that_is_slow_behind_the_last_gather_of_a_forward(
+    run_ranks, sections: dict[str, Any], block: int
+) -> None:
+    told, others = run_ranks(warnings_with_a_slow_rank, "fsdp", "forward", block, sections)
+    assert others == []
+    assert named_ranks(told) == {"rank 1"}, told
+    assert all("is slow: forward takes it" in warning for warning in told)
+
+
+@pytest.mark.undisturbed
+@pytest.mark.parametrize(
+    ("sections", "where", "block"),
+    [(BY_BLOCK, "forward", 0), (BY_BLOCK, "backward", 0), (BY_BLOCK, "backward", 2), ({}, "backward", 0)],
+)
+def test_fsdp_never_names_a_rank_that_waits(
+    run_ranks, sections: dict[str, Any], where: str, block: int
+) -> None:
+    told, others = run_ranks(warnings_with_a_slow_rank, "fsdp", where, block, sections)
     assert others == []
     assert named_ranks(told) <= {"rank 1"}, told
 

@@ -246,7 +246,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
             warnings.append(record.getMessage())
 
     keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain.step_watch").addHandler(keep)
+    logging.getLogger("drivetrain.straggler_warning").addHandler(keep)
     try:
         seconds = {where: 0.06}
         model = Slow(seconds.get("forward", 0.0), 1, backward_seconds=seconds.get("backward", 0.0))
@@ -257,7 +257,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
             train(accelerator, model, data)
             return warnings, accelerator.total_throughput
     finally:
-        logging.getLogger("drivetrain.step_watch").removeHandler(keep)
+        logging.getLogger("drivetrain.straggler_warning").removeHandler(keep)
 
 
 @pytest.mark.undisturbed

@@ -37,7 +37,7 @@ class Measuring(HasParts):
         Raises:
             RuntimeError: No setting has the throughput measured.
         """
-        self._watch().count_tokens = function
+        self._watch().counts.count_tokens = function
 
     def _watch(self) -> StepWatch:
         if self._parts.watch is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from drivetrain_tracking.plain import Plain, plain_values
+from drivetrain_tracking.plain import PLAIN_TYPES, Plain, plain_values
 
 Purpose = TypeVar("Purpose")
 
@@ -112,6 +112,8 @@ def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[A
 def _find_scalars(
     value: Any, tensor_type: type, device_type: str, found: dict[tuple[Any, Any], list[Any]]
 ) -> None:
+    if type(value) in PLAIN_TYPES:
+        return
     if isinstance(value, Mapping):
         for item in value.values():
             _find_scalars(item, tensor_type, device_type, found)
@@ -123,6 +125,8 @@ def _find_scalars(
 
 
 def _replaced(value: Any, copies: Mapping[int, Any]) -> Any:
+    if type(value) in PLAIN_TYPES:
+        return value
     if isinstance(value, Mapping):
         return {name: _replaced(item, copies) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

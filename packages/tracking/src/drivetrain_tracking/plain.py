@@ -11,6 +11,9 @@ from typing import Any, TypeAlias, cast
 from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.secret_masking import MASK, mask_config, mask_text
 
+# The types of most logged values: they are plain, and neither media nor on a device. Subclasses are looked at.
+PLAIN_TYPES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
+
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
 
 
@@ -49,7 +52,7 @@ def plain_config(config: Any) -> dict[str, Plain]:
 
 def _opened(value: Any) -> Plain:
     """Convert one value of a configuration."""
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in PLAIN_TYPES:
         return value
     for kind, opener in _OPENERS:
         if isinstance(value, kind):
@@ -88,7 +91,7 @@ _OPENERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Plain]], ...] = (
 
 
 def _plain(value: object, path: tuple[object, ...]) -> Plain:
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in PLAIN_TYPES:
         return cast("Plain", value)
     if isinstance(value, Mapping):
         return _mapping(cast("Mapping[object, object]", value), path)
@@ -118,7 +121,11 @@ def _mapping(
     for key in values:
         if not isinstance(key, str):
             raise _refusal((*path, key), key, "is no name: the keys of what is logged are strings")
-    return {str(key): _plain(value, (*path, key)) for key, value in values.items()}
+    plain = {
+        str(key): value if type(value) in PLAIN_TYPES else _plain(value, (*path, key))
+        for key, value in values.items()
+    }
+    return cast("dict[str, Plain]", plain)
 
 
 def _refusal(path: tuple[object, ...], value: object, why: str) -> ValueNotLoggableError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.media.medium import Medium
+from drivetrain_tracking.plain import PLAIN_TYPES
 from drivetrain_tracking.records import StoredMedium
 
 # What a disk answers that is full, beyond its quota, read-only or broken.
@@ -18,7 +19,11 @@ class DiskError(OSError):
 
 def split_media(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Medium]]:
     """Return the values that are no media, and the media; only the outermost level is looked at."""
-    media = {name: value for name, value in values.items() if isinstance(value, Medium)}
+    media = {
+        name: value
+        for name, value in values.items()
+        if type(value) not in PLAIN_TYPES and isinstance(value, Medium)
+    }
     if not media:
         return values, media
     return {name: value for name, value in values.items() if name not in media}, media

@@ -17,6 +17,7 @@ from zlib import crc32
 from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
 from drivetrain_tracking.plain import Plain
 
+_ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would make one for each line
 _END = CHECKSUM_END + b"\n"
 _TAIL = len(CHECKSUM_MARK) + 8 + len(_END)
 
@@ -28,9 +29,9 @@ def encode(record: Mapping[str, Plain]) -> bytes:
         ValueError: The record is empty.
     """
     try:
-        body = json.dumps(record, allow_nan=False).encode()[:-1]
+        body = _ENCODER.encode(record).encode()[:-1]
     except ValueError:  # a NaN or an infinity: rare, and expensive to look for in every record
-        body = json.dumps(_strict(dict(record)), allow_nan=False).encode()[:-1]
+        body = _ENCODER.encode(_strict(dict(record))).encode()[:-1]
     if body == b"{":
         raise ValueError("an empty record has no line")
     return b"%b%b%08x%b" % (body, CHECKSUM_MARK, crc32(body), _END)

@@ -1,0 +1,95 @@
+"""Count the samples and tokens of each step from the batches that went backward in it."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from drivetrain_data import BatchPlan
+from drivetrain_tracking import TrackingSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Counts(NamedTuple):
+    """The samples and tokens of a batch or a step; None where they are unknown.
+
+    Attributes:
+        samples: The number of real samples, of all ranks.
+        tokens: The number of tokens, of this rank.
+    """
+
+    samples: float | None = 0.0
+    tokens: float | None = 0.0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Return the sums; a count that is unknown in one is unknown in the sum."""
+        return Counts(_sum(self.samples, other.samples), _sum(self.tokens, other.tokens))
+
+
+class BatchCounts:
+    """The samples and tokens of the open step, and of those before it until they are taken.
+
+    Args:
+        token_field: The field of a batch whose elements are counted as tokens.
+        is_main: Whether to warn that batches lack the field.
+
+    Attributes:
+        count_tokens: A function from a batch to the number of tokens of this rank; None counts the elements of the
+            field.
+    """
+
+    def __init__(self, token_field: str, *, is_main: bool) -> None:
+        self.count_tokens: Callable[[Any], float] | None = None
+        self._token_field = token_field
+        # Nobody named the default field: batches without tokens are none of its business.
+        self._warns = is_main and token_field != TrackingSettings().token_field
+        self._received: Counts | None = None  # the newest batch, until it is counted
+        self._open = Counts()
+        self._ended: deque[Counts] = deque()
+
+    def receive(self, plan: BatchPlan, batch: Any) -> None:
+        """Take a batch; it counts if it goes backward before the next one comes."""
+        known = plan.real_counts is not None and plan.sizes is not None
+        self._received = Counts(float(sum(plan.real_counts or ())) if known else None, self._tokens(batch))
+
+    def count_received(self) -> None:
+        """Count the newest batch, once: batches without a backward are for evaluation."""
+        if self._received is not None:
+            self._open, self._received = self._open.plus(self._received), None
+
+    def end_step(self) -> None:
+        """End the open step."""
+        self._ended.append(self._open)
+        self._open = Counts()
+
+    def take_step(self) -> Counts:
+        """Return the counts of the first step that has ended and was not taken yet."""
+        return self._ended.popleft()
+
+    def _tokens(self, batch: Any) -> float | None:
+        if self.count_tokens is not None:
+            return float(self.count_tokens(batch))
+        field = batch.get(self._token_field) if hasattr(batch, "get") else None
+        if isinstance(field, Tensor):
+            return float(field.numel())
+        if self._warns:
+            self._warns = False
+            self._warn_of(batch)
+        return None
+
+    def _warn_of(self, batch: Any) -> None:
+        fields = ", ".join(map(str, batch)) if hasattr(batch, "keys") else ""
+        logger.warning(
+            "token_field=%r: the batch, a %s, has no tensor of that name%s; throughput/tokens_per_second is left "
+            "out. Name a field that every batch has, or count with accelerator.count_tokens(function)",
+            self._token_field,
+            type(batch).__name__,
+            f" among its fields {fields}" if fields else "",
+        )
+
+
+def _sum(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second

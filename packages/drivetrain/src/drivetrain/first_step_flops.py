@@ -1,0 +1,70 @@
+"""Give a meter what MFU needs: the peak of the devices, and the operations of the first step."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from drivetrain.step_flops import StepFlops, find_peak
+from drivetrain_state import Context
+from drivetrain_tracking import ThroughputMeter, TrackingSettings
+
+
+class FirstStepFlops:
+    """The count of the first step, where the peak of the device is known and the operations are not given.
+
+    Args:
+        meter: The meter to tell.
+        context: The ranks and the device.
+        settings: The `tracking` section.
+        mode: The precision of the run, such as "bf16".
+        models: A function that returns the prepared models.
+    """
+
+    def __init__(
+        self,
+        meter: ThroughputMeter,
+        *,
+        context: Context,
+        settings: TrackingSettings,
+        mode: str,
+        models: Callable[[], Sequence[nn.Module]],
+    ) -> None:
+        self._meter, self._context, self._settings = meter, context, settings
+        self._mode, self._models = mode, models
+        self._counter: StepFlops | None = None
+        self._is_over = False
+
+    def mark(self, phase: str, *, begins: bool) -> None:
+        """Take the begin or end of a phase; the first forward or backward begins the count."""
+        if self._is_over or phase not in ("forward", "backward"):
+            return
+        # A forward without gradients belongs to an evaluation, not to the step.
+        if phase == "forward" and not torch.is_grad_enabled():
+            return
+        if self._counter is None:
+            if not begins:
+                return
+            self._find_peak()
+            if self._meter.peak_flops is None or self._meter.flops_per_step is not None:
+                self._is_over = True
+                return
+            self._counter = StepFlops()
+        if begins:
+            self._counter.begin(is_backward=phase == "backward")
+        else:
+            self._counter.end()
+
+    def end_step(self) -> None:
+        """End the count, and tell the meter its result."""
+        if self._counter is not None:
+            self._meter.flops_per_step = float(self._counter.total * self._context.topology.world_size)
+            self._counter, self._is_over = None, True
+
+    def _find_peak(self) -> None:
+        """Find the peak when training begins: without a mode of the run, it depends on the prepared models."""
+        topology = self._context.topology
+        peak = self._settings.peak_flops
+        if peak is None:
+            peak = find_peak(self._context.device, self._mode, self._models(), is_main=topology.is_main)
+        self._meter.peak_flops = None if peak is None else peak * topology.world_size
