@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 
-SECONDS = 0.15  # a twentieth of a step, from which on a difference counts, exceeds the noise of a busy machine
+SECONDS = (
+    0.15  # a twentieth of a step, from which on a difference counts, exceeds the noise of a busy machine
+)
 NUM_STEPS, EVERY = 6, 3
 
 

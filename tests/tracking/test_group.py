@@ -5,10 +5,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain_tracking import (
     Artifact,
+    Image,
     JSONLTracker,
+    Text,
     TrackerFailedError,
     TrackerGroup,
     TrackerStateError,
@@ -202,7 +205,7 @@ def test_a_value_that_cannot_be_logged_is_the_callers_error() -> None:
 
 def test_calls_out_of_order_are_errors() -> None:
     group = TrackerGroup([Memory("one")])
-    with pytest.raises(TrackerStateError, match=r"log\(\) before start\(\)"):
+    with pytest.raises(TrackerStateError, match=r"log\(\) while no run is started"):
         group.log({"loss": 1})
     group.start("run")
     with pytest.raises(TrackerStateError, match=r"start\(\) again"):
@@ -290,3 +293,22 @@ def test_what_is_no_tracker_is_refused_with_what_it_lacks() -> None:
         TrackerGroup([Theirs()])
     with pytest.raises(TypeError, match=r"Memory is a class: pass an instance of it, Memory\(\.\.\.\)"):
         TrackerGroup([Memory])
+
+
+def test_values_without_names_are_refused(tmp_path: Path) -> None:
+    trackers = TrackerGroup([JSONLTracker(tmp_path)])
+    trackers.start("run")
+    with pytest.raises(ValueNotLoggableError, match=r"log\(0\.3\): give values by name, such as log\("):
+        trackers.log(0.3)  # type: ignore[arg-type]
+    trackers.finish()
+
+
+def test_a_medium_that_is_refused_is_named_and_leaves_no_file_of_the_call(tmp_path: Path) -> None:
+    trackers = TrackerGroup([JSONLTracker(tmp_path)])
+    trackers.start("run")
+    text, image = Text("hello"), Image(torch.zeros(3, 8, 9))
+    with pytest.raises(ValueNotLoggableError, match=r"values\['picture'\]: Image: shape \(3, 8, 9\)"):
+        trackers.log({"text": text, "picture": image})
+    assert list((tmp_path / "media").iterdir()) == []
+    trackers.log({"text": text})
+    trackers.finish()

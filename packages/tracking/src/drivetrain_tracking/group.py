@@ -174,7 +174,10 @@ class TrackerGroup:
         if not self._used:
             return
         if not self._is_started:
-            raise TrackerStateError("log() before start(): start the trackers first")
+            raise TrackerStateError(
+                "log() while no run is started: call start(run_name, config) before, of an Accelerator "
+                "init_trackers(run_name), and log before the run ends"
+            )
         step = checked_step(step)
         check_names(values)
         numbers, media = split_media(values)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
 from drivetrain_tracking.log_format import LOG_NAME, RESERVED_NAMES
@@ -160,11 +160,15 @@ class JSONLTracker:
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Check that no name is one of the log's own.
+    """Check that values have names, and that no name is one of the log's own.
 
     Raises:
-        ValueNotLoggableError: A name is reserved.
+        ValueNotLoggableError: The values are no mapping, or a name is reserved.
     """
+    if not isinstance(cast("object", values), Mapping):
+        raise ValueNotLoggableError(
+            f"log({values!r}): give values by name, such as log({{'loss': 0.3}}, step=1)"
+        )
     for name in RESERVED_NAMES:
         if name in values:
             raise ValueNotLoggableError(

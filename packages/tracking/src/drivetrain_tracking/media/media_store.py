@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.media.medium import Medium
 from drivetrain_tracking.plain import PLAIN_TYPES
 from drivetrain_tracking.records import StoredMedium
@@ -42,11 +43,18 @@ def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> di
         folder.mkdir(parents=True, exist_ok=True)
         for name, medium in media.items():
             readable = "".join(one if one.isalnum() or one in "-_" else "-" for one in name)[:60]
-            stored[name] = medium.store(folder / f"{stem}{len(stored)}-{readable}")
-    except OSError as error:
-        if error.errno not in _OF_THE_DISK:
-            raise
+            stored[name] = _store(name, medium, folder / f"{stem}{len(stored)}-{readable}")
+    except Exception as error:
         for part in folder.glob(f"{stem}*"):
             part.unlink()
-        raise DiskError(error.errno, error.strerror, str(folder)) from error
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            raise DiskError(error.errno, error.strerror, str(folder)) from error
+        raise
     return stored
+
+
+def _store(name: str, medium: Medium, path: Path) -> StoredMedium:
+    try:
+        return medium.store(path)
+    except ValueNotLoggableError as error:
+        raise ValueNotLoggableError(f"values[{name!r}]: {error}") from error
