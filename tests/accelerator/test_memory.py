@@ -2,12 +2,14 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from accelerator import device
 from drivetrain_memory import (
+    LeakDetector,
     MemoryTracker,
     find_executable_batch_size,
     free_memory,
@@ -85,6 +87,23 @@ def searches() -> None:
     assert extension.counts()["in_use"] == before
 
 
+def leaks_pinned_memory() -> list[tuple[str, str | None, str | None]]:
+    """Train with batches that are copied from pinned memory, of which a list keeps each one; return the findings."""
+    place = torch.device(device.NAME, 0)
+    model = nn.Linear(256, 256).to(place)
+    kept: list[torch.Tensor] = []
+    detector = LeakDetector(on_leak=lambda report: None)
+    for _ in range(100):
+        batch = torch.randn(64, 256).pin_memory()
+        kept.append(batch)
+        model(batch.to(place, non_blocking=True)).sum().backward()
+        detector.step()
+        if detector.report is not None:
+            break
+    assert all(batch.is_pinned() for batch in kept)
+    return [] if detector.report is None else [(o.kind, o.holder, o.line) for o in detector.report.leaks]
+
+
 def test_peaks_are_those_of_the_device(on_accelerators: Callable[..., list[object]]) -> None:
     on_accelerators(measures)
 
@@ -99,3 +118,10 @@ def test_a_tracker_sees_the_device_without_waiting_for_it(
     on_accelerators: Callable[..., list[object]],
 ) -> None:
     on_accelerators(tracks)
+
+
+def test_pinned_buffers_that_are_kept_are_named(on_accelerators: Callable[..., list[Any]]) -> None:
+    (found,) = on_accelerators(leaks_pinned_memory)
+    ((kind, holder, line),) = found
+    assert (kind, holder) == ("objects", "kept (local of leaks_pinned_memory)")
+    assert line.endswith("batch = torch.randn(64, 256).pin_memory()")
