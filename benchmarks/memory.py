@@ -10,10 +10,12 @@ import argparse
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import psutil
 import torch
@@ -26,11 +28,12 @@ SPIKE_BYTES, SPIKE_SECONDS = 500_000_000, 0.005
 RATES = (1, 10, 100)  # Hz
 STEPS = 300  # in one turn: about a second
 WATCHED_SECONDS = 4.0
+NUM_CHILDREN = 8
 NOTE = (
     "Of the peak, the ratio is the part that was seen; taking 500 MB and giving them back takes some 60 ms beside "
     "the 5 ms. Polling is a thread that reads psutil's `memory_info().rss`, as examples do; MemoryTracker reads "
-    "children, control group, allocators and drivers besides. Accelerate's tracker is part of no package that "
-    "installs, and is left out."
+    "children, control group, allocators and, where there are devices, drivers besides. Accelerate's tracker is part "
+    "of no package that installs, and is left out."
 )
 
 
@@ -163,6 +166,25 @@ def cpu_without_pages(rate: float) -> float:
     return summary.sampling_cpu_seconds / summary.seconds
 
 
+@contextmanager
+def children(number: int) -> Iterator[None]:
+    """Keep processes below this one, as many as workers of a loader, each with memory of its own."""
+    source = (
+        "import mmap, sys; kept = mmap.mmap(-1, 50_000_000); kept.write(bytes(50_000_000)); sys.stdin.read()"
+    )
+    with ExitStack() as stack:
+        for _ in range(number):
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE))
+        time.sleep(1.0)  # until they have written
+        yield
+
+
+def cpu_with_children(rate: float) -> float:
+    """Seconds of processor time that the tracker's thread takes in a second beside eight children."""
+    with children(NUM_CHILDREN):
+        return cpu_of_tracker(rate)
+
+
 def tables(arguments: argparse.Namespace) -> Iterator[Table]:
     """Yield every comparison."""
     torch.set_num_threads(1)
@@ -184,6 +206,7 @@ def tables(arguments: argparse.Namespace) -> Iterator[Table]:
             f"psutil polling, {rate} Hz": lambda rate=rate: cpu_of_polling(rate),
             f"MemoryTracker, {rate} Hz": lambda rate=rate: cpu_of_tracker(rate),
         }
+    cpu[f"MemoryTracker, 10 Hz, {NUM_CHILDREN} children"] = lambda: cpu_with_children(10)
     cpu["MemoryTracker, 10 Hz, no proportional sizes"] = lambda: cpu_without_pages(10)
     yield Table(
         title="Processor time of the thread that samples, in each second",
