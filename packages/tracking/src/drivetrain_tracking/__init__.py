@@ -1,7 +1,7 @@
 """A run's log that survives kills and resumes, and every tracking platform fed from it.
 
-`JSONLTracker` writes the log, without dependencies. `make_trackers` makes trackers by name: a process beside the
-training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
+`JSONLTracker` writes the log, without dependencies. `make_trackers` makes trackers by name: a writer process beside
+the training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
 several trackers from the right rank and names one that fails; `make_tracker` creates a single one. `Image`, `Table`
 and others are what can be logged besides numbers.
 `ThroughputMeter`, `PhaseTimes` and `find_straggler` measure a training loop, and `LiveLine` shows how fast it is.

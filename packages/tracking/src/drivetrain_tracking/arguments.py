@@ -41,7 +41,7 @@ def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapp
         raise TypeError(
             f"options of the tracker {tracker.name!r}: {given!r} is no mapping of arguments by name"
         )
-    # A tracker that a process beside the training writes to takes what its platform takes; values it gets by the log.
+    # A tracker that a writer process writes to takes what its platform takes; values it gets by the log.
     takes = getattr(tracker, "platform", tracker) if method == "start" else tracker
     options_type = getattr(takes, "options_type", None) if method == "start" else None
     parameters = signature(options_type or getattr(takes, method)).parameters.values()

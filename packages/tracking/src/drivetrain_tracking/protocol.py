@@ -87,7 +87,7 @@ class InfoTracker(Tracker, Protocol):
 
 @runtime_checkable
 class PlatformTracker(Tracker, Protocol):
-    """A tracker that a process beside the training can feed from the run's log, each record once.
+    """A tracker that a writer process can feed from the run's log, each record once.
 
     A forwarder calls `write` in place of `log`. After a failed call or a killed process it asks `count_held` of the
     records that were on their way, and writes the rest. `drivetrain_tracking.platforms.platform.Platform` is a base

@@ -125,7 +125,7 @@ class TrackerContract(ABC):
 
 
 class PlatformContract(TrackerContract):
-    """The checks of a tracker, and those of one that a process beside the training feeds (`PlatformTracker`)."""
+    """The checks of a tracker, and those of one that a writer process feeds (`PlatformTracker`)."""
 
     @abstractmethod
     def make(self, directory: Path) -> PlatformTracker:

@@ -1,4 +1,4 @@
-"""The process beside the training: `python -m drivetrain_tracking.forwarding LOG TRACKER --parent PID ...`."""
+"""The writer process: `python -m drivetrain_tracking.forwarding LOG TRACKER --parent PID ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Deliver a log while it grows, until its run has ended; used by the process beside the training, and by replay."""
+"""Deliver a log while it grows, until its run has ended; used by the writer process, and by replay."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""A tracker by its name, written to by a process beside the training, which feeds it from the log."""
+"""A tracker by its name, fed from the log by a writer process beside the training."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ class ForwardedTracker:
     """A tracker whose platform cannot slow, stop or crash the process that logs.
 
     `log` does nothing: a `JSONLTracker` of the same folder, started before and finished before this one, writes the
-    log that the process beside the training follows.
+    log that the writer process follows.
 
     Args:
         name: The name of a tracker, as for `make_tracker`.
@@ -94,7 +94,7 @@ class ForwardedTracker:
         self._writer = WriterProcess(command, parent=os.getpid())
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
-        """Do nothing: the process beside the training reads the values from the log."""
+        """Do nothing: the writer process reads the values from the log."""
 
     def finish(self) -> None:
         """Wait for the platform to take what is left, within the drain time, and tell if it did not."""
