@@ -152,7 +152,7 @@ def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> N
     (audio,) = sequence(run, "audios", "audio", {})[2]
     assert bytes(audio.storage["data"]) == media["audio"].path.read_bytes()
     (text,) = sequence(run, "texts", "text", {})[2]
-    assert text.data == "a text"
+    assert text.data == "<b>said</b>"
     (histogram,) = sequence(run, "distributions", "histogram", {})[2]
     assert (list(histogram.weights), list(histogram.range)) == ([1, 4, 2], [0.0, 3.0])
     (artifact,) = run.artifacts.values()

@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking.platforms.clearml import ClearMLTracker
-from drivetrain_tracking.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
-from loopback_only import loopback_only  # noqa: F401 a fixture
-from platform_media import sample_media
 
 clearml = pytest.importorskip("clearml")
 
 pytestmark = [
-    pytest.mark.usefixtures("loopback_only"),
     # the reader of configuration files that clearml 2.1 brings calls pyparsing 3 by its old names
     pytest.mark.filterwarnings("ignore:'.*' .*deprecated.* use '.*':DeprecationWarning"),
 ]
@@ -117,8 +114,7 @@ def test_values_that_are_not_finite_are_marked_and_texts_are_in_the_console(tmp_
     assert "0.1" in json.dumps(task["hyperparams"])
 
 
-def test_each_kind_of_medium_is_clearmls_own(tmp_path: Path) -> None:
-    media = sample_media(tmp_path)
+def test_each_kind_of_medium_is_clearmls_own(media: Mapping[str, StoredMedium], tmp_path: Path) -> None:
     assert set(media) == ClearMLTracker.media_kinds
     tracker = ClearMLTracker(tmp_path)
     tracker.start("media", {})

@@ -11,17 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_tracking.platforms.mlflow import MLflowTracker, mlflow_name
-from drivetrain_tracking.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
-from loopback_only import loopback_only  # noqa: F401 a fixture
-from platform_media import sample_media
 
 mlflow = pytest.importorskip("mlflow")
 pytest.importorskip("sqlalchemy")
 
 pytestmark = [
-    pytest.mark.usefixtures("loopback_only"),
     # mlflow 3.17's own use of SQLAlchemy 2.1
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
     # SQLAlchemy's pool is collected after its last connection, by the interpreter and not by mlflow
@@ -149,8 +146,9 @@ def test_a_changed_configuration_of_a_continued_run_is_in_its_file(tmp_path: Pat
     assert json.loads(kept.read_text()) == {"lr": 0.2, "new": 1}
 
 
-def test_each_kind_of_medium_is_an_artifact(tmp_path: Path, store: str) -> None:
-    media = sample_media(tmp_path)
+def test_each_kind_of_medium_is_an_artifact(
+    media: Mapping[str, StoredMedium], tmp_path: Path, store: str
+) -> None:
     assert set(media) == MLflowTracker.media_kinds
     tracker = MLflowTracker(tmp_path)
     tracker.start("media", {}, tracking_uri=store, experiment="e5")
@@ -164,9 +162,9 @@ def test_each_kind_of_medium_is_an_artifact(tmp_path: Path, store: str) -> None:
     assert {path for path in kept if not path.startswith("images/")} == {
         "config.json",
         "plan.json",
-        "audio/audio/3-1500/sample.wav",
-        "video/video/3-1500/sample.mp4",
-        "artifact/artifact/3-1500/sample.bin",
+        "audio/audio/3-1500/audio.wav",
+        "video/video/3-1500/video.gif",
+        "artifact/artifact/3-1500/artifact.txt",
         "table/table/3-1500.json",
         "histogram/histogram/3-1500.json",
         "text/text/3-1500.txt",

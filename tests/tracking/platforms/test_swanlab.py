@@ -148,7 +148,7 @@ def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> N
         (file,) = {*tmp_path.glob(f"swanlog/*/media/*/{found[kind].value.items[0].filename}")}
         assert pillow.open(file).getpixel((0, 0))[:3] == (250, 0, 0)
         assert found[kind].value.items[0].caption == "a caption"
-    assert content(tmp_path, found["text"]) == b"a text"
+    assert content(tmp_path, found["text"]) == b"<b>said</b>"
     table = json.loads(content(tmp_path, found["table"]))
     assert table["rowData"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
     chart = json.loads(content(tmp_path, found["histogram"]))

@@ -101,7 +101,7 @@ def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> N
     (histogram,) = [one.histogram_value for one in found.Histograms("histogram")]
     assert (histogram.min, histogram.max, histogram.num) == (0.0, 3.0, 7.0)
     assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0.0, 1.0, 2.0, 3.0], [0, 1, 4, 2])
-    assert found.Tensors("text")[0].tensor_proto.string_val[0] == b"a text"
+    assert found.Tensors("text")[0].tensor_proto.string_val[0] == b"<b>said</b>"
     table = found.Tensors("table")[0].tensor_proto.string_val[0].decode()
     assert table.splitlines() == ["| name | n |", "| --- | --- |", "| a | 1 |", "| b | 2.5 |"]
 

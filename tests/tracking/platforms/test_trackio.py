@@ -124,7 +124,7 @@ def test_media_come_back(tmp_path: Path, database: Path, media: Mapping[str, Sto
         assert (row[kind]["caption"], str(tmp_path) in str(kept)) == ("a caption", False)
     assert row["table"]["_value"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
     assert (row["histogram"]["values"], row["histogram"]["bins"]) == ([1, 4, 2], [0.0, 1.0, 2.0, 3.0])
-    assert row["text"]["_value"] == "a text"
+    assert row["text"]["_value"] == "<b>said</b>"
     ((artifact,),) = [storage().list_artifacts("media")]
     assert artifact["name"] == "run-artifact"
     manifest = storage().get_artifact_manifest("media", "run-artifact", "latest")["manifest"]
