@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from drivetrain_memory import MemoryGuard, memory_breakdown
+from drivetrain_memory import LeakDetector, MemoryGuard, memory_breakdown
 from limited_group import limited_group
 
 MB = 2**20
@@ -130,11 +130,15 @@ def test_without_a_limit_it_does_nothing(tmp_path: Path) -> None:
     assert (guard.limit_bytes, guard.should_stop) == (None, False)
 
 
-def test_thresholds_are_parts_of_the_limit() -> None:
+def test_thresholds_are_parts_of_the_limit_and_functions_are_functions() -> None:
     with pytest.raises(ValueError, match="stop_at=95: give a part of the limit above 0 and at most 1"):
         MemoryGuard(stop_at=95)
     with pytest.raises(ValueError, match="interval_seconds=0: must be above 0"):
         MemoryGuard(interval_seconds=0)
+    with pytest.raises(TypeError, match="on_stop='save': give a function"):
+        MemoryGuard(stop_at=0.9, on_stop="save")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="on_leak='print': give a function of a report, such as print"):
+        LeakDetector(on_leak="print")  # type: ignore[arg-type]
 
 
 GUARDED = """

@@ -51,6 +51,7 @@ class MemoryGuard:
     Raises:
         ValueError: A threshold is not above 0 and at most 1, the interval is not positive, or `on_stop` is given
             without `stop_at`.
+        TypeError: `on_stop` or `describe` cannot be called.
 
     Example:
         >>> with MemoryGuard(stop_at=0.95) as guard:
@@ -77,6 +78,9 @@ class MemoryGuard:
             raise ValueError(f"interval_seconds={interval_seconds!r}: must be above 0")
         if on_stop is not None and stop_at is None:
             raise ValueError("on_stop without stop_at: say at which part of the limit, such as stop_at=0.95")
+        for name, function in (("on_stop", on_stop), ("describe", describe)):
+            if function is not None and not callable(function):  # the guard's thread calls it, hours later
+                raise TypeError(f"{name}={function!r}: give a function")
         self.should_stop = False
         self._warn_at, self._stop_at, self._on_stop = warn_at, stop_at, on_stop
         self._interval_seconds, self._describe = interval_seconds, describe

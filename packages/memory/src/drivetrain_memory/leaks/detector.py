@@ -43,6 +43,7 @@ class LeakDetector:
 
     Raises:
         ValueError: A number of steps is below 1.
+        TypeError: `on_leak` cannot be called.
 
     Example:
         >>> with LeakDetector() as detector:
@@ -67,6 +68,8 @@ class LeakDetector:
                 raise ValueError(f"{name}={value!r}: must be at least 1 step")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps!r}: must be 0 or more steps")
+        if on_leak is not None and not callable(on_leak):  # the call may come hours later
+            raise TypeError(f"on_leak={on_leak!r}: give a function of a report, such as print")
         self._warmup_steps = warmup_steps
         self._check_every = check_every
         self._investigation_steps = investigation_steps
