@@ -175,6 +175,56 @@ def test_the_page_is_reached_by_keyboard_and_every_control_has_a_name(
     assert [node for node in found if not node.get("name", {}).get("value")] == []
 
 
+# The texts whose contrast with what is behind them is below that of the guidelines for accessible content (WCAG 2.2,
+# 4.5 : 1), and the highest contrast of a pixel of the first curve's picture.
+CONTRASTS = """(() => {
+  const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = color.slice(0, 3).map((one) => one / 255)
+      .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const behind = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const color = parts(getComputedStyle(one).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+    return [255, 255, 255];
+  };
+  const weak = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const has_text = [...element.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+    if (!has_text || !element.checkVisibility() || element.disabled) continue;
+    const found = contrast(parts(getComputedStyle(element).color), behind(element));
+    if (found < 4.5) weak.push(`${element.tagName} ${element.textContent.trim().slice(0, 30)}: ${found.toFixed(1)}`);
+  }
+  const canvas = document.querySelector("canvas[aria-label]");
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  let curve = 1;
+  for (let i = 0; i < pixels.length; i += 4)
+    if (pixels[i + 3] > 200) curve = Math.max(curve, contrast(pixels.slice(i, i + 3), behind(canvas)));
+  return [weak, curve, light(behind(document.body))];
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_and_curves_are_readable_by_day_and_by_night(
+    browser: Browser, tmp_path: Path, dark: bool
+) -> None:
+    write_log(tmp_path, [start_line(), *value_lines([3, 1, 2])])
+    with served(tmp_path) as address:
+        browser.open(address, dark=dark)
+        browser.wait_for(IS_READY.format(1))
+        weak, curve, background = browser.evaluate(CONTRASTS)
+    assert weak == []
+    assert curve >= 3
+    assert (background < 0.1) == dark
+
+
 def test_hostile_names_are_text_and_run_nothing(browser: Browser, tmp_path: Path) -> None:
     for number, name in enumerate(HOSTILE):
         config = {name: name}
