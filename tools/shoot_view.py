@@ -7,6 +7,7 @@ few minutes of processor time; `--runs FOLDER` keeps the runs there, and takes t
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ PICTURE = ROOT / "docs" / "images" / "track_view.png"
 MOST_BYTES = 200_000
 _EXAMPLE = ROOT / "examples" / "train_bytes.py"
 _RUNS = {"lr-1e-3": "1e-3", "lr-3e-3": "3e-3", "lr-1e-2": "1e-2"}
+_THROUGHPUT = {"DRIVETRAIN_TRACKING__THROUGHPUT_EVERY_STEPS": "10"}
 _SIZE = ("--width", "64", "--layers", "2", "--batch-size", "8", "--steps", "300", "--save-every", "50")
 
 
@@ -31,14 +33,15 @@ def train_runs(runs: Path) -> None:
         folder = runs / name
         if not folder.exists():
             flags = ["--learning-rate", learning_rate, "--project-dir", str(folder), *_SIZE]
-            subprocess.run([sys.executable, str(_EXAMPLE), *flags], check=True, stdout=subprocess.DEVNULL)
+            command = [sys.executable, str(_EXAMPLE), *flags]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **_THROUGHPUT})
 
 
 def shoot(browser: Browser, address: str, picture: Path) -> None:
     """Show the curves with the values under the pointer, and write the picture."""
-    browser.open(address, width=1280, height=640)
+    browser.open(address, width=1280, height=820)
     browser.wait_for("document.body.dataset.state === 'ready'")
-    browser.wait_for("document.querySelectorAll('canvas[aria-label]').length > 2")
+    browser.wait_for("document.querySelectorAll('canvas[aria-label]').length > 5")
     box = browser.evaluate(
         "(() => { const box = document.querySelector('canvas').getBoundingClientRect(); "
         "return [box.left + 0.45 * box.width, box.top + 0.5 * box.height]; })()"

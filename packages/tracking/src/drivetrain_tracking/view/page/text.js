@@ -21,8 +21,11 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// Make an element of a name, which breaks into lines behind a slash.
 export function nameElement(text) {
-  return element("span", { class: "name", dir: "ltr", title: visible(text) }, visible(text));
+  const parts = visible(text).split(/(?<=\/)/);
+  const broken = parts.flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
+  return element("span", { class: "name", dir: "ltr", title: visible(text) }, ...broken);
 }
 
 // Format a number for people: five significant digits, an exponent where it is shorter.
