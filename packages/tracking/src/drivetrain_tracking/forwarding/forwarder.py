@@ -1,6 +1,5 @@
 """Deliver a log to a tracker in order: at once, again while a platform is down, and on after a kill."""
 
-import fcntl
 import logging
 import os
 from collections import deque
@@ -16,6 +15,7 @@ from drivetrain_tracking.forwarding.log_records import logged_record, numbers_re
 from drivetrain_tracking.log_format import RESERVED_NAMES
 from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
+from drivetrain_tracking.spool.file_lock import open_alone
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,13 @@ class Forwarder:
 
     def __init__(self, log: Path, tracker: Tracker, *, options: Mapping[str, Any] | None = None) -> None:
         self.place = delivery_path(log, tracker.name)
-        self._lock = _lock_alone(self.place)
+        self._lock = open_alone(
+            self.place.with_suffix(".lock"),
+            taken=DeliveryInUseError(
+                f"{log.parent}: another process sends this log to {self.place.stem!r}: wait until it has ended, or "
+                "end it"
+            ),
+        )
         self.delivery = Delivery.load(self.place)
         self._log = log
         self._reader = SpoolReader(log, self.delivery.offset)
@@ -293,17 +299,3 @@ class Forwarder:
     def _save(self, *, sending_end: int) -> None:
         self.delivery = replace(self.delivery, sending_end=sending_end)
         self.delivery.save(self.place)
-
-
-def _lock_alone(place: Path) -> int:
-    """Take the lock of a delivery, which the end of this process by any signal releases."""
-    path = place.with_suffix(".lock")
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise DeliveryInUseError(
-            f"{place.parent}: another process sends this log to {place.stem!r}: wait until it has ended, or end it"
-        ) from None
-    return file

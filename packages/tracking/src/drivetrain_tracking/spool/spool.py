@@ -1,17 +1,16 @@
 """Append records to a spool without ever stopping the training that writes them."""
 
 import errno
-import fcntl
 import logging
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from weakref import ref
 
 from drivetrain_tracking.errors import SpoolInUseError, TrackerStateError
 from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.spool.file_lock import open_alone, unlock
 from drivetrain_tracking.spool.line import encode
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,13 @@ class Spool:
         self._num_lost_told = 0
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = _open_alone(path)
+        self._file: int | None = open_alone(
+            path,
+            taken=SpoolInUseError(
+                f"{path}: another run logs to this file; give each run a folder of its own, or end the other one "
+                "first"
+            ),
+        )
         self._end = _cut_unfinished_line(self._file)
         self._written = threading.Event()
         self._closing = threading.Event()
@@ -89,7 +94,7 @@ class Spool:
         self._written.set()
         self._flusher.join()
         with self._lock:
-            _unlock(self._file)
+            unlock(self._file)
             os.close(self._file)
             self._file = None
         if self.num_lost:
@@ -142,28 +147,6 @@ class Spool:
         if not could_flush:
             logger.warning("%s is flushed to the disk again", self._path)
         return True
-
-
-def _open_alone(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise SpoolInUseError(
-            f"{path}: another run logs to this file; give each run a folder of its own, or end the other one first"
-        ) from None
-    except OSError as error:
-        logger.warning(
-            "%s has no locks (%s): a second run that logs there is not noticed", path.parent, error
-        )
-    return file
-
-
-def _unlock(file: int) -> None:
-    """Release the lock also for forked children that have not closed their copy of the file yet."""
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _forget_in_children(spool: Spool) -> None:
