@@ -1,7 +1,12 @@
 import gc
+import os
 import resource
+import signal
+import sys
 import threading
+import time
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -312,3 +317,38 @@ def test_a_medium_that_is_refused_is_named_and_leaves_no_file_of_the_call(tmp_pa
     assert list((tmp_path / "media").iterdir()) == []
     trackers.log({"text": text})
     trackers.finish()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="wants fork")
+def test_a_child_forked_while_a_thread_logs_does_not_wait_for_it(tmp_path: Path) -> None:
+    log = JSONLTracker(tmp_path)
+    group = TrackerGroup([log])
+    group.start("run")
+    for lock in (group._lock, log._lock):
+        held, may_end = threading.Event(), threading.Event()
+
+        def hold(lock=lock, held=held, may_end=may_end) -> None:
+            with lock:
+                held.set()
+                may_end.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(30)
+        pid = os.fork()
+        if not pid:
+            with suppress(Exception):  # the child's log is closed
+                group.log({"loss": 1.0})
+            os._exit(0)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        may_end.set()
+        thread.join()
+        assert ended == (pid, 0)
+    group.log({"loss": 2.0})
+    group.finish()
+    assert [record.get("loss") for _, record in SpoolReader(log.path).read() if "loss" in record] == [2.0]

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 from drivetrain_tracking.arguments import check_options, check_tracker
 from drivetrain_tracking.device_values import DeviceValues, copy_values
 from drivetrain_tracking.errors import TrackerFailedError, TrackerStateError, UnknownTrackerError
+from drivetrain_tracking.forked_children import in_forked_children
 from drivetrain_tracking.jsonl import JSONLTracker, check_names
 from drivetrain_tracking.media.media_store import DiskError, split_media, store_media
 from drivetrain_tracking.media.medium import Medium
@@ -77,7 +78,8 @@ class TrackerGroup:
         self._left_out: set[str] = set()  # names in options that match no tracker, warned about once each
         self._numbers: DeviceValues[_Logged] = DeviceValues()
         self._own_steps = StepOrder()
-        self._lock = threading.RLock()  # times, steps and what is pending have one order
+        self._renew_lock()
+        in_forked_children(self, TrackerGroup._renew_lock)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None  # of media, where there is no log
 
     @property
@@ -210,6 +212,9 @@ class TrackerGroup:
             self._call("finish", lambda tracker: tracker.finish())
             if self._temporary is not None:
                 self._temporary.cleanup()
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()  # times, steps and what is pending have one order
 
     @property
     def _steps(self) -> StepOrder:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
+from drivetrain_tracking.forked_children import in_forked_children
 from drivetrain_tracking.log_format import LOG_NAME, RESERVED_NAMES
 from drivetrain_tracking.media.log_entry import describe_medium
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
@@ -64,7 +65,8 @@ class JSONLTracker:
         self._flush_seconds = flush_seconds
         self._spool: Spool | None = None
         self._time = 0.0
-        self._lock = threading.RLock()  # steps, times and lines have one order
+        self._renew_lock()
+        in_forked_children(self, JSONLTracker._renew_lock)
 
     def start(self, run_name: str, config: Metrics) -> None:
         """Open the file for appending.
@@ -149,6 +151,9 @@ class JSONLTracker:
         """Return the time, later than that of every earlier record: a record's time is what identifies it."""
         self._time = max(time.time(), math.nextafter(self._time, math.inf))
         return self._time
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()  # steps, times and lines have one order
 
     def _append(self, record: Mapping[str, Plain]) -> None:
         self._check_started().append(record)

@@ -6,9 +6,9 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from weakref import ref
 
 from drivetrain_tracking.errors import SpoolInUseError, TrackerStateError
+from drivetrain_tracking.forked_children import in_forked_children
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.spool.file_lock import open_alone, unlock
 from drivetrain_tracking.spool.line import encode
@@ -60,7 +60,8 @@ class Spool:
             target=self._flush_often, args=(self._file, flush_seconds), name="drivetrain spool", daemon=True
         )
         self._flusher.start()
-        _forget_in_children(self)
+        # An flock lasts until every process that has the file open closes it.
+        in_forked_children(self, Spool.forget)
 
     def append(self, record: Mapping[str, Plain]) -> None:
         """Append a record; an error of the disk is counted, not raised.
@@ -102,6 +103,7 @@ class Spool:
 
     def forget(self) -> None:
         """Close the file without a flush or an unlock, in a forked child: its parent goes on with both."""
+        self._lock = threading.RLock()  # a thread of the parent may have held the other
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -147,17 +149,6 @@ class Spool:
         if not could_flush:
             logger.warning("%s is flushed to the disk again", self._path)
         return True
-
-
-def _forget_in_children(spool: Spool) -> None:
-    """Close the file in forked children: an flock lasts until every process that has the file open closes it."""
-    parents = ref(spool)
-
-    def forget() -> None:
-        if (own := parents()) is not None:
-            own.forget()
-
-    os.register_at_fork(after_in_child=forget)
 
 
 def _cut_unfinished_line(file: int) -> int:
