@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_tracking import Throughput
@@ -303,3 +303,28 @@ def gather_after_each_step() -> dict[str, float]:
 
 def test_collectives_count_as_communication(run_ranks) -> None:
     assert all(seconds["communication"] > 0 for seconds in run_ranks(gather_after_each_step))
+
+
+def uneven_ranks(folder: Path) -> None:
+    """Train for 20 steps, logged at each, on ranks that are slow in turn and gather values of their own between."""
+    sections = {"run": {"show_plan": False}, "tracking": {"throughput_every_steps": 1}}
+    with Accelerator(cpu=True, project_dir=folder, log_with="jsonl", sections=sections) as accelerator:
+        accelerator.init_trackers("uneven")
+        model = torch.nn.Linear(8, 1)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(40, 8)))
+        )
+        for step, (x,) in enumerate(loader):
+            time.sleep(0.02 * (step % 2 == accelerator.process_index))
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            found = accelerator.gather(torch.tensor([10 * step + accelerator.process_index]))
+            assert found.tolist() == [10 * step, 10 * step + 1]
+
+
+def test_each_step_is_told_however_unevenly_ranks_go(run_ranks, tmp_path: Path) -> None:
+    run_ranks(uneven_ranks, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [one["step"] for one in records if "throughput/seconds/forward" in one]
+    assert steps == list(range(1, 21))

@@ -30,11 +30,6 @@ class RankRows:
         self._context = context
         self._pending: _Pending | None = None
 
-    @property
-    def is_pending(self) -> bool:
-        """True between `begin` and the `take` that returns rows."""
-        return self._pending is not None
-
     def begin(self, row: list[float]) -> None:
         """Begin to gather a row, as long on every rank. Called on all ranks, as collectives are."""
         world_size, group = self._context.topology.world_size, self._context.group

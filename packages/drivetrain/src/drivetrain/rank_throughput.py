@@ -36,13 +36,11 @@ class RankThroughput:
         self._is_first = False
 
     def begin(self, measured: Throughput) -> None:
-        """Begin to gather every rank's times and tokens, unless a gather is under way. Called on all ranks.
+        """Begin to gather every rank's times and tokens; the gather before was taken. Called on all ranks.
 
         Args:
             measured: The throughput that this rank knows; its tokens are those of one reader times all readers.
         """
-        if self._rows.is_pending:
-            return
         if self._warning is None:
             self._warning = StragglerWarning(gather_object(self._context, socket.gethostname()))
         seconds = self._steady.over_window().phase_seconds

@@ -146,11 +146,13 @@ class StepWatch:
         self.counts.end_step()
         self._flops.end_step()
         self._read_steps()
-        if before is not None:
-            self._log_ranks(before)
         # Loops over loaders that were not prepared may have other numbers of steps on other ranks.
         together = self._context.topology.world_size == 1 or self._reading.current is not None
-        if self._every_steps is not None and step % self._every_steps == 0 and together:
+        is_due = self._every_steps is not None and step % self._every_steps == 0 and together
+        if before is not None:
+            # A gather is over at another time on each rank: whether the next one begins must not depend on it.
+            self._log_ranks(before, wait=is_due)
+        if is_due:
             self._ranks.begin(self._meter.over_window())
         if self._line is not None:
             self._line.show(step, self._meter.over_window())
