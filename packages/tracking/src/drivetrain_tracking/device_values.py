@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from drivetrain_tracking.plain import PLAIN_TYPES, Plain, plain_values
+from drivetrain_tracking.plain import Plain, are_plain, plain_values
 
 Purpose = TypeVar("Purpose")
 
@@ -88,7 +88,7 @@ def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[A
         The values with tensors on the host in place of those on a device, and an event for each device.
     """
     torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
-    if torch is None:
+    if torch is None or are_plain(values):
         return values, ()
     # Whether a device is there is not asked, which may take longer than the whole call: without one none is found.
     accelerator = torch.accelerator.current_accelerator()
@@ -112,8 +112,6 @@ def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[A
 def _find_scalars(
     value: Any, tensor_type: type, device_type: str, found: dict[tuple[Any, Any], list[Any]]
 ) -> None:
-    if type(value) in PLAIN_TYPES:
-        return
     if isinstance(value, Mapping):
         for item in value.values():
             _find_scalars(item, tensor_type, device_type, found)
@@ -125,8 +123,6 @@ def _find_scalars(
 
 
 def _replaced(value: Any, copies: Mapping[int, Any]) -> Any:
-    if type(value) in PLAIN_TYPES:
-        return value
     if isinstance(value, Mapping):
         return {name: _replaced(item, copies) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

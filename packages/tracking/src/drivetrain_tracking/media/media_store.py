@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.media.medium import Medium
-from drivetrain_tracking.plain import PLAIN_TYPES
+from drivetrain_tracking.plain import are_plain
 from drivetrain_tracking.records import StoredMedium
 
 # What a disk answers that is full, beyond its quota, read-only or broken.
@@ -20,13 +20,9 @@ class DiskError(OSError):
 
 def split_media(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Medium]]:
     """Return the values that are no media, and the media; only the outermost level is looked at."""
-    media = {
-        name: value
-        for name, value in values.items()
-        if type(value) not in PLAIN_TYPES and isinstance(value, Medium)
-    }
-    if not media:
-        return values, media
+    if are_plain(values):
+        return values, {}
+    media = {name: value for name, value in values.items() if isinstance(value, Medium)}
     return {name: value for name, value in values.items() if name not in media}, media
 
 
