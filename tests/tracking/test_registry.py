@@ -1,6 +1,7 @@
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from drivetrain_tracking import (
     UnknownTrackerError,
     chosen_names,
     make_tracker,
+    make_trackers,
     tracker_names,
 )
 
@@ -23,7 +25,8 @@ def test_ours_is_there(tmp_path: Path) -> None:
 
 def test_an_unknown_one_is_answered_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        UnknownTrackerError, match=r"'wandbb': no installed package brings .* there are: .*'jsonl'"
+        UnknownTrackerError,
+        match=r"'wandbb': no installed package brings .*'jsonl'.* did you mean 'wandb'",
     ):
         make_tracker("wandbb", tmp_path)
 
@@ -69,3 +72,9 @@ def test_another_packages_tracker_is_found_by_its_entry_point(tmp_path: Path, mo
     monkeypatch.delitem(sys.modules, "their_tracker")
     assert tracker.name == "their"
     assert set(tracker_names()) >= {"jsonl", "their"}
+
+
+@pytest.mark.parametrize("names", ["jsonl", [3]])
+def test_names_are_a_list_of_strings(tmp_path: Path, names: Any) -> None:
+    with pytest.raises(TypeError, match=r"give a list of names, such as \["):
+        make_trackers(names, tmp_path)

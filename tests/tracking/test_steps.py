@@ -66,7 +66,7 @@ def test_a_restored_checkpoint_may_begin_an_attempt(caplog: pytest.LogCaptureFix
     assert [order.add(step) for step in (4, 5)] == [2, 2]
 
 
-@pytest.mark.parametrize("step", [1.5, "3", object()])
+@pytest.mark.parametrize("step", [1.5, "3", True, object()])
 def test_a_step_that_is_no_integer_is_refused(step: object) -> None:
     with pytest.raises(ValueNotLoggableError, match="a step is an integer"):
         checked_step(step)

@@ -63,7 +63,7 @@ def _chosen(rows: list[PlanRow]) -> list[str]:
 
 def _entry(name: str, text: str) -> list[str]:
     """Return the lines of one entry, with its name in a column of its own."""
-    head = f"{'':{_INDENT}}{name:<{_COLUMN}}"
+    head = f"{'':{_INDENT}}{name:<{_COLUMN - 1}} "
     lines = wrap(
         text,
         _WIDTH,

@@ -41,6 +41,7 @@ def make_trackers(
         settings: The `tracking` section; the defaults if None.
 
     Raises:
+        TypeError: The names are no list of strings.
         UnknownTrackerError: There is no tracker of a name.
         MissingLibraryError: The library of a platform is not installed; the message names the extra that brings it.
     """

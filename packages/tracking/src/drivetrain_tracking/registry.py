@@ -1,6 +1,7 @@
 """A registry of the trackers that installed packages announce by entry points."""
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -38,16 +39,24 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
             tracker.check_library()
         return tracker
     platform = f"the platform {name!r} is installed, but n" if _is_installed(name) else "n"
+    near = get_close_matches(name.lower(), tracker_names(), n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
     raise UnknownTrackerError(
         f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "
-        f"{', '.join(map(repr, tracker_names()))}. Pass a tracker of your own as an object, "
+        f"{', '.join(map(repr, tracker_names()))}{meant} Pass a tracker of your own as an object, "
         f"log_with=[MyTracker(...)] of the Accelerator (drivetrain_tracking.Tracker says what it is), or install a "
         f"package that announces one as {ENTRY_POINT_GROUP!r}"
     )
 
 
 def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names with `"all"` replaced by every one whose library is installed, each once."""
+    """Return the names with `"all"` replaced by every one whose library is installed, each once.
+
+    Raises:
+        TypeError: The names are no sequence of strings.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in cast("Sequence[object]", names)):
+        raise TypeError(f'names={names!r}: give a list of names, such as ["jsonl", "wandb"]')
     found = [one for name in names for one in (_usable_names() if name == "all" else (name,))]
     return tuple(dict.fromkeys(found)) if "all" in names else tuple(names)
 

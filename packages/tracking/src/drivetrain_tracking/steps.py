@@ -2,6 +2,7 @@
 
 import logging
 import operator
+from contextlib import suppress
 from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
@@ -64,9 +65,9 @@ def checked_step(step: Any) -> int | None:
     """
     if step is None or type(step) is int:
         return step
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise ValueNotLoggableError(
-            f"step={step!r} ({type(step).__name__}): a step is an integer, the number of an optimizer step, or None"
-        ) from None
+    if not isinstance(step, bool):
+        with suppress(TypeError):
+            return operator.index(step)
+    raise ValueNotLoggableError(
+        f"step={step!r} ({type(step).__name__}): a step is an integer, the number of an optimizer step, or None"
+    )
