@@ -76,7 +76,7 @@ def test_clean_runs_raise_no_alarm(python: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(10, 100, 10))
+@pytest.mark.parametrize("first", range(10, 100, 5))
 def test_a_hundred_clean_runs_raise_no_alarm(first: int, python: str) -> None:
-    found = watched(python, "clean_runs.py", str(first), str(first + 10))
+    found = watched(python, "clean_runs.py", str(first), str(first + 5))
     assert [one for one in found if one["leaks"]] == []
