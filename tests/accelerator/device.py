@@ -6,6 +6,7 @@ what it does to find those who do not wait. torch calls it "npu", a kind that dr
 named "hccl"; nothing here is of that vendor.
 """
 
+import fcntl
 import importlib.util
 import shutil
 import sys
@@ -31,23 +32,29 @@ _SOURCES = sorted(Path(__file__).parent.glob("*.?pp"))
 def compiled() -> Path:
     """The extension's library, compiled at the first call and kept for what it was compiled from.
 
-    The first call takes a minute; any number of processes may make it.
+    The first call takes a minute; any number of processes may make it, and one of them compiles.
     """
     told = sha256(f"{torch.__version__} {sys.version} {torch.__config__.show()}".encode())
     for source in _SOURCES:
         told.update(source.read_bytes())
     name = f"drivetrain_device_{told.hexdigest()[:12]}"
     library = Path.home() / ".cache" / "drivetrain" / f"{name}.so"
-    if not library.exists():
-        from torch.utils.cpp_extension import load
-
-        library.parent.mkdir(parents=True, exist_ok=True)
-        build = Path(mkdtemp(prefix=name, dir=library.parent))
-        sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
-        load(name, sources, extra_cflags=["-O0"], build_directory=str(build), is_python_module=False)
-        (build / library.name).replace(library)  # at once: another process may look for it
-        shutil.rmtree(build)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library)
     return library
+
+
+def _compile(library: Path) -> None:
+    from torch.utils.cpp_extension import load
+
+    build = Path(mkdtemp(prefix=library.stem, dir=library.parent))
+    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+    load(library.stem, sources, extra_cflags=["-O0"], build_directory=str(build), is_python_module=False)
+    (build / library.name).replace(library)  # at once: a run that is killed leaves no half of it
+    shutil.rmtree(build)
 
 
 @cache

@@ -86,8 +86,9 @@ def named_ranks(warnings: list[str]) -> set[str]:
 def test_ddp_names_the_rank_that_is_slow_in_backward(run_ranks, block: int) -> None:
     told, others = run_ranks(warnings_with_a_slow_rank, "ddp", "backward", block, {})
     assert others == []
-    assert named_ranks(told) == {"rank 1"}, told
-    assert all("is slow: backward takes it" in warning for warning in told)
+    # A rank that the machine held up elsewhere is slow too, and named for it.
+    in_backward = [warning for warning in told if "is slow: backward takes it" in warning]
+    assert named_ranks(in_backward) == {"rank 1"}, told
 
 
 BY_BLOCK = {"fsdp": {"wrap": ["Block"]}}
