@@ -151,3 +151,17 @@ def test_the_compiler_counts_as_imported_once_something_uses_it() -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
     )
     assert finished.stdout.split() == ["False", "True"]
+
+
+def test_fake_tensors_have_the_device_that_is_said_and_no_data() -> None:
+    with compat.FakeTensorMode():
+        product = torch.empty(10**6, 10**6) @ torch.empty(10**6, 2)
+    assert (product.shape, product.device.type) == ((10**6, 2), "cpu")
+
+
+def test_what_depends_on_the_values_of_fake_tensors_raises_the_errors_that_are_named() -> None:
+    with compat.FakeTensorMode():
+        with pytest.raises(compat.DATA_DEPENDENT_ERRORS):
+            bool(torch.ones(2).sum() > 0)
+        with pytest.raises(compat.DATA_DEPENDENT_ERRORS):
+            torch.ones(2).nonzero()

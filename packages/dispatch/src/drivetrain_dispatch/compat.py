@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -24,6 +30,13 @@ GROUPED_PRODUCT = "_grouped_mm"
 TO_COPY: Any = torch.ops.aten._to_copy.default
 # The function that torch hands to `__torch_function__` when a tensor's `_version` is read.
 READ_VERSION: Any = getattr(Tensor, "_version").__get__  # noqa: B009 a descriptor, which types do not know
+
+# What an operation on tensors of a FakeTensorMode raises if its result depends on their values.
+DATA_DEPENDENT_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 # A context in which operations on tensors of a subclass run without its `__torch_function__`.
 without_torch_function = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

@@ -17,17 +17,15 @@ _CONFIG = "config.json"
 _CACHES = ("past_key_values", "cache_params", "state")  # names of the state that models carry between tokens
 
 
-def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the language model that a folder describes, without memory; its weights need not be there.
+def read_config(folder: Path) -> tuple[Any, Any]:
+    """Return the library transformers, and the configuration in a folder.
 
     Args:
         folder: A folder with a `config.json`, or that file.
-        dtype: The dtype of floating-point tensors; None takes the configuration's, or float32 if it has none.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: The folder has no configuration, or not that of a model that generates text, or that of a
-            checkpoint that is quantised already.
+        ValueError: The folder has no configuration, or that of a checkpoint that is quantised already.
     """
     if folder.name == _CONFIG and folder.is_file():
         folder = folder.parent
@@ -43,11 +41,29 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         ) from error
     _check_not_quantised(folder / _CONFIG)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return transformers, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, invalid) as error:
+        raise ValueError(f"{folder / _CONFIG} does not describe a model: {error}") from error
+
+
+def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the language model that a folder describes, without memory; its weights need not be there.
+
+    Args:
+        folder: A folder with a `config.json`, or that file.
+        dtype: The dtype of floating-point tensors; None takes the configuration's, or float32 if it has none.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The folder has no configuration, or not that of a model that generates text, or that of a
+            checkpoint that is quantised already.
+    """
+    transformers, config = read_config(folder)
+    try:
         with init_empty_weights(include_buffers=True):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, invalid) as error:
-        raise ValueError(f"{folder / _CONFIG} does not describe a language model: {error}") from error
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} does not describe a language model: {error}") from error
     named = getattr(config, "dtype", None)
     return model.eval().to(dtype or (named if isinstance(named, torch.dtype) else torch.float32))
 
@@ -70,15 +86,24 @@ def most_tokens(model: nn.Module) -> int | None:
     return most if isinstance(most, int) else None
 
 
+def check_length(model: nn.Module, num_tokens: int) -> None:
+    """Check that a model takes so many tokens.
+
+    Raises:
+        ValueError: They are too many.
+    """
+    most = most_tokens(model)
+    if most is not None and num_tokens > most:
+        raise ValueError(f"{num_tokens} tokens: {type(model).__name__} takes {most} at most")
+
+
 def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
     """Return the arguments of the forward over a prompt of shape (batch_size, num_tokens), on the meta device.
 
     Raises:
         ValueError: The prompt is too long for the model.
     """
-    most = most_tokens(model)
-    if most is not None and num_tokens > most:
-        raise ValueError(f"a prompt of {num_tokens} tokens: {type(model).__name__} takes {most} at most")
+    check_length(model, num_tokens)
     ids = torch.empty(batch_size, num_tokens, dtype=torch.long, device="meta")
     # Generation needs only the logits of the last token.
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}

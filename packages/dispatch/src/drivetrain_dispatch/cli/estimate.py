@@ -1,0 +1,211 @@
+"""Estimate the memory that training a Hugging Face model takes, by dtype and by way to train. Nothing is loaded."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain_dispatch.cli.huggingface import whole_classes
+from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, training_inputs
+from drivetrain_dispatch.compat import FakeTensorMode
+from drivetrain_dispatch.errors import CostError
+from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
+from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, Sharding, memory_of_rank
+from drivetrain_dispatch.estimate.step_memory import StepMemory, measure_forward, measure_step
+from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
+from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
+from drivetrain_weights import WeightFilesError, format_size
+
+_USAGE = 2  # exit code of a command that cannot be carried out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateArguments:
+    """The arguments of `drivetrain estimate`."""
+
+    model: str = field(
+        metadata={
+            "positional": True,
+            "help": "Folder of a Hugging Face model, or its config.json; or a file of weights, or their index.",
+        }
+    )
+    mode: tuple[str, ...] = field(
+        default=tuple(MODES),
+        metadata={"help": f"Ways to train, of {', '.join(MODES)}; by default, all of them."},
+    )
+    batch: int = field(default=1, metadata={"help": "Number of samples in a step of one process."})
+    seq: int = field(default=1024, metadata={"help": "Number of tokens in a sample."})
+    optimizer: str = field(
+        default="adamw",
+        metadata={"help": f"Optimizer: {', '.join(OPTIMIZERS)}; adamw as torch runs it on a GPU."},
+    )
+    recompute: bool = field(
+        default=False,
+        metadata={"help": "Compute activations again in the backward (activation checkpointing)."},
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters of mode lora."})
+    num_processes: int = field(default=1, metadata={"help": "Number of processes that share the training."})
+    sharding: str = field(
+        default="fsdp", metadata={"help": f"What processes divide among them: {', '.join(SHARDINGS)}."}
+    )
+    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+
+    def __post_init__(self) -> None:
+        """Check the numbers and the choices."""
+        for name in ("batch", "seq", "lora_rank", "num_processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        for flag, values, allowed in (
+            ("mode", self.mode, tuple(MODES)),
+            ("optimizer", (self.optimizer,), tuple(OPTIMIZERS)),
+            ("sharding", (self.sharding,), SHARDINGS),
+        ):
+            if unknown := [value for value in values if value not in allowed]:
+                raise ValueError(f"--{flag} {unknown[0]}: say one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeEstimate:
+    """The estimate of one way to train.
+
+    Attributes:
+        mode: The way to train.
+        memory: The memory of one rank; None if it cannot be told.
+        why_not: The reason, if it cannot be told.
+    """
+
+    mode: TrainingMode
+    memory: RankMemory | None = None
+    why_not: str = ""
+
+
+def run(arguments: EstimateArguments) -> int:
+    """Estimate the memory of training a Hugging Face model, by dtype and by way to train."""
+    try:
+        weights, estimates = _estimate(arguments)
+    except (ValueError, ImportError, OSError, CostError, WeightFilesError) as error:
+        sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
+        return _USAGE
+    shown = (
+        json.dumps(_as_json(weights, estimates), indent=2)
+        if arguments.json
+        else _as_text(arguments, weights, estimates)
+    )
+    sys.stdout.write(f"{shown}\n")
+    return 0
+
+
+def _estimate(arguments: EstimateArguments) -> tuple[WeightSizes, list[ModeEstimate]]:
+    path = Path(arguments.model).expanduser()
+    if not _has_config(path):
+        why = "the files of weights alone do not say what a step computes: add config.json"
+        return sizes_of_files(path), [ModeEstimate(mode=MODES[name], why_not=why) for name in arguments.mode]
+    model = build_to_train(path, dtype=None)
+    sizes = sizes_of_model(model, whole_classes(model))
+    return sizes, [_estimate_mode(path, MODES[name], sizes, arguments) for name in arguments.mode]
+
+
+def _has_config(path: Path) -> bool:
+    return path.name == "config.json" or (path / "config.json").is_file() or not path.exists()
+
+
+def _estimate_mode(
+    path: Path, mode: TrainingMode, sizes: WeightSizes, arguments: EstimateArguments
+) -> ModeEstimate:
+    try:
+        step = _measure(path, mode, arguments)
+    except (CostError, ImportError) as error:
+        return ModeEstimate(mode=mode, why_not=str(error))
+    itemsize = torch.float32.itemsize if mode.dtype is None else mode.dtype.itemsize
+    memory = memory_of_rank(
+        step,
+        sharding=_sharding(arguments.sharding),
+        world_size=arguments.num_processes,
+        largest_block_bytes=sizes.largest_block_parameters * itemsize,
+    )
+    return ModeEstimate(mode=mode, memory=memory)
+
+
+def _measure(path: Path, mode: TrainingMode, arguments: EstimateArguments) -> StepMemory:
+    model = build_to_train(
+        path,
+        dtype=mode.dtype,
+        lora_rank=arguments.lora_rank if mode.is_lora else None,
+        recompute=arguments.recompute and mode.trains,
+    )
+    with FakeTensorMode():
+        give_fake_tensors(model)
+        inputs = training_inputs(model, arguments.batch, arguments.seq)
+        if not mode.trains:
+            return measure_forward(model.eval(), inputs)
+        return measure_step(
+            model,
+            inputs,
+            loss_of=loss_of,
+            make_optimizer=OPTIMIZERS[arguments.optimizer],
+            autocast=mode.autocast,
+        )
+
+
+def _sharding(name: str) -> Sharding:
+    return next(each for each in SHARDINGS if each == name)
+
+
+def _as_json(weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> dict[str, Any]:
+    return {
+        "model": weights.model,
+        "parameters": weights.num_parameters,
+        "largest_block": {"name": weights.largest_block, "parameters": weights.largest_block_parameters},
+        "weight_bytes": dict(weights.bytes_by_dtype),
+        "modes": {
+            each.mode.name: {"error": each.why_not} if each.memory is None else asdict(each.memory)
+            for each in estimates
+        },
+    }
+
+
+def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> str:
+    by_dtype: Mapping[str, int] = weights.bytes_by_dtype
+    held = "   ".join(f"{name} {format_size(size)}" for name, size in by_dtype.items())
+    lines = [
+        f"{weights.model}: {weights.num_parameters:,} parameters",
+        f"weights        {held}",
+        f"largest block  {weights.largest_block}, {weights.largest_block_parameters:,} parameters",
+        "",
+        _title(arguments),
+    ]
+    names = ("weights", "gradients", "optimizer states", "activations", "gathered", "peak")
+    shown = [name for name in names if name != "gathered" or arguments.num_processes > 1]
+    rows = [("mode", *shown)]
+    for each in estimates:
+        if each.memory is not None:
+            sizes = asdict(each.memory)
+            cells = (format_size(sizes[name.replace(" ", "_")]) for name in shown)
+            rows.append((each.mode.name, *cells))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if len(rows) > 1:
+        lines += [
+            "  ".join(
+                f"{cell:<{width}}" if not at else f"{cell:>{width}}"
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        lines.append("")
+    lines += [f"{each.mode.name}: {each.mode.about}" for each in estimates if each.memory is not None]
+    lines += [f"{each.mode.name}: not told: {each.why_not}" for each in estimates if each.memory is None]
+    return "\n".join(lines)
+
+
+def _title(arguments: EstimateArguments) -> str:
+    recompute = ", activations computed again" if arguments.recompute else ""
+    ranks = (
+        f"; each of {arguments.num_processes} processes, {arguments.sharding}"
+        if arguments.num_processes > 1
+        else ""
+    )
+    return f"a step of {arguments.batch} x {arguments.seq} tokens, {arguments.optimizer}{recompute}{ranks}"

@@ -1,0 +1,214 @@
+"""Measure the memory of one training step on tensors without data, operation by operation."""
+
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_dispatch.compat import DATA_DEPENDENT_ERRORS, TorchDispatchMode
+from drivetrain_dispatch.errors import CostError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The memory of a training step, in bytes.
+
+    Attributes:
+        weights: The bytes of parameters and buffers.
+        gradients: The bytes of gradients after a backward.
+        optimizer_states: The bytes of what the optimizer keeps between steps.
+        activations: The bytes that the forward leaves for the backward, with its outputs and the loss.
+        computing: The most bytes that forward and backward hold at once beside weights and gradients: activations
+            and temporary results, such as the gradient of the logits.
+        stepping: The most bytes of temporary results in the optimizer's step.
+        peak: The most bytes that are allocated at once in a step, from the second step on. Less than the sum, since
+            gradients come as activations go.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_states: int
+    activations: int
+    computing: int
+    stepping: int
+    peak: int
+
+
+class StorageTally(TorchDispatchMode):
+    """A mode that counts the bytes of all storages that operations under it create, until they are freed.
+
+    Attributes:
+        live_bytes: The bytes that are allocated now.
+        peak_bytes: The most bytes that were allocated at once since `restart`.
+        gradient_bytes: The bytes of those that are gradients of parameters.
+        computing_bytes: The most bytes that were allocated at once since `restart`, without gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.gradient_bytes = 0
+        self.computing_bytes = 0
+        self._seen = WeakIdKeyDictionary()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors, each once."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage in self._seen:
+                continue
+            size_bytes = storage.nbytes()
+            self._seen[storage] = size_bytes
+            self.live_bytes += size_bytes
+            weakref.finalize(storage, self._forget, size_bytes).atexit = False
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.computing_bytes = max(self.computing_bytes, self.live_bytes - self.gradient_bytes)
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Count the gradient of a parameter, which autograd has just completed, as such."""
+        if parameter.grad is not None:
+            self.gradient_bytes += _size_bytes(parameter.grad)
+
+    def restart(self) -> None:
+        """Begin new peaks from what is allocated now."""
+        self.peak_bytes = self.live_bytes
+        self.computing_bytes = self.live_bytes - self.gradient_bytes
+
+    def _forget(self, size_bytes: int) -> None:
+        self.live_bytes -= size_bytes
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count what it creates."""
+        result = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+
+def measure_forward(model: nn.Module, inputs: Mapping[str, Any]) -> StepMemory:
+    """Measure the memory of a forward without autograd, as `measure_step` does that of a step.
+
+    Raises:
+        CostError: The forward depends on the values of tensors, or fails.
+    """
+    tally = StorageTally()
+    with _explained(model), tally, torch.no_grad():
+        tally.add((*model.parameters(), *model.buffers()))
+        weights = tally.live_bytes
+        model(**inputs)
+    return StepMemory(
+        weights=weights,
+        gradients=0,
+        optimizer_states=0,
+        activations=0,
+        computing=tally.peak_bytes - weights,
+        stepping=0,
+        peak=tally.peak_bytes,
+    )
+
+
+def measure_step(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    loss_of: Callable[[Any], Tensor],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    autocast: torch.dtype | None = None,
+) -> StepMemory:
+    """Measure the memory of a training step from the second one on, when optimizer states exist.
+
+    Runs forward, backward and step once, on tensors of a `FakeTensorMode` whose context the caller is in: nothing is
+    computed. Gradients are set to None between steps, as `zero_grad` does.
+
+    Args:
+        model: The model, in training mode; parameters that are not trained have `requires_grad=False`.
+        inputs: The keyword arguments of its forward.
+        loss_of: The function from the outputs to the loss.
+        make_optimizer: The function that makes the optimizer of the trained parameters.
+        autocast: The dtype in which the forward computes; None for that of the weights.
+
+    Raises:
+        CostError: The forward depends on the values of tensors, or fails, or no parameter is trained.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise CostError(
+            f"{type(model).__name__} has no parameter with requires_grad: nothing would be trained"
+        )
+    tally = StorageTally()
+    with _explained(model), tally:
+        return _step(tally, model, trained, inputs, loss_of, make_optimizer, autocast)
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Generator[None]:
+    """Run the block; what fails in it becomes an error that says whether values of tensors were needed."""
+    try:
+        yield
+    except RuntimeError as error:
+        depends = isinstance(error, DATA_DEPENDENT_ERRORS)
+        what = "its forward depends on the values of tensors, which a step without data does not have"
+        first = (str(error) or repr(error)).splitlines()[0]
+        raise CostError(
+            f"{type(model).__name__}: {what if depends else 'a step without data fails'} ({first})"
+        ) from error
+
+
+def _step(
+    tally: StorageTally,
+    model: nn.Module,
+    trained: list[nn.Parameter],
+    inputs: Mapping[str, Any],
+    loss_of: Callable[[Any], Tensor],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    autocast: torch.dtype | None,
+) -> StepMemory:
+    tally.add((*model.parameters(), *model.buffers()))
+    weights = tally.live_bytes
+    tally.add(value for value in inputs.values() if isinstance(value, Tensor))
+    before = tally.live_bytes
+    tally.restart()
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(tally.note_gradient)
+    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        outputs = model(**inputs)
+        loss = loss_of(outputs)
+    activations = tally.live_bytes - before
+    loss.backward()
+    del outputs, loss
+    computing_peak, computing = tally.peak_bytes, tally.computing_bytes - weights
+    tally.restart()
+    optimizer = make_optimizer(trained)
+    optimizer.step()
+    states = _state_bytes(optimizer)
+    held = tally.gradient_bytes + weights + states
+    return StepMemory(
+        weights=weights,
+        gradients=tally.gradient_bytes,
+        optimizer_states=states,
+        activations=activations,
+        computing=computing,
+        stepping=max(0, tally.peak_bytes - held),
+        peak=max(computing_peak + states, tally.peak_bytes),
+    )
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    leaves = pytree.tree_leaves(list(optimizer.state.values()))
+    return sum(_size_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,91 @@
+"""The parameters of a model by block and dtype, from the model or from the headers of its files."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drivetrain_weights import open_weights
+
+# Bits of a parameter by the name of its dtype; the packed ones without their scales, a percent or two more.
+_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSizes:
+    """The number of a model's parameters, and what they take in each dtype.
+
+    Attributes:
+        model: The model's class, or the name of its files.
+        num_parameters: The number of parameters; tied ones count once.
+        largest_block: The name of the largest block that is moved as a whole.
+        largest_block_parameters: The number of its parameters.
+        stored: The bytes that files hold in each dtype; empty without files.
+    """
+
+    model: str
+    num_parameters: int
+    largest_block: str
+    largest_block_parameters: int
+    stored: Mapping[str, int]
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """The bytes of all parameters in each dtype."""
+        return {name: self.num_parameters * bits // 8 for name, bits in _BITS.items()}
+
+
+def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSizes:
+    """Count a model's parameters.
+
+    Args:
+        model: The model, with or without data.
+        block_classes: The names of the classes whose modules are moved as a whole.
+    """
+    blocks = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if type(module).__name__ in block_classes or not list(module.children())
+    }
+    largest = max(blocks, key=lambda name: blocks[name], default="")
+    return WeightSizes(
+        model=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        largest_block=largest,
+        largest_block_parameters=blocks.get(largest, 0),
+        stored={},
+    )
+
+
+def sizes_of_files(path: Path) -> WeightSizes:
+    """Count the tensors in files of weights by their headers; a block is what has a number in its name.
+
+    Raises:
+        WeightFilesError: There are no such files, or one is damaged.
+    """
+    blocks: dict[str, int] = defaultdict(int)
+    stored: dict[str, int] = defaultdict(int)
+    num_parameters = 0
+    for name, file in open_weights(path).items():
+        dtype, count = file.tensor_dtype(name), torch.Size(file.tensor_shape(name)).numel()
+        blocks[_block_of(name)] += count
+        stored[str(dtype).removeprefix("torch.")] += count * dtype.itemsize
+        num_parameters += count
+    largest = max(blocks, key=lambda name: blocks[name], default="")
+    return WeightSizes(
+        model=path.name,
+        num_parameters=num_parameters,
+        largest_block=largest,
+        largest_block_parameters=blocks.get(largest, 0),
+        stored=dict(stored),
+    )
+
+
+def _block_of(name: str) -> str:
+    """Return the part of a tensor's name up to its first number, "model.layers.3", else its module's name."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
+    return ".".join(parts[: at + 1])

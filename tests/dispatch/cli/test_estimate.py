@@ -1,0 +1,185 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drivetrain_dispatch.cli.estimate import EstimateArguments, run
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForSequenceClassification"],
+    **{name: value for name, value in TINY.items() if name != "num_key_value_heads"},
+}
+VIT = {
+    "model_type": "vit",
+    "architectures": ["ViTForImageClassification"],
+    "image_size": 32,
+    "patch_size": 8,
+    **{
+        name: TINY[name]
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    },
+}
+T5 = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 256,
+    "decoder_start_token_id": 0,
+}
+CONFIGS = {
+    "llama": {"model_type": "llama", **TINY},
+    "tied": {"model_type": "llama", "tie_word_embeddings": True, **TINY},
+    "bert": BERT,
+    "vit": VIT,
+    "t5": T5,
+}
+
+
+def folder_of(path: Path, config: dict[str, Any]) -> str:
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def estimate(capsys: pytest.CaptureFixture[str], model: str, **arguments: Any) -> dict[str, Any]:
+    assert run(EstimateArguments(model=model, json=True, **arguments)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_models_of_every_kind_are_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    pytest.importorskip("transformers")
+    told = estimate(capsys, folder_of(tmp_path, CONFIGS[name]), batch=2, seq=16, mode=("fp32", "mixed"))
+    for mode in ("fp32", "mixed"):
+        memory = told["modes"][mode]
+        assert 4 * told["parameters"] <= memory["weights"] == pytest.approx(memory["gradients"], rel=0.05)
+        assert memory["optimizer_states"] == pytest.approx(2 * memory["weights"], rel=0.05)
+        assert memory["activations"] > 0
+        assert memory["peak"] >= memory["weights"] + memory["gradients"] + memory["optimizer_states"]
+
+
+def test_a_mixture_of_experts_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, **TINY}
+    told = estimate(capsys, folder_of(tmp_path, experts), batch=2, seq=16, mode=("bf16",))
+    assert told["modes"]["bf16"]["gradients"] >= 2 * told["parameters"]
+    assert told["modes"]["bf16"]["activations"] > 0
+
+
+def test_longer_batches_recomputing_and_sharding_change_what_they_should(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    folder = folder_of(tmp_path, CONFIGS["llama"])
+
+    def memory(**arguments: Any) -> dict[str, int]:
+        return estimate(capsys, folder, seq=64, mode=("fp32",), **arguments)["modes"]["fp32"]
+
+    plain, wide = memory(batch=2), memory(batch=4)
+    assert wide["activations"] == pytest.approx(2 * plain["activations"], rel=0.01)
+    assert memory(batch=2, recompute=True)["activations"] < plain["activations"] / 2
+    part = memory(batch=2, num_processes=4)
+    assert part["weights"] == plain["weights"] // 4
+    assert part["gathered"] > 0
+
+
+# peft asks for a property that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_train_few_weights_beside_frozen_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    folder = folder_of(tmp_path, CONFIGS["llama"])
+    modes = estimate(capsys, folder, seq=64, mode=("bf16", "lora"), lora_rank=2)["modes"]
+    assert modes["lora"]["weights"] > modes["bf16"]["weights"]
+    assert modes["lora"]["gradients"] < modes["bf16"]["gradients"] / 2
+
+
+def test_files_of_weights_alone_tell_their_size_and_say_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"layers.0.weight": torch.zeros(1000, 10)}, tmp_path / "model.safetensors")
+    assert run(EstimateArguments(model=str(tmp_path / "model.safetensors"), mode=("mixed",))) == 0
+    shown = capsys.readouterr().out
+    assert "10,000 parameters" in shown
+    assert "fp32 40.00 kB   bf16 20.00 kB   int8 10.00 kB   int4 5.00 kB" in shown
+    assert (
+        "mixed: not told: the files of weights alone do not say what a step computes: add config.json"
+        in shown
+    )
+
+
+def test_the_table_names_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    folder = folder_of(tmp_path, CONFIGS["llama"])
+    assert run(EstimateArguments(model=folder, seq=16, mode=("bf16",), num_processes=2)) == 0
+    shown = capsys.readouterr().out
+    assert "largest block  model.layers.0" in shown
+    assert "a step of 1 x 16 tokens, adamw; each of 2 processes, fsdp" in shown
+    assert "bf16: all in bf16, optimizer states too" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": ("fp8",)}, "--mode fp8: say one of inference, fp32, mixed, bf16, lora"),
+        ({"optimizer": "adam"}, "--optimizer adam: say one of adamw, "),
+        ({"sharding": "zero4"}, "--sharding zero4: say one of ddp, zero1"),
+        ({"batch": 0}, "--batch 0: must be at least 1"),
+        ({"num_processes": 0}, "--num-processes 0: must be at least 1"),
+    ],
+)
+def test_choices_that_are_none_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EstimateArguments(model="m", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "has no config.json"),
+        ({"model_type": "no_such_model"}, "does not describe a model"),
+        ({"model_type": "llama", **TINY}, "129 tokens: LlamaForCausalLM takes 128 at most"),
+        (
+            {"model_type": "llama", **TINY, "quantization_config": {"quant_method": "gptq"}},
+            "quantization_config",
+        ),
+    ],
+)
+def test_what_cannot_be_estimated_is_an_error_that_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any] | None, message: str
+) -> None:
+    pytest.importorskip("transformers")
+    folder = str(tmp_path / "nowhere") if config is None else folder_of(tmp_path, config)
+    assert run(EstimateArguments(model=folder, seq=129)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.costly
+def test_the_command_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("drivetrain_launcher")
+    command = [sys.executable, "-m", "drivetrain_launcher", "estimate", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 2
+    assert "drivetrain: error: " in ended.stderr
