@@ -45,8 +45,8 @@ WAYS = {
     "bf16": ("bf16", False),
 }
 NOTE = (
-    "Made on the CPU with `torch.optim.AdamW(foreach=False)`, two steps in a fresh process each. The ratio is what the "
-    "kernel saw to the estimate: above 1 is what the allocator and the operators' own libraries take."
+    "Made on the CPU with `torch.optim.AdamW(foreach=False)`, two steps in a fresh process each. The ratio is what "
+    "the kernel saw to the estimate: above 1 is what the allocator and the operators' own libraries take."
 )
 
 

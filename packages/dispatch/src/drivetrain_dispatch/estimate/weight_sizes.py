@@ -45,7 +45,7 @@ def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSi
         model: The model, with or without data.
         block_classes: The names of the classes whose modules are moved as a whole.
     """
-    blocks = {
+    blocks: dict[str, int] = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
         if type(module).__name__ in block_classes or not list(module.children())
