@@ -76,7 +76,7 @@ def parameters(function: Function) -> list[str]:
 def read_bindings(script: Script) -> Bindings:
     """Collect the bindings of a script."""
     found: dict[ast.AST, dict[str, list[Binding]]] = {}
-    for node in ast.walk(script.document.tree):
+    for node in script.nodes:
         for binding in _bound(node):
             scope = script.document.tree if "." in binding.name else script.scope_of(node)
             found.setdefault(scope, {}).setdefault(binding.name, []).append(binding)

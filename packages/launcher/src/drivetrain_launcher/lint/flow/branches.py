@@ -1,11 +1,12 @@
 """The branches of a test of the rank, and the pairs of tests that keep ranks together."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 from drivetrain_launcher.lint.flow.exits import always_leaves, is_departure
 from drivetrain_launcher.lint.flow.rank_tests import Ranks, RankTests
-from drivetrain_launcher.lint.flow.signatures import Signatures
+from drivetrain_launcher.lint.flow.signatures import Signature, Signatures
 
 _LONGEST_TEXT = 60
 
@@ -33,7 +34,36 @@ def branches_agree(
         then = [*then, *rest]
     elif type(first) is not type(second) or (first is None and _may_leave([*then, *other])):
         return False
-    return signatures.of(then) == signatures.of(other)
+    return same_calls(signatures.of(then), signatures.of(other))
+
+
+def same_calls(first: Signature, second: Signature) -> bool:
+    """Return whether two branches run the same collectives.
+
+    Where one of them loops, the numbers of rounds are not known: the operations that occur are compared.
+    """
+    if first == second:
+        return True
+    kinds, others = set(_operations(first)), set(_operations(second))
+    return bool(kinds) and kinds == others and ("loop" in str(first) or "loop" in str(second))
+
+
+def _operations(signature: Signature) -> Iterator[str]:
+    for each in signature:
+        if isinstance(each, tuple):
+            yield from _operations(cast("Signature", each)[1:] if each[:1] in (("if",), ("loop",)) else each)
+        else:
+            yield str(each)
+
+
+def _in_order(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Iterate over the statements that always run one after the other, those in `with` and `try` included."""
+    for statement in statements:
+        yield statement
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            yield from _in_order(statement.body)
+        elif isinstance(statement, ast.Try):
+            yield from _in_order([*statement.body, *statement.orelse, *statement.finalbody])
 
 
 def _may_leave(statements: Sequence[ast.stmt]) -> bool:
@@ -49,22 +79,27 @@ def agreeing(statements: Sequence[ast.stmt], signatures: Signatures, tests: Rank
 
     `if rank != 0: barrier()`, work, `if rank == 0: barrier()` lets rank 0 work first; each rank calls it once.
     """
-    open_tests: list[tuple[ast.If, Ranks, object]] = []
+    open_tests: list[tuple[ast.If, Ranks]] = []
     paired: set[ast.stmt] = set()
-    for statement in statements:
+    for statement in _in_order(statements):
         if not isinstance(statement, ast.If) or statement.orelse:
             continue
-        ranks, signature = tests.ranks(statement.test), signatures.of(statement.body)
-        if ranks is None or ranks is Ranks.SOME or not signature:
+        ranks = tests.ranks(statement.test)
+        if ranks is None or ranks is Ranks.SOME:
             continue
         for earlier in open_tests:
-            if earlier[1] is ranks.opposite and earlier[2] == signature:
+            if earlier[1] is ranks.opposite and _run_the_same(earlier[0], statement, signatures):
                 paired |= {earlier[0], statement}
                 open_tests.remove(earlier)
                 break
         else:
-            open_tests.append((statement, ranks, signature))
+            open_tests.append((statement, ranks))
     return paired
+
+
+def _run_the_same(first: ast.If, second: ast.If, signatures: Signatures) -> bool:
+    signature = signatures.of(first.body)
+    return bool(signature) and signature == signatures.of(second.body)
 
 
 def text_of(node: ast.expr) -> str:

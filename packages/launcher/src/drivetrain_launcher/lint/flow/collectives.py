@@ -1,7 +1,7 @@
 """The calls that every rank must make."""
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.reading.script import Script
@@ -69,13 +69,24 @@ class CollectiveNames:
     Attributes:
         script: The script.
         wraps_models: Whether the script wraps models so that a plain `backward` communicates.
+        known: The calls that were looked at; filled on demand.
     """
 
     script: Script
     wraps_models: bool
+    known: dict[ast.Call, Collective | None] = field(default_factory=dict)
 
     def of(self, call: ast.Call) -> Collective | None:
         """Return the collective that a call is, or None; calls in a subgroup of the ranks are left out."""
+        if call not in self.known:
+            self.known[call] = self._look_at(call)
+        return self.known[call]
+
+    def within(self, node: ast.AST) -> bool:
+        """Return whether a node contains a collective."""
+        return any(self.of(call) is not None for call in self.script.calls(node))
+
+    def _look_at(self, call: ast.Call) -> Collective | None:
         if not isinstance(call.func, ast.Attribute | ast.Name):
             return None
         name = self.script.name_of(call.func)

@@ -8,7 +8,7 @@ from drivetrain_launcher.lint.reading.imports import written
 
 _TESTS_OF_FINITENESS = frozenset({"isnan", "isinf", "isfinite"})
 # Names by which scripts say that a value was agreed on elsewhere.
-_AGREED_WORDS = ("reduce", "gather", "sync", "broadcast", "global", "mean_over", "avg", "average")
+_AGREED_WORDS = ("reduce", "gather", "sync", "broadcast", "global", "avg", "average", "norm")
 _DEPTH = 4
 
 

@@ -7,6 +7,12 @@ from drivetrain_launcher.lint.flow.bindings import Bindings, read_bindings
 from drivetrain_launcher.lint.flow.branches import text_of
 from drivetrain_launcher.lint.flow.collectives import CollectiveNames, collective_names
 from drivetrain_launcher.lint.flow.divergences import Cause, Divergence, Parting
+from drivetrain_launcher.lint.flow.preparations import (
+    Preparation,
+    PreparedNames,
+    read_preparations,
+    read_prepared_names,
+)
 from drivetrain_launcher.lint.flow.rank_tests import RankTests
 from drivetrain_launcher.lint.flow.signatures import Signatures
 from drivetrain_launcher.lint.flow.walk import Walk
@@ -30,6 +36,8 @@ class Program:
         collectives: Its collectives.
         tests: The judge of its rank conditions.
         divergences: The collectives that some ranks miss.
+        preparations: Its calls of `prepare`.
+        prepared: The names around these calls.
     """
 
     script: Script
@@ -37,6 +45,8 @@ class Program:
     collectives: CollectiveNames
     tests: RankTests
     divergences: tuple[Divergence, ...]
+    preparations: tuple[Preparation, ...]
+    prepared: PreparedNames
 
 
 def read_program(document: Document) -> Program:
@@ -44,12 +54,15 @@ def read_program(document: Document) -> Program:
     script = read_script(document)
     bindings, names = read_bindings(script), collective_names(script)
     tests = RankTests(bindings=bindings, collectives=names)
+    preparations = read_preparations(script)
     return Program(
         script=script,
         bindings=bindings,
         collectives=names,
         tests=tests,
         divergences=tuple(_divergences(script, bindings, names, tests)) if script.is_distributed else (),
+        preparations=tuple(preparations),
+        prepared=read_prepared_names(script, preparations),
     )
 
 
@@ -60,15 +73,11 @@ def _divergences(
         return []
     signatures = Signatures(names=names, tests=tests)
     found: list[Divergence] = []
-    for scope in [script.document.tree, *_functions(script.document.tree)]:
+    for scope in [script.document.tree, *script.all_functions]:
         walk = Walk(signatures=signatures, tests=tests, bindings=bindings)
         walk.block(scope.body, _decorated(scope) if isinstance(scope, Function) else None)
         found += walk.divergences()
     return [*found, *_wrapped(script, signatures)]
-
-
-def _functions(tree: ast.Module) -> list[Function]:
-    return [node for node in ast.walk(tree) if isinstance(node, Function)]
 
 
 def _decorated(function: Function) -> Cause | None:

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from drivetrain_launcher.lint.flow.bindings import Bindings
@@ -51,15 +51,22 @@ class RankTests:
     Attributes:
         bindings: The values of names.
         collectives: The script's collectives, whose results are the same on all ranks.
+        known: The tests that were looked at; filled on demand.
     """
 
     bindings: Bindings
     collectives: CollectiveNames
+    known: dict[tuple[ast.expr, int], Ranks | None] = field(default_factory=dict)
 
     def ranks(self, test: ast.expr, depth: int = _DEPTH) -> Ranks | None:
         """Return the ranks on which a test may be true; None if it does not depend on the rank."""
         if depth == 0:
             return None
+        if (test, depth) not in self.known:
+            self.known[test, depth] = self._look_at(test, depth)
+        return self.known[test, depth]
+
+    def _look_at(self, test: ast.expr, depth: int) -> Ranks | None:
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 found = self.ranks(test.operand, depth)
@@ -203,12 +210,8 @@ class RankTests:
 
     def _agreed(self, node: ast.expr) -> bool:
         """Return whether the ranks have agreed on a name's value by a collective."""
-        return any(
-            self.collectives.of(call) is not None
-            for binding in self.bindings.of(node)
-            if binding.value is not None
-            for call in self.bindings.script.calls(binding.value)
-        )
+        values = [binding.value for binding in self.bindings.of(node) if binding.value is not None]
+        return any(self.collectives.within(value) for value in values if not isinstance(value, ast.Constant))
 
     def _is_environ(self, node: ast.AST) -> bool:
         return written(node).rpartition(".")[2] in ("environ", "env", "environment")

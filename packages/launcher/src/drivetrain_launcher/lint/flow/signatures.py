@@ -20,11 +20,13 @@ class Signatures:
         names: The script's collectives.
         tests: The judge of rank conditions.
         known: What functions were found to run; filled on demand.
+        sequences: The signatures of functions; filled on demand.
     """
 
     names: CollectiveNames
     tests: RankTests
     known: dict[Function, tuple[Reached, ...]] = field(default_factory=dict)
+    sequences: dict[Function, Signature] = field(default_factory=dict)
 
     def of(self, statements: Iterable[ast.AST], within: tuple[Function, ...] = ()) -> Signature:
         """Return the nested sequence of operations that statements run."""
@@ -61,9 +63,13 @@ class Signatures:
             for call in self._unconditional(function.body)
             for reached in self.of_call(call, (*within, function))
         ]
-        if not within:  # else a function that calls back is seen in part
-            self.known[function] = tuple(found)
-        return tuple(found)
+        self.known[function] = tuple(dict.fromkeys(found))
+        return self.known[function]
+
+    def _of_body(self, function: Function, within: tuple[Function, ...]) -> Signature:
+        if function not in self.sequences:
+            self.sequences[function] = self.of(function.body, (*within, function))
+        return self.sequences[function]
 
     def _unconditional(self, nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
         for node in nodes:
@@ -96,7 +102,7 @@ class Signatures:
                 function = self.names.script.callee(node)
                 if function is None or function in within or is_generator(function):
                     return found
-                return (*found, *self.of(function.body, (*within, function)))
+                return (*found, *self._of_body(function, within))
             case _:
                 return self.of(ast.iter_child_nodes(node), within)
 

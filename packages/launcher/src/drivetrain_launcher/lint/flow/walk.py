@@ -16,6 +16,7 @@ from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.reading.script import Function
 
 _TURNS = frozenset({"main_process_first", "local_main_process_first"})
+_JOINS = frozenset({"join", "Join", "join_uneven_inputs"})
 _Loop = ast.For | ast.AsyncFor | ast.While
 
 
@@ -28,12 +29,14 @@ class Walk:
         tests: The judge of rank conditions.
         bindings: The values of names.
         found: The collectives that were reached after the ranks parted, by cause; filled by the walk.
+        paired: The tests of the rank that pair up with another one; filled by the walk.
     """
 
     signatures: Signatures
     tests: RankTests
     bindings: Bindings
     found: dict[ast.AST, tuple[Cause, list[Reached]]] = field(default_factory=dict)
+    paired: set[ast.stmt] = field(default_factory=set)
 
     def divergences(self) -> list[Divergence]:
         """Return what was found, one for each cause."""
@@ -53,7 +56,7 @@ class Walk:
             following: What runs after the statements, up to the end of the function or loop body.
         """
         departures: list[Cause] = []
-        paired = agreeing(statements, self.signatures, self.tests)
+        self.paired.update(agreeing(statements, self.signatures, self.tests))
         for index, statement in enumerate(statements):
             rest = [*statements[index + 1 :], *following]
             if is_departure(statement):
@@ -63,7 +66,7 @@ class Walk:
                         Cause(kind=cause.kind, node=cause.node, test=cause.test, departure=statement)
                     )
                 return departures
-            inner = None if statement in paired else self._statement(statement, cause, rest)
+            inner = None if statement in self.paired else self._statement(statement, cause, rest)
             for departure in inner or ():
                 departures.append(departure)
                 cause = cause or departure
@@ -105,7 +108,12 @@ class Walk:
         inner = cause
         if cause is None and isinstance(loop, ast.While) and self.tests.ranks(head) is not None:
             inner = Cause(kind=Parting.CONDITION, node=head, test=text_of(head))
-        elif cause is None and not isinstance(loop, ast.While) and self.tests.is_share(head):
+        elif (
+            cause is None
+            and not isinstance(loop, ast.While)
+            and self.tests.is_share(head)
+            and not self._joins(loop)
+        ):
             inner = Cause(kind=Parting.LOOP, node=head, test=text_of(head))
         departures = self.block(loop.body, inner)
         for departure in departures:
@@ -185,6 +193,14 @@ class Walk:
         cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
         self._record(self.signatures.reached(nodes), cause)
 
+    def _joins(self, loop: _Loop) -> bool:
+        """Return whether a loop stands in a block that lets ranks end at different rounds."""
+        around = [each for each in self.bindings.script.enclosing(loop) if isinstance(each, ast.With)]
+        calls = [item.context_expr for each in around for item in each.items]
+        return any(
+            isinstance(call, ast.Call) and written(call.func).rpartition(".")[2] in _JOINS for call in calls
+        )
+
     def _in_loop(self, statement: ast.stmt) -> bool:
         for each in self.bindings.script.enclosing(statement):
             if isinstance(each, Function):
@@ -194,6 +210,8 @@ class Walk:
         return False
 
     def _record(self, reached: Sequence[Reached], cause: Cause) -> None:
+        if cause.kind is Parting.DATA:  # a step that is skipped on one rank keeps no rank waiting
+            reached = [each for each in reached if not each.collective.trains]
         if not reached:
             return
         key = cause.departure or cause.node

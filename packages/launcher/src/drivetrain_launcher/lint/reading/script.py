@@ -11,6 +11,7 @@ Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 _ACCELERATORS = frozenset({"Accelerator"})
+_SHARED_NODES = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
 _FRAMEWORKS = ("accelerate", "drivetrain", "drivetrain_state")
 _DISTRIBUTED = (*_FRAMEWORKS, "torch.distributed", "torch.nn.parallel", "deepspeed", "lightning_fabric")
 
@@ -24,6 +25,9 @@ class Script:
         imports: The dotted name that each imported name stands for.
         parents: The parent of each node.
         scopes: The innermost function or module of each node that has one.
+        nodes: All nodes, in the order of the source.
+        own: The nodes of each function and of the module, without those of functions and classes in it.
+        all_functions: The functions of the file, methods and functions in functions included.
         functions: The functions of the file by name, methods under `Class.name`; the last definition counts.
         accelerators: The names, such as `accelerator` and `self.accelerator`, that hold an Accelerator.
         uses_accelerator: Whether the script trains through an Accelerator, drivetrain's or Accelerate's.
@@ -34,6 +38,9 @@ class Script:
     imports: Mapping[str, str]
     parents: Mapping[ast.AST, ast.AST]
     scopes: Mapping[ast.AST, Scope]
+    nodes: tuple[ast.AST, ...]
+    own: Mapping[ast.AST, tuple[ast.AST, ...]]
+    all_functions: tuple[Function, ...]
     functions: Mapping[str, Function]
     accelerators: frozenset[str]
     uses_accelerator: bool
@@ -62,6 +69,16 @@ class Script:
             yield parent
             parent = self.parents.get(parent)
 
+    def own_nodes(self, within: ast.AST) -> Iterator[ast.AST]:
+        """Iterate over the nodes of a function, the module or a statement, without those of functions in it."""
+        if within in self.own:
+            yield from self.own[within]
+            return
+        for child in ast.iter_child_nodes(within):
+            yield child
+            if not isinstance(child, Function | ast.ClassDef | ast.Lambda):
+                yield from self.own_nodes(child)
+
     def callee(self, call: ast.Call) -> Function | None:
         """Return the function of this file that a call runs, if the name tells."""
         if isinstance(call.func, ast.Name):
@@ -74,7 +91,7 @@ class Script:
 
     def calls(self, within: ast.AST | None = None) -> Iterator[ast.Call]:
         """Iterate over all calls of the script, or of a node."""
-        for node in ast.walk(within or self.document.tree):
+        for node in self.nodes if within is None or within is self.document.tree else ast.walk(within):
             if isinstance(node, ast.Call):
                 yield node
 
@@ -96,7 +113,8 @@ def read_script(document: Document) -> Script:
     scopes: dict[ast.AST, Scope] = {}
     functions: dict[str, Function] = {}
     _map_tree(document.tree, parents, scopes, functions)
-    accelerators = frozenset(_accelerators(document.tree, imports))
+    nodes = (document.tree, *parents)
+    accelerators = frozenset(_accelerators(nodes, imports))
     roots = set(imports.values())
     uses = bool(accelerators) or any(_within(name, _FRAMEWORKS) for name in roots)
     return Script(
@@ -104,6 +122,9 @@ def read_script(document: Document) -> Script:
         imports=imports,
         parents=parents,
         scopes=scopes,
+        nodes=nodes,
+        own=_own_nodes(nodes, parents),
+        all_functions=tuple(node for node in nodes if isinstance(node, Function)),
         functions=functions,
         accelerators=accelerators,
         uses_accelerator=uses,
@@ -111,7 +132,7 @@ def read_script(document: Document) -> Script:
         or any(_within(name, _DISTRIBUTED) for name in roots)
         or any(
             isinstance(node, ast.Attribute) and resolved(node, imports) == "torch.distributed"
-            for node in ast.walk(document.tree)
+            for node in nodes
         ),
     )
 
@@ -126,21 +147,41 @@ def _map_tree(
     scopes: dict[ast.AST, Scope],
     functions: dict[str, Function],
 ) -> None:
-    waiting: list[tuple[ast.AST, Scope]] = [(tree, tree)]
+    waiting: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
     while waiting:
-        node, scope = waiting.pop()
-        inner = node if isinstance(node, Function) else scope
-        for child in ast.iter_child_nodes(node):
-            parents[child] = node
-            scopes[child] = inner
-            waiting.append((child, inner))
-            if isinstance(child, Function):
-                prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-                functions[f"{prefix}{child.name}"] = child
+        node, parent = waiting.pop()
+        if parent is not None:
+            parents[node] = parent
+            scopes[node] = parent if isinstance(parent, ast.Module | Function) else scopes[parent]
+        if isinstance(node, Function):
+            prefix = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
+            functions[f"{prefix}{node.name}"] = node
+        # Contexts and operators are shared between the nodes of a tree: they have no one parent.
+        children = [each for each in ast.iter_child_nodes(node) if not isinstance(each, _SHARED_NODES)]
+        waiting += [(child, node) for child in reversed(children)]
 
 
-def _accelerators(tree: ast.Module, imports: Mapping[str, str]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _own_nodes(
+    nodes: tuple[ast.AST, ...], parents: Mapping[ast.AST, ast.AST]
+) -> dict[ast.AST, tuple[ast.AST, ...]]:
+    owners: dict[ast.AST, ast.AST | None] = {}
+    found: dict[ast.AST, list[ast.AST]] = {}
+    for node in nodes:
+        parent = parents.get(node)
+        if parent is None:
+            owner: ast.AST | None = None
+        elif isinstance(parent, ast.Module | Function):
+            owner = parent
+        else:
+            owner = None if isinstance(parent, ast.ClassDef | ast.Lambda) else owners[parent]
+        owners[node] = owner
+        if owner is not None:
+            found.setdefault(owner, []).append(node)
+    return {owner: tuple(listed) for owner, listed in found.items()}
+
+
+def _accelerators(nodes: tuple[ast.AST, ...], imports: Mapping[str, str]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Assign) and _makes_accelerator(node.value, imports):
             yield from (written(target) for target in node.targets)
         elif isinstance(node, ast.AnnAssign) and node.value and _makes_accelerator(node.value, imports):

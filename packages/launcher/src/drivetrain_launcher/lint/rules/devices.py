@@ -18,7 +18,7 @@ _NAMED = "the script runs on no other kind of device, and not on the CPU"
 
 def _hard_coded(program: Program) -> Iterator[Hit]:
     script = program.script
-    if not script.is_distributed:
+    if not script.is_distributed or not _trains(program) or _names_several(program):
         return
     for call in script.calls():
         name = script.name_of(call.func)
@@ -26,8 +26,20 @@ def _hard_coded(program: Program) -> Iterator[Hit]:
         place = _place(call, name, method)
         if place is not None:
             # Plain torch scripts select the rank's own device, which "cuda" then is.
-            if _is_numbered(place) or (script.uses_accelerator and _trains(program)):
+            if name == "torch.cuda.set_device" and _is_chosen(program, call):
+                continue
+            if _is_numbered(place) or script.uses_accelerator:
                 yield _hit(call, place)
+
+
+def _is_chosen(program: Program, call: ast.Call) -> bool:
+    """Return whether a test or a handler around a call makes it one choice of several."""
+    for each in program.script.enclosing(call):
+        if isinstance(each, ast.If | ast.ExceptHandler):
+            return True
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            break
+    return False
 
 
 def _place(call: ast.Call, name: str, method: str) -> ast.AST | None:
@@ -77,7 +89,23 @@ def _maps_to_first(node: ast.expr) -> bool:
 
 
 def _trains(program: Program) -> bool:
-    return any(program.script.method_calls("prepare", "backward"))
+    """Return whether the script trains on several ranks itself, rather than serve scripts that do."""
+    if any(program.script.method_calls("prepare", "backward")):
+        return True
+    return program.collectives.wraps_models and any(
+        isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+        for call in program.script.calls()
+    )
+
+
+def _names_several(program: Program) -> bool:
+    """Return whether the script places parts on several devices by number, as one process of a pipeline may."""
+    indexed = {
+        node.value
+        for node in program.script.nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _INDEXED.match(node.value)
+    }
+    return len(indexed) > 1
 
 
 def _hit(call: ast.Call, place: ast.AST) -> Hit:

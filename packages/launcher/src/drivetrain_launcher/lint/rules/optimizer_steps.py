@@ -7,7 +7,6 @@ from drivetrain_launcher.lint.findings import Hit, Severity
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.reading.script import Function
-from drivetrain_launcher.lint.rules.prepared_names import preparations
 from drivetrain_launcher.lint.rules.rule import Rule
 from drivetrain_launcher.lint.rules.training_loop import (
     blocks,
@@ -39,7 +38,7 @@ _GRADIENT_CLIPS = {"clip_grad_norm_": "clip_grad_norm_", "clip_grad_value_": "cl
 
 def _bypassing(program: Program) -> Iterator[Hit]:
     script = program.script
-    if not preparations(program):
+    if not program.preparations:
         return
     for call in script.calls():
         if not (isinstance(call.func, ast.Attribute) and call.func.attr == "backward"):
@@ -81,13 +80,13 @@ def _outside_window(program: Program) -> Iterator[Hit]:
         yield from _never_in_window(program)
         return
     for scope in scopes(program):
-        for call in own_calls(scope):
+        for call in own_calls(program.script, scope):
             if not _is_step(program, call) or _in_window(program, call) or _asks_for_sync(program, call):
                 continue
             loops = loops_around(script, call)
             inside = [
                 each
-                for each in (own_calls(loops[0]) if loops else ())
+                for each in (own_calls(program.script, loops[0]) if loops else ())
                 if is_backward(script, each) and _in_window(program, each)
             ]
             if inside:
@@ -143,7 +142,14 @@ def _asks_for_sync(program: Program, call: ast.Call) -> bool:
 
 def _cleared_too_early(program: Program) -> Iterator[Hit]:
     for scope in scopes(program):
-        for block in blocks(scope):
+        called = {
+            call.func.attr
+            for call in own_calls(program.script, scope)
+            if isinstance(call.func, ast.Attribute)
+        }
+        if not called >= {"backward", "zero_grad", "step"}:
+            continue
+        for block in blocks(program.script, scope):
             yield from _cleared_in(program, block)
 
 
@@ -179,7 +185,7 @@ def _cleared_in(program: Program, block: list[ast.stmt]) -> Iterator[Hit]:
 
 
 def _own_clipping(program: Program) -> Iterator[Hit]:
-    if not preparations(program) or not any(program.script.method_calls("backward")):
+    if not program.preparations or not any(program.script.method_calls("backward")):
         return
     for call in program.script.calls():
         name = program.script.name_of(call.func)

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.flow.preparations import Preparation
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.reading.script import Scope
-from drivetrain_launcher.lint.rules.prepared_names import Preparation, preparations, prepared_names
 from drivetrain_launcher.lint.rules.rule import Rule
 from drivetrain_launcher.lint.rules.training_loop import (
+    Loop,
     is_backward,
     is_optimizer,
     last_name,
     loops_around,
     own_calls,
-    own_nodes,
     scopes,
 )
 
@@ -32,26 +32,33 @@ class _Use:
     node: ast.AST
     how: str
 
+    @property
+    def place(self) -> ast.AST:
+        """The expression that uses it."""
+        return self.node.iter if isinstance(self.node, ast.For) else self.node
+
 
 def _raw_objects(program: Program) -> Iterator[Hit]:
-    known = prepared_names(program)
+    if not program.preparations:
+        return
+    known = program.prepared
     everywhere = known.arguments | known.results
     for scope in scopes(program):
-        mine = [each for each in preparations(program) if each.scope is scope]
+        mine = [each for each in program.preparations if each.scope is scope]
         for use in _uses(program, scope):
             line = getattr(use.node, "lineno", 0)
             renamed = _renamed(mine, use.name, line)
             if renamed is not None and not _bound_between(program, use, renamed.line):
                 kept = renamed.results[renamed.arguments.index(use.name)] or "another name"
                 yield Hit(
-                    node=use.node,
+                    node=use.place,
                     what=f"`{use.name}` is {use.how}, but `prepare` (line {renamed.line}) put the prepared one into `{kept}`",
                     mend=f"Use `{kept}`, or assign the prepared object to `{use.name}`.",
                 )
             elif mine and use.name not in everywhere and _is_own(program, use, known.handed_on):
                 others = ", ".join(f"`{name}`" for name in mine[0].arguments[:2] if name)
                 yield Hit(
-                    node=use.node,
+                    node=use.place,
                     what=f"`{use.name}` is {use.how}, but only {others or 'others'} went through `prepare` (line {mine[0].line})",
                 )
 
@@ -59,16 +66,13 @@ def _raw_objects(program: Program) -> Iterator[Hit]:
 def _uses(program: Program, scope: Scope) -> Iterator[_Use]:
     """Iterate over loaders read, optimizers stepped and models called in loops that train or evaluate."""
     script = program.script
-    for node in own_nodes(scope):
-        if isinstance(node, ast.For) and (name := _read(node.iter)):
-            if any(is_backward(script, call) or _evaluates(program, call) for call in own_calls(node)):
-                yield _Use(name=name, node=node.iter, how="iterated over")
-        if not isinstance(node, ast.Call):
-            continue
-        in_training = any(
-            is_backward(script, call) for loop in loops_around(script, node) for call in own_calls(loop)
-        )
-        if not in_training:
+    training = {loop: _trains(program, loop) for loop in script.own_nodes(scope) if isinstance(loop, Loop)}
+    for loop, trains in training.items():
+        name = _read(loop.iter) if isinstance(loop, ast.For) else ""
+        if name and (trains or any(_evaluates(program, call) for call in own_calls(script, loop))):
+            yield _Use(name=name, node=loop, how="iterated over")
+    for node in own_calls(script, scope) if any(training.values()) else ():
+        if not any(training.get(loop) for loop in loops_around(script, node)):
             continue
         if isinstance(node.func, ast.Attribute) and node.func.attr == "step":
             name = written(node.func.value)
@@ -76,6 +80,10 @@ def _uses(program: Program, scope: Scope) -> Iterator[_Use]:
                 yield _Use(name=name, node=node, how="stepped")
         elif isinstance(node.func, ast.Name) and not _is_library(program, node.func):
             yield _Use(name=node.func.id, node=node, how="called")
+
+
+def _trains(program: Program, loop: Loop) -> bool:
+    return any(is_backward(program.script, call) for call in own_calls(program.script, loop))
 
 
 def _renamed(mine: list[Preparation], name: str, line: int) -> Preparation | None:
@@ -89,13 +97,11 @@ def _renamed(mine: list[Preparation], name: str, line: int) -> Preparation | Non
 
 
 def _bound_between(program: Program, use: _Use, line: int) -> bool:
-    node = use.node if not isinstance(use.node, ast.Call) else use.node.func
-    if isinstance(node, ast.Attribute) and node.attr == "step":
-        node = node.value
-    while isinstance(node, ast.Call):
-        node = node.args[0]
+    """Return whether a name was bound again after a preparation and before its use."""
     end = getattr(use.node, "lineno", 0)
-    return any(line < getattr(each.node, "lineno", 0) <= end for each in program.bindings.of(node))
+    scope = program.script.scope_of(use.node)
+    bound = program.bindings.by_scope.get(scope, {}).get(use.name, ())
+    return any(line < getattr(each.node, "lineno", 0) <= end for each in bound)
 
 
 def _is_own(program: Program, use: _Use, handed_on: frozenset[str]) -> bool:
@@ -117,7 +123,7 @@ def _is_own(program: Program, use: _Use, handed_on: frozenset[str]) -> bool:
 
 def _optimizer_is_prepared(program: Program, scope: Scope, model: str) -> bool:
     """Return whether an optimizer over a model's parameters went through `prepare` without the model."""
-    known = prepared_names(program)
+    known = program.prepared
     for name, bound in program.bindings.by_scope.get(scope, {}).items():
         if name not in known.arguments:
             continue
@@ -162,7 +168,7 @@ def _dropped(program: Program) -> Iterator[Hit]:
 
 
 def _order(program: Program) -> Iterator[Hit]:
-    for each in preparations(program):
+    for each in program.preparations:
         if not each.is_unpacked or "" in each.arguments:
             continue
         if len(each.results) != len(each.arguments):
@@ -176,8 +182,8 @@ def _order(program: Program) -> Iterator[Hit]:
 def _module(program: Program) -> Iterator[Hit]:
     if not program.script.uses_accelerator:
         return
-    known = prepared_names(program).results
-    for node in ast.walk(program.script.document.tree):
+    known = program.prepared.results
+    for node in program.script.nodes:
         if not (isinstance(node, ast.Attribute) and node.attr == "module" and written(node.value) in known):
             continue
         if isinstance(node.ctx, ast.Load) and not _asked(program, node):

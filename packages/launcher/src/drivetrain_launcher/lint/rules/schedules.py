@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from drivetrain_launcher.lint.findings import Hit, Severity
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written
-from drivetrain_launcher.lint.rules.prepared_names import prepared_names
 from drivetrain_launcher.lint.rules.rule import Rule
 from drivetrain_launcher.lint.rules.training_loop import (
     blocks,
@@ -22,9 +21,9 @@ _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max
 
 def _stepped_twice(program: Program) -> Iterator[Hit]:
     for scope in scopes(program):
-        steps = [call for call in own_calls(scope) if _is_schedule_step(program, call)]
+        steps = [call for call in own_calls(program.script, scope) if _is_schedule_step(program, call)]
         told: set[ast.AST] = set()
-        for block in blocks(scope):
+        for block in blocks(program.script, scope):
             yield from _twice_in(program, block, told)
         yield from _per_batch_and_epoch(program, [each for each in steps if each not in told])
         yield from _by_hand(program, steps)
@@ -81,7 +80,7 @@ def _per_batch_and_epoch(program: Program, steps: list[ast.Call]) -> Iterator[Hi
 
 def _by_hand(program: Program, steps: list[ast.Call]) -> Iterator[Hit]:
     """Find a prepared schedule that a loop over the processes or accumulation steps advances."""
-    known = prepared_names(program)
+    known = program.prepared
     for call in steps:
         loops = loops_around(program.script, call)
         if not loops or not isinstance(loops[0], ast.For) or not isinstance(call.func, ast.Attribute):

@@ -9,7 +9,7 @@ from drivetrain_launcher.lint.flow.rank_tests import rank_words
 from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.reading.script import Function
 from drivetrain_launcher.lint.rules.rule import Rule
-from drivetrain_launcher.lint.rules.training_loop import loops_around, own_calls, own_nodes, scopes
+from drivetrain_launcher.lint.rules.training_loop import loops_around, own_calls, scopes
 
 _DEPTH = 3
 
@@ -17,7 +17,7 @@ _DEPTH = 3
 def _files(program: Program) -> Iterator[Hit]:
     script = program.script
     for scope in scopes(program):
-        calls = list(own_calls(scope))
+        calls = list(own_calls(program.script, scope))
         # A function that trains runs on all ranks; of another one it is not known who calls it.
         if not any(program.collectives.of(each) for each in calls):
             continue
@@ -36,7 +36,7 @@ def _questions(program: Program) -> Iterator[Hit]:
     if not script.is_distributed or "input" in script.functions or "input" in script.imports:
         return
     for scope in scopes(program):
-        calls = list(own_calls(scope))
+        calls = list(own_calls(program.script, scope))
         if not any(program.collectives.of(each) for each in calls):
             continue
         for call in calls:
@@ -52,32 +52,29 @@ def _questions(program: Program) -> Iterator[Hit]:
 
 def _prints(program: Program) -> Iterator[Hit]:
     for scope in scopes(program):
-        for call in own_calls(scope):
+        for call in own_calls(program.script, scope):
             if not (written(call.func) == "print" and loops_around(program.script, call)):
                 continue
             if _on_one_rank(program, call) or "print" in program.script.imports:
                 continue
-            if any(program.collectives.of(each) for each in own_calls(scope)):
+            if any(program.collectives.of(each) for each in own_calls(program.script, scope)):
                 yield Hit(node=call, what="`print` in a training loop writes once for each rank")
 
 
 def _orders(program: Program) -> Iterator[Hit]:
     script = program.script
-    if any(
-        isinstance(node, ast.Attribute) and node.attr == "set_epoch"
-        for node in ast.walk(script.document.tree)
-    ):
+    if any(isinstance(node, ast.Attribute) and node.attr == "set_epoch" for node in script.nodes):
         return
     for scope in scopes(program):
         made = [
             call
-            for call in own_calls(scope)
+            for call in own_calls(program.script, scope)
             if script.name_of(call.func).rpartition(".")[2] == "DistributedSampler"
             and not any(each.arg == "shuffle" and not _is_true(each.value) for each in call.keywords)
         ]
         epochs = [
             loop
-            for loop in own_nodes(scope)
+            for loop in program.script.own_nodes(scope)
             if isinstance(loop, ast.For) and "epoch" in ast.unparse(loop.target).lower() and _trains(loop)
         ]
         if made and epochs:
@@ -115,7 +112,7 @@ def _left_before(program: Program, function: Function, call: ast.Call) -> bool:
         and node.lineno < call.lineno
         and program.tests.ranks(node.test) is not None
         and any(isinstance(each, ast.Return | ast.Continue) for each in node.body)
-        for node in own_nodes(function)
+        for node in program.script.own_nodes(function)
     )
 
 

@@ -13,24 +13,13 @@ Loop = ast.For | ast.AsyncFor | ast.While
 
 def scopes(program: Program) -> Iterator[Scope]:
     """Iterate over the module and its functions."""
-    tree = program.script.document.tree
-    yield tree
-    for node in ast.walk(tree):
-        if isinstance(node, Function):
-            yield node
+    yield program.script.document.tree
+    yield from program.script.all_functions
 
 
-def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Iterate over the nodes of a scope in order, without those of functions and classes in it."""
-    for child in ast.iter_child_nodes(scope):
-        yield child
-        if not isinstance(child, Function | ast.ClassDef | ast.Lambda):
-            yield from own_nodes(child)
-
-
-def own_calls(scope: ast.AST) -> Iterator[ast.Call]:
-    """Iterate over the calls of a scope, without those of functions in it."""
-    return (node for node in own_nodes(scope) if isinstance(node, ast.Call))
+def own_calls(script: Script, within: ast.AST) -> Iterator[ast.Call]:
+    """Iterate over the calls of a function, the module, or a statement, without those of functions in it."""
+    return (node for node in script.own_nodes(within) if isinstance(node, ast.Call))
 
 
 def last_name(node: ast.AST) -> str:
@@ -67,12 +56,14 @@ def straight_line(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-def blocks(scope: ast.AST) -> Iterator[list[ast.stmt]]:
+def blocks(script: Script, scope: Scope) -> Iterator[list[ast.stmt]]:
     """Iterate over the statement lists of a scope."""
-    for node in [scope, *own_nodes(scope)]:
+    for node in [scope, *script.own_nodes(scope)]:
+        if node is not scope and isinstance(node, Function | ast.ClassDef):
+            continue
         for field in ("body", "orelse", "finalbody"):
             listed = getattr(node, field, None)
-            if isinstance(listed, list) and listed and not (node is not scope and isinstance(node, Function)):
+            if isinstance(listed, list) and listed:
                 yield listed
 
 

@@ -4,9 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written
-from drivetrain_launcher.lint.reading.script import Scope
+from drivetrain_launcher.lint.reading.script import Scope, Script
 
 # Calls that take a model, an optimizer or a loader and prepare nothing.
 _HARMLESS = frozenset(
@@ -54,17 +53,17 @@ class PreparedNames:
     handed_on: frozenset[str]
 
 
-def preparations(program: Program) -> list[Preparation]:
+def read_preparations(script: Script) -> list[Preparation]:
     """Return the calls of an Accelerator's `prepare`, in order."""
     found: list[Preparation] = []
-    for call in program.script.method_calls("prepare"):
+    for call in script.method_calls("prepare"):
         starred = any(isinstance(each, ast.Starred) for each in call.args)
-        statement = program.script.parents.get(call)
+        statement = script.parents.get(call)
         results, is_unpacked = _results(statement)
         found.append(
             Preparation(
                 node=call,
-                scope=program.script.scope_of(call),
+                scope=script.scope_of(call),
                 arguments=[""] if starred else [written(each) for each in call.args],
                 results=results,
                 is_unpacked=is_unpacked,
@@ -73,21 +72,21 @@ def preparations(program: Program) -> list[Preparation]:
     return sorted(found, key=lambda each: each.line)
 
 
-def prepared_names(program: Program) -> PreparedNames:
+def read_prepared_names(script: Script, preparations: list[Preparation]) -> PreparedNames:
     """Return the names around `prepare` in a script."""
     arguments: set[str] = set()
     results: set[str] = set()
     handed_on: set[str] = set()
-    for call in program.script.calls():
+    for call in script.calls():
         last = written(call.func).rpartition(".")[2]
         names = {written(each) for argument in _arguments(call) for each in ast.walk(argument)} - {""}
         if "prepare" in last:
             arguments |= names
         elif last not in _HARMLESS and not last.endswith(("LR", "Scheduler", "schedule", "scheduler")):
             handed_on |= {written(argument) for argument in _arguments(call)} - {""}
-    for each in preparations(program):
+    for each in preparations:
         results |= set(each.results)
-    handed_on |= set(_kept(program.script.document.tree))
+    handed_on |= set(_kept(script))
     return PreparedNames(
         arguments=frozenset(arguments), results=frozenset(results), handed_on=frozenset(handed_on)
     )
@@ -109,9 +108,9 @@ def _arguments(call: ast.Call) -> Iterator[ast.expr]:
     yield from (keyword.value for keyword in call.keywords)
 
 
-def _kept(tree: ast.Module) -> Iterator[str]:
+def _kept(script: Script) -> Iterator[str]:
     """Iterate over the names that containers, attributes, other names and callers take."""
-    for node in ast.walk(tree):
+    for node in script.nodes:
         if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
             yield from (written(each) for each in ast.walk(node.value))
         elif isinstance(node, ast.List | ast.Tuple | ast.Set) and not isinstance(
