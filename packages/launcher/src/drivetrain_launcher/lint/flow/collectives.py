@@ -114,7 +114,7 @@ class CollectiveNames:
             return Collective(node=call, shown=shown, key=method)
         if not (self.wraps_models or self.script.uses_accelerator):
             return None
-        if method == "backward" and self.wraps_models and not self.script.uses_accelerator:
+        if method == "backward" and "torch.autograd" not in self.script.name_of(function):
             return Collective(node=call, shown=shown, key=method)
         if method == "step" and _is_optimizer(owner):
             return Collective(node=call, shown=shown, key=shown, trains=True)

@@ -37,7 +37,7 @@ def _agreed(node: ast.AST, bindings: Bindings, collectives: CollectiveNames, dep
         return False
     script = bindings.script
     for each in ast.walk(node):
-        if isinstance(each, ast.Call) and collectives.of(each) is not None:
+        if isinstance(each, ast.Call) and _spreads(each, collectives):
             return True
         if isinstance(each, ast.Name | ast.Attribute):
             last = written(each).rpartition(".")[2].lower()
@@ -57,6 +57,12 @@ def _meets_collective(name: ast.expr, scope: ast.AST, collectives: CollectiveNam
     return any(
         written(argument) == text
         for call in collectives.script.calls(scope)
-        if (found := collectives.of(call)) is not None and found.key not in ("backward", "prepare")
+        if _spreads(call, collectives)
         for argument in call.args
     )
+
+
+def _spreads(call: ast.Call, collectives: CollectiveNames) -> bool:
+    """Return whether a call gives all ranks one value."""
+    found = collectives.of(call)
+    return found is not None and found.key not in ("backward", "prepare") and not found.trains

@@ -82,7 +82,8 @@ def _of(program: Program, kinds: set[Parting] | frozenset[Parting], *, departs: 
 def _skips(divergence: Divergence) -> str:
     cause = divergence.cause
     line = getattr(cause.departure, "lineno", 0)
-    first = next((each for each in divergence.reached if each.line > line), divergence.reached[0])
+    waiting = [each for each in divergence.reached if not each.collective.trains] or list(divergence.reached)
+    first = next((each for each in waiting if each.line > line), waiting[0])
     word = {"Return": "return", "Break": "break", "Continue": "continue"}.get(
         type(cause.departure).__name__, "exit"
     )

@@ -33,6 +33,7 @@ _ENGINES = (
     "ctx",
     "booster",
 )
+_DEPTH = 3
 _GRADIENT_CLIPS = {"clip_grad_norm_": "clip_grad_norm_", "clip_grad_value_": "clip_grad_value_"}
 
 
@@ -43,11 +44,13 @@ def _bypassing(program: Program) -> Iterator[Hit]:
     for call in script.calls():
         if not (isinstance(call.func, ast.Attribute) and call.func.attr == "backward"):
             continue
+        if call.args:  # an engine's, which takes the loss
+            continue
         owner = call.func.value
         last = last_name(owner).lower()
         if script.is_accelerator(owner) or last.endswith(_ENGINES) or written(owner).startswith("torch."):
             continue
-        if _chosen_against(program, call, "backward"):
+        if _chosen_against(program, call, "backward") or not _of_prepared(program, call, owner, _DEPTH):
             continue
         loss = ast.unparse(owner)
         if isinstance(owner, ast.Call) and last_name(owner.func) in ("scale", "scale_loss") and owner.args:
@@ -57,6 +60,26 @@ def _bypassing(program: Program) -> Iterator[Hit]:
             what=f"`{ast.unparse(call.func)}()` goes past the Accelerator",
             mend=f"Write accelerator.backward({loss}).",
         )
+
+
+def _of_prepared(program: Program, call: ast.Call, value: ast.expr, depth: int) -> bool:
+    """Return whether a loss is computed from something that `prepare` returned before, as far as names tell."""
+    scope = program.script.scope_of(call)
+    results = {
+        name
+        for each in program.preparations
+        if each.scope is not scope or each.line < call.lineno
+        for name in each.results
+    }
+    for node in ast.walk(value):
+        if not isinstance(node, ast.Name | ast.Attribute):
+            continue
+        if written(node) in results:
+            return True
+        bound = [each.value for each in program.bindings.of(node) if each.value is not None]
+        if depth and any(_of_prepared(program, call, each, depth - 1) for each in bound):
+            return True
+    return False
 
 
 def _chosen_against(program: Program, call: ast.Call, method: str) -> bool:

@@ -158,13 +158,23 @@ def _is_library(program: Program, name: ast.Name) -> bool:
 
 def _dropped(program: Program) -> Iterator[Hit]:
     for call in program.script.method_calls("prepare"):
-        if isinstance(program.script.parents.get(call), ast.Expr) and call.args:
+        if isinstance(program.script.parents.get(call), ast.Expr) and _used_later(program, call):
             shown = ", ".join(ast.unparse(each) for each in call.args)
             yield Hit(
                 node=call,
                 what=f"the result of `{written(call.func)}` is dropped; the loop goes on with the objects as they were",
                 mend=f"Assign it: {shown} = {written(call.func)}({shown})",
             )
+
+
+def _used_later(program: Program, call: ast.Call) -> bool:
+    """Return whether the script goes on with an object that it handed to `prepare`."""
+    names = {written(each) for each in call.args} - {""}
+    end = call.end_lineno or call.lineno
+    return any(
+        isinstance(node, ast.Name | ast.Attribute) and node.lineno > end and written(node) in names
+        for node in program.script.own_nodes(program.script.scope_of(call))
+    )
 
 
 def _order(program: Program) -> Iterator[Hit]:

@@ -28,11 +28,11 @@ def last_name(node: ast.AST) -> str:
 
 
 def is_backward(script: Script, call: ast.Call) -> bool:
-    """Return whether a call is an Accelerator's `backward`."""
+    """Return whether a call is a `backward`, the Accelerator's or a loss's."""
     return (
         isinstance(call.func, ast.Attribute)
         and call.func.attr == "backward"
-        and script.is_accelerator(call.func.value)
+        and not script.name_of(call.func).startswith("torch.autograd")
     )
 
 
@@ -44,7 +44,11 @@ def is_optimizer(name: str, node: ast.AST, bindings: Bindings) -> bool:
     made = [
         bindings.script.name_of(value.func) for value in bindings.values(node) if isinstance(value, ast.Call)
     ]
-    return "optim" in last or last == "opt" or any(each.startswith("torch.optim.") for each in made)
+    return (
+        "optim" in last
+        or last == "opt"
+        or any(each.startswith("torch.optim.") and ".lr_scheduler." not in each for each in made)
+    )
 
 
 def straight_line(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
