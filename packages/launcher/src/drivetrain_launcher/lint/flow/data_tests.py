@@ -54,7 +54,7 @@ def _agreed(node: ast.AST, bindings: Bindings, collectives: CollectiveNames, dep
 def _meets_collective(name: ast.expr, scope: ast.AST, collectives: CollectiveNames) -> bool:
     """Return whether a name is handed to a collective in its scope, which may write the agreed value into it."""
     text = written(name)
-    return any(
+    return bool(text) and any(
         written(argument) == text
         for call in collectives.script.calls(scope)
         if _spreads(call, collectives)

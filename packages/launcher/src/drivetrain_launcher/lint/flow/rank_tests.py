@@ -144,8 +144,8 @@ class RankTests:
         )
 
     def _joined(self, found: list[Ranks | None]) -> Ranks | None:
-        several = [each for each in found if each is not None]
-        return several[0] if len(several) == 1 else Ranks.SOME if several else None
+        several = {each for each in found if each is not None}
+        return several.pop() if len(several) == 1 else Ranks.SOME if several else None
 
     def _named(self, node: ast.expr, depth: int) -> Ranks | None:
         if self._agreed(node):

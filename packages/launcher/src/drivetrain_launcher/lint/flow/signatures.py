@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from drivetrain_launcher.lint.flow.collectives import CollectiveNames
 from drivetrain_launcher.lint.flow.divergences import Reached
 from drivetrain_launcher.lint.flow.rank_tests import RankTests
+from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.reading.script import Function
+
+# Parts of the names by which scripts ask whether there are several processes.
+_SEVERAL = ("distributed", "initialized", "is_available", "world_size", "num_processes", "is_dist", "ddp")
 
 Signature = tuple[object, ...]
 
@@ -90,6 +94,8 @@ class Signatures:
                 other = node.orelse if isinstance(node.orelse, list) else [node.orelse]
                 first, second = self.of(then, within), self.of(other, within)
                 head = self.of([node.test], within)
+                if (not first or not second) and _asks_for_ranks(node.test):
+                    return (*head, *first, *second)
                 return head + (first if first == second else (("if", first, second),))
             case ast.For() | ast.AsyncFor() | ast.While():
                 inner = self.of(node.body, within)
@@ -105,6 +111,16 @@ class Signatures:
                 return (*found, *self._of_body(function, within))
             case _:
                 return self.of(ast.iter_child_nodes(node), within)
+
+
+def _asks_for_ranks(test: ast.expr) -> bool:
+    """Return whether a test asks if there are several processes at all, which all of them answer alike."""
+    return any(
+        any(word in last_part.lower() for word in _SEVERAL)
+        for node in ast.walk(test)
+        if isinstance(node, ast.Name | ast.Attribute)
+        for last_part in [written(node).rpartition(".")[2]]
+    )
 
 
 def is_generator(function: Function) -> bool:

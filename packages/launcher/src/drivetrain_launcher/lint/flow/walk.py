@@ -61,7 +61,7 @@ class Walk:
             rest = [*statements[index + 1 :], *following]
             if is_departure(statement):
                 self._expressions([statement], cause)
-                if cause is not None and cause.departure is None:
+                if cause is not None and cause.departure is None and self._parts(statement, cause):
                     departures.append(
                         Cause(kind=cause.kind, node=cause.node, test=cause.test, departure=statement)
                     )
@@ -200,6 +200,10 @@ class Walk:
         return any(
             isinstance(call, ast.Call) and written(call.func).rpartition(".")[2] in _JOINS for call in calls
         )
+
+    def _parts(self, statement: ast.stmt, cause: Cause) -> bool:
+        """Return whether a departure may leave others behind: after an exception it must skip rounds of a loop."""
+        return cause.kind is not Parting.HANDLER or self._in_loop(statement)
 
     def _in_loop(self, statement: ast.stmt) -> bool:
         for each in self.bindings.script.enclosing(statement):
