@@ -2,11 +2,10 @@
 
 import ast
 from collections.abc import Iterator, Sequence
-from typing import cast
 
-from drivetrain_launcher.lint.flow.exits import always_leaves, is_departure
+from drivetrain_launcher.lint.flow.exits import always_leaves, is_departure, same_function
 from drivetrain_launcher.lint.flow.rank_tests import Ranks, RankTests
-from drivetrain_launcher.lint.flow.signatures import Signature, Signatures
+from drivetrain_launcher.lint.flow.signatures import Signatures
 
 _LONGEST_TEXT = 60
 
@@ -34,26 +33,31 @@ def branches_agree(
         then = [*then, *rest]
     elif type(first) is not type(second) or (first is None and _may_leave([*then, *other])):
         return False
-    return same_calls(signatures.of(then), signatures.of(other))
-
-
-def same_calls(first: Signature, second: Signature) -> bool:
-    """Return whether two branches run the same collectives.
-
-    Where one of them loops, the numbers of rounds are not known: the operations that occur are compared.
-    """
-    if first == second:
+    if signatures.of(then) == signatures.of(other):
         return True
-    kinds, others = set(_operations(first)), set(_operations(second))
-    return bool(kinds) and kinds == others and ("loop" in str(first) or "loop" in str(second))
+    return _run_protocol(then, other, signatures)
 
 
-def _operations(signature: Signature) -> Iterator[str]:
-    for each in signature:
-        if isinstance(each, tuple):
-            yield from _operations(cast("Signature", each)[1:] if each[:1] in (("if",), ("loop",)) else each)
-        else:
-            yield str(each)
+def _run_protocol(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
+    """Return whether two branches may meet in calls whose number the source does not tell.
+
+    Where one of them loops, or hands a function with collectives to someone, the operations that occur are compared:
+    one rank then leads, and the others follow in a loop.
+    """
+    free = (ast.For, ast.While, ast.AsyncFor, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    if not any(isinstance(node, free) for statement in [*then, *other] for node in ast.walk(statement)):
+        return False
+    kinds, others = (
+        {
+            reached.collective.key
+            for statement in statements
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Call)
+            for reached in signatures.of_call(node)
+        }
+        for statements in (then, other)
+    )
+    return bool(kinds) and kinds == others
 
 
 def _in_order(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -70,7 +74,7 @@ def _may_leave(statements: Sequence[ast.stmt]) -> bool:
     return any(
         isinstance(node, ast.stmt) and is_departure(node)
         for statement in statements
-        for node in ast.walk(statement)
+        for node in same_function(statement)
     )
 
 

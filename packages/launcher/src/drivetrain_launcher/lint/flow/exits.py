@@ -42,15 +42,18 @@ def raises(statements: Sequence[ast.stmt]) -> bool:
         isinstance(node, ast.Raise)
         or (isinstance(node, ast.stmt) and _is_process_exit(node) and not _exits_well(node))
         for statement in statements
-        for node in _same_function(statement)
+        for node in same_function(statement)
     )
 
 
-def _same_function(node: ast.AST) -> Iterator[ast.AST]:
+def same_function(node: ast.AST) -> Iterator[ast.AST]:
+    """Iterate over a node and those in it, without those of functions in it."""
+    if isinstance(node, Function | ast.Lambda):
+        return
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Function | ast.Lambda):
-            yield from _same_function(child)
+            yield from same_function(child)
 
 
 def _is_process_exit(statement: ast.stmt) -> bool:
