@@ -95,7 +95,7 @@ class RankTests:
                 values = self.bindings.values(node)
                 if self._agreed(node):
                     return False
-                last = written(node).rpartition(".")[2]
+                last = _last(node)
                 if not values:
                     return last in _NUMBERS
                 return any(self.is_number(each, depth - 1) for each in values)
@@ -153,7 +153,7 @@ class RankTests:
         values = self.bindings.values(node)
         if values:
             return next((found for each in values if (found := self.ranks(each, depth - 1))), None)
-        last = written(node).rpartition(".")[2]
+        last = _last(node)
         if last in _FLAGS and not self.bindings.of(node):
             return Ranks.SOME if last == "is_last_process" else Ranks.MAIN
         # The truth of a rank that another file computes: `rank` alone may be that of a matrix.
@@ -215,6 +215,11 @@ class RankTests:
 
     def _is_environ(self, node: ast.AST) -> bool:
         return written(node).rpartition(".")[2] in ("environ", "env", "environment")
+
+
+def _last(node: ast.expr) -> str:
+    """Return the name of an attribute of any object, or a name."""
+    return node.attr if isinstance(node, ast.Attribute) else written(node)
 
 
 def _of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> Ranks | None:
