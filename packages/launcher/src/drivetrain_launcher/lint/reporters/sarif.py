@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +16,8 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: 
 
 def as_sarif(report: Report) -> str:
     """Return the findings, and the rules that were checked, as a SARIF log of one run."""
+    from importlib.metadata import version  # slow to import, and the other reports do not need it
+
     rules = [*map(_rule, report.rules), *_unreadable_rule(report.findings)]
     places = {rule["id"]: index for index, rule in enumerate(rules)}
     log = {
