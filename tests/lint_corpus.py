@@ -118,7 +118,9 @@ ELSEWHERE = {
     "axolotl": "axolotl/utils/callbacks/__init__.py axolotl/integrations/nemo_gym/plugin.py",
 }  # fmt: skip
 
-_ONE_RANK_GATHERS = "get_state_dict gathers a sharded model from all ranks, and only the main process calls it"
+_ONE_RANK_GATHERS = (
+    "get_state_dict gathers a sharded model from all ranks, and only the main process calls it"
+)
 # The true findings by path: their codes, and why each is true.
 TRUE: dict[str, tuple[set[str], str]] = {
     "muse_maskgit_pytorch/trainers.py": ({"DT102"}, _ONE_RANK_GATHERS),

@@ -1,4 +1,5 @@
 import pytest
+
 from linting import ACCELERATOR, codes
 
 BLOCK = "if accelerator.is_main_process:\n    accelerator.gather(\n        x{inner}\n    ){comment}\n"
@@ -23,7 +24,9 @@ def test_a_comment_on_a_line_of_the_finding_suppresses_it(comment: str, kept: li
 
 
 def test_a_comment_elsewhere_or_in_a_string_does_not() -> None:
-    assert codes(ACCELERATOR + "# drivetrain: ignore[DT101]\n" + BLOCK.format(inner="", comment="")) == ["DT101"]
+    assert codes(ACCELERATOR + "# drivetrain: ignore[DT101]\n" + BLOCK.format(inner="", comment="")) == [
+        "DT101"
+    ]
     text = "if accelerator.is_main_process:\n    accelerator.gather('# drivetrain: ignore')\n"
     assert codes(ACCELERATOR + text) == ["DT101"]
 

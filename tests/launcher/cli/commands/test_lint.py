@@ -9,8 +9,14 @@ import pytest
 from drivetrain_launcher.cli.main import main
 
 ROOT = Path(__file__).parents[4]
-BAD = "from accelerate import Accelerator\naccelerator = Accelerator()\nif accelerator.is_main_process:\n    accelerator.gather(x)\n"
-HABIT = "from accelerate import Accelerator\naccelerator = Accelerator()\nfor x in y:\n    accelerator.backward(x)\n    print(x)\n"
+BAD = (
+    "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+    "if accelerator.is_main_process:\n    accelerator.gather(x)\n"
+)
+HABIT = (
+    "from accelerate import Accelerator\naccelerator = Accelerator()\nfor x in y:\n"
+    "    accelerator.backward(x)\n    print(x)\n"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,10 @@ from drivetrain_launcher.lint.findings import Finding
 from drivetrain_launcher.lint.reading.targets import Target
 from drivetrain_launcher.lint.rules.registry import choose_rules
 
-BAD = "from accelerate import Accelerator\naccelerator = Accelerator()\nif accelerator.is_main_process:\n    accelerator.gather(x)\n"
+BAD = (
+    "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+    "if accelerator.is_main_process:\n    accelerator.gather(x)\n"
+)
 
 
 def check(*paths: Path) -> list[Finding]:
@@ -24,7 +27,10 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 
 def test_a_file_that_does_not_parse_is_told_with_its_line_and_the_others_are_checked(tmp_path: Path) -> None:
     found = check(write(tmp_path, "a.py", "x = 1\nif x\n    y = 2\n"), write(tmp_path, "b.py", BAD))
-    assert [(each.path, each.code, each.line) for each in found] == [("a.py", "DT001", 2), ("b.py", "DT101", 4)]
+    assert [(each.path, each.code, each.line) for each in found] == [
+        ("a.py", "DT001", 2),
+        ("b.py", "DT101", 4),
+    ]
     assert found[0].what.startswith("The file does not parse: expected ':'")
 
 
@@ -61,8 +67,12 @@ def notebook(*cells: str) -> str:
 
 
 def test_a_notebook_is_read_as_one_script_and_told_by_cell_and_line(tmp_path: Path) -> None:
-    first = "%matplotlib inline\n!pip install x\nfrom accelerate import Accelerator\nfiles = !ls\nAccelerator?\n"
-    second = "%%time\naccelerator = Accelerator()\nif accelerator.is_main_process:\n    accelerator.gather(x)\n"
+    first = (
+        "%matplotlib inline\n!pip install x\nfrom accelerate import Accelerator\nfiles = !ls\nAccelerator?\n"
+    )
+    second = (
+        "%%time\naccelerator = Accelerator()\nif accelerator.is_main_process:\n    accelerator.gather(x)\n"
+    )
     shell = "%%bash\nfor i in 1 2; do echo $i; done\n"
     (found,) = check(write(tmp_path, "a.ipynb", notebook(first, shell, second)))
     assert (found.code, found.cell, found.line, found.place) == ("DT101", 3, 4, "a.ipynb:cell 3:4:5")

@@ -7,7 +7,14 @@ from drivetrain_launcher.lint.reading.targets import find_targets
 
 
 def test_files_folders_and_modules_are_found_once_each(tmp_path: Path) -> None:
-    for name in ("train.py", "deep/er/model.py", "deep/notes.ipynb", "deep/data.csv", "tool/__init__.py", "tool/run.py"):
+    for name in (
+        "train.py",
+        "deep/er/model.py",
+        "deep/notes.ipynb",
+        "deep/data.csv",
+        "tool/__init__.py",
+        "tool/run.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     for skipped in (".hidden/x.py", "deep/__pycache__/x.py", "deep/.venv/x.py", "deep/site-packages/x.py"):
@@ -31,5 +38,7 @@ def test_a_name_for_nothing_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_is_no_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("")
-    with pytest.raises(LintArgumentError, match=r"data.csv: is no script; say a file ending in .py or .ipynb"):
+    with pytest.raises(
+        LintArgumentError, match=r"data.csv: is no script; say a file ending in .py or .ipynb"
+    ):
         find_targets(("data.csv",), base=tmp_path)

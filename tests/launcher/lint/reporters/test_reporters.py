@@ -3,7 +3,6 @@ import re
 from typing import Any
 
 import pytest
-from linting import ACCELERATOR, findings
 
 from drivetrain_launcher.lint.checker import Report, check_document
 from drivetrain_launcher.lint.findings import Finding, Severity
@@ -13,6 +12,7 @@ from drivetrain_launcher.lint.reporters.json_report import as_json
 from drivetrain_launcher.lint.reporters.sarif import as_sarif
 from drivetrain_launcher.lint.reporters.terminal import as_text
 from drivetrain_launcher.lint.rules.registry import choose_rules
+from linting import ACCELERATOR, findings
 
 SOURCE = ACCELERATOR + "if accelerator.is_main_process:\n\taccelerator.gather(x)\n"
 
@@ -66,19 +66,29 @@ def test_github_annotates_the_line_and_escapes_what_would_end_a_field() -> None:
     line = as_github(report(broken())).splitlines()[0]
     assert line.startswith("::error file=dir/a%2C b%3Ac.py,line=1,col=")
     assert ",title=DT001 unreadable::The file does not parse" in line
-    assert as_github(report()).startswith("::error file=train.py,line=4,col=2,endColumn=23,title=DT101 collective-on-some-ranks::")  # fmt: skip
+    assert as_github(report()).startswith(
+        "::error file=train.py,line=4,col=2,endColumn=23,title=DT101 collective-on-some-ranks::"
+    )
 
 
 def test_github_names_the_cell_of_a_notebook_in_the_title() -> None:
-    assert as_github(report(in_cell())).startswith("::error file=train.py,title=DT101 collective-on-some-ranks (cell 3)::")  # fmt: skip
+    assert as_github(report(in_cell())).startswith(
+        "::error file=train.py,title=DT101 collective-on-some-ranks (cell 3)::"
+    )
 
 
 @pytest.mark.parametrize("severity", list(Severity))
 def test_every_severity_has_an_annotation_and_a_level(severity: Severity) -> None:
     (found,) = findings(SOURCE)
-    changed = Finding(**{name: getattr(found, name) for name in Finding.__slots__ if name != "severity"}, severity=severity)  # fmt: skip
+    changed = Finding(
+        **{name: getattr(found, name) for name in Finding.__slots__ if name != "severity"}, severity=severity
+    )
     assert as_github(report(changed)).startswith(("::error ", "::warning ", "::notice "))
-    assert json.loads(as_sarif(report(changed)))["runs"][0]["results"][0]["level"] in ("error", "warning", "note")
+    assert json.loads(as_sarif(report(changed)))["runs"][0]["results"][0]["level"] in (
+        "error",
+        "warning",
+        "note",
+    )
 
 
 # The parts of SARIF 2.1.0's schema that a log of one run uses: required and allowed properties of each object.
@@ -109,10 +119,16 @@ def test_sarif_has_the_shape_of_version_2_1_0() -> None:
     assert all(_is_shaped(rule, "rule") for rule in driver["rules"])
     assert all(re.fullmatch("[A-Z][A-Za-z]+", rule["name"]) for rule in driver["rules"])
     assert all(_is_shaped(result, "result") and result["message"]["text"] for result in results)
-    assert [driver["rules"][each["ruleIndex"]]["id"] for each in results] == [each["ruleId"] for each in results]
+    assert [driver["rules"][each["ruleIndex"]]["id"] for each in results] == [
+        each["ruleId"] for each in results
+    ]
     first, unreadable, cell = (each["locations"][0]["physicalLocation"] for each in results)
     assert _is_shaped(first["region"], "region")
-    assert (first["region"]["startLine"], first["region"]["startColumn"], first["region"]["endColumn"]) == (4, 2, 23)
+    assert (first["region"]["startLine"], first["region"]["startColumn"], first["region"]["endColumn"]) == (
+        4,
+        2,
+        23,
+    )
     assert unreadable["artifactLocation"]["uri"] == "dir/a%2C%20b%3Ac.py"
     assert "region" not in cell
     assert "(cell 3, line 4)" in results[2]["message"]["text"]

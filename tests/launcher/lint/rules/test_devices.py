@@ -1,4 +1,5 @@
 import pytest
+
 from linting import ACCELERATOR, TORCH, codes, findings
 
 TRAINS = "model = accelerator.prepare(model)\n"

@@ -1,4 +1,5 @@
 import pytest
+
 from linting import ACCELERATOR, TORCH, codes, findings
 
 PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
@@ -68,7 +69,8 @@ def test_accumulation_that_is_asked_for_and_never_entered_is_found(steps: str, f
         (["loss.backward()", "other_optimizer.zero_grad()", "optimizer.step()"], False),
         (["loss.backward()", "optimizer.zero_grad()", "loss.backward()", "optimizer.step()"], False),
         (["with autocast():", "    loss.backward()", "optimizer.zero_grad()", "optimizer.step()"], True),
-        (["g_optimizer.zero_grad()", "g.backward()", "g_optimizer.step()", "d_optimizer.zero_grad()", "d.backward()", "d_optimizer.step()"], False),
+        (["g_optimizer.zero_grad()", "g.backward()", "g_optimizer.step()", "d_optimizer.zero_grad()", "d.backward()",
+          "d_optimizer.step()"], False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("head", [ACCELERATOR, TORCH], ids=["accelerate", "torch"])
@@ -87,7 +89,9 @@ def test_gradients_cleared_before_the_step_are_found(lines: list[str], found: bo
     ],
 )
 def test_clipping_past_the_accelerator_is_found(line: str, found: bool) -> None:
-    source = f"import torch\nfrom torch import nn\n{ACCELERATOR}{PREPARED}accelerator.backward(model(x))\n{line}\n"
+    source = (
+        f"import torch\nfrom torch import nn\n{ACCELERATOR}{PREPARED}accelerator.backward(model(x))\n{line}\n"
+    )
     if "sync_gradients" in line:  # a choice by the accelerator's state is still past it
         found = False
     assert codes(source) == (["DT304"] if found else [])

@@ -1,4 +1,5 @@
 import pytest
+
 from linting import ACCELERATOR, codes, findings, places
 
 SCRIPT = """
@@ -16,7 +17,9 @@ for x in {loader}:
 """
 
 
-def script(prepare: str, *, model: str = "model", optimizer: str = "optimizer", loader: str = "loader") -> str:
+def script(
+    prepare: str, *, model: str = "model", optimizer: str = "optimizer", loader: str = "loader"
+) -> str:
     return ACCELERATOR + SCRIPT.format(prepare=prepare, model=model, optimizer=optimizer, loader=loader)
 
 
@@ -25,14 +28,17 @@ def script(prepare: str, *, model: str = "model", optimizer: str = "optimizer", 
     [
         ("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)", {}, []),
         ("model, optimizer = accelerator.prepare(model, optimizer)", {}, [("DT201", 10)]),
-        ("model, optimizer = accelerator.prepare(model, optimizer)", {"loader": "tqdm(enumerate(loader))"}, [("DT201", 10)]),
+        ("model, optimizer = accelerator.prepare(model, "
+            "optimizer)", {"loader": "tqdm(enumerate(loader))"}, [("DT201", 10)]),
         ("model, loader = accelerator.prepare(model, loader)", {}, [("DT201", 13)]),
         ("optimizer, loader = accelerator.prepare(optimizer, loader)", {}, [("DT201", 11)]),
-        ("ddp, opt, batches = accelerator.prepare(model, optimizer, loader)", {}, [("DT201", 10), ("DT201", 11), ("DT201", 13)]),
+        ("ddp, opt, batches = accelerator.prepare(model, "
+            "optimizer, loader)", {}, [("DT201", 10), ("DT201", 11), ("DT201", 13)]),
         ("ddp, opt, batches = accelerator.prepare(model, optimizer, loader)",
          {"model": "ddp", "optimizer": "opt", "loader": "batches"}, []),
         ("model, optimizer = accelerator.prepare(model, optimizer)\nloader = accelerator.prepare(loader)", {}, []),
-        ("model, optimizer = accelerator.prepare(model, optimizer)\nloader = accelerator.prepare_data_loader(loader)", {}, []),
+        ("model, optimizer = accelerator.prepare(model, optimizer)\nloader = "
+            "accelerator.prepare_data_loader(loader)", {}, []),
         ("model, optimizer = accelerator.prepare(model, optimizer)\nloader = shard(loader)", {}, []),
         ("model, optimizer = accelerator.prepare(model, optimizer)\nuse(loader)", {}, []),
         ("model, optimizer, loader = accelerator.prepare(*[model, optimizer, loader])", {}, []),
@@ -64,7 +70,9 @@ def test_a_renamed_object_is_told_with_its_new_name() -> None:
 
 
 def test_a_dropped_result_is_found_if_the_objects_are_used() -> None:
-    assert places(script("accelerator.prepare(model, optimizer, loader)"), select=("DT202",)) == [("DT202", 9)]
+    assert places(script("accelerator.prepare(model, optimizer, loader)"), select=("DT202",)) == [
+        ("DT202", 9)
+    ]
     (found,) = findings(script("accelerator.prepare(model, optimizer, loader)"), select=("DT202",))
     assert found.mend == "Assign it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
     assert codes(ACCELERATOR + "accelerator.prepare(torch.nn.Linear(4, 1))\n") == []

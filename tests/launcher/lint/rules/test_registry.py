@@ -23,7 +23,12 @@ def test_rules_are_chosen_by_codes_their_beginnings_and_names() -> None:
     assert {rule.code[:3] for rule in choose_rules(select=("DT1", "dt3"))} == {"DT1", "DT3"}
     assert [rule.code for rule in choose_rules(select=("hard-coded-device",))] == ["DT401"]
     assert "DT101" not in {rule.code for rule in choose_rules(ignore=("DT101",))}
-    assert [rule.code for rule in choose_rules(select=("DT30",), ignore=("DT301", "DT302"))] == ["DT303", "DT304", "DT305", "DT306"]  # fmt: skip
+    assert [rule.code for rule in choose_rules(select=("DT30",), ignore=("DT301", "DT302"))] == [
+        "DT303",
+        "DT304",
+        "DT305",
+        "DT306",
+    ]
 
 
 @pytest.mark.parametrize("word", ["DT999", "hard-coded-devices", "X"])
@@ -36,4 +41,7 @@ def test_an_unknown_rule_is_refused(word: str) -> None:
 
 def test_the_page_has_a_row_for_each_rule() -> None:
     rows = re.findall(r"^\| (DT\d{3}) `([a-z-]+)` \| (\w+)", PAGE.read_text(), re.MULTILINE)
-    assert rows == [("DT001", "unreadable", "error"), *((rule.code, rule.name, rule.severity.value) for rule in ALL_RULES)]
+    assert rows == [
+        ("DT001", "unreadable", "error"),
+        *((rule.code, rule.name, rule.severity.value) for rule in ALL_RULES),
+    ]

@@ -1,4 +1,5 @@
 import pytest
+
 from linting import ACCELERATOR, TORCH, codes
 
 TRAIN = "def train(path):\n    for x in loader:\n        accelerator.backward(model(x))\n{lines}"
@@ -61,5 +62,8 @@ def test_a_sampler_whose_order_never_changes_is_found(sampler: str, extra: str, 
 
 
 def test_one_epoch_needs_no_new_order() -> None:
-    source = f"{TORCH}from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(data)\nfor x in loader:\n    model(x).backward()\n"
+    source = (
+        f"{TORCH}from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(data)\n"
+        "for x in loader:\n    model(x).backward()\n"
+    )
     assert codes(source) == []

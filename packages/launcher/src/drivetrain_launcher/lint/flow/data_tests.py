@@ -21,11 +21,10 @@ def _asks(test: ast.expr, bindings: Bindings, depth: int) -> bool:
     if depth == 0:
         return False
     for node in ast.walk(test):
-        if isinstance(node, ast.Call) and written(node.func).rpartition(".")[2] in _TESTS_OF_FINITENESS:
+        function = node.func if isinstance(node, ast.Call) else None
+        name = function.attr if isinstance(function, ast.Attribute) else written(function or node)
+        if function is not None and name in _TESTS_OF_FINITENESS:
             return True
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in _TESTS_OF_FINITENESS:
-                return True
     plain = test.operand if isinstance(test, ast.UnaryOp) else test
     if isinstance(plain, ast.Name):
         return any(_asks(value, bindings, depth - 1) for value in bindings.values(plain))

@@ -3,12 +3,12 @@
 import ast
 
 from drivetrain_launcher.lint.flow.exits import raises
-from drivetrain_launcher.lint.reading.imports import written
+from drivetrain_launcher.lint.reading.imports import word_set, written
 
 # What every rank meets alike: a missing package, a missing feature, a key press that the launcher sends to all.
-_SHARED = frozenset(
+_SHARED = word_set(
     "ImportError ModuleNotFoundError AttributeError NameError NotImplementedError TypeError KeyboardInterrupt "
-    "StopIteration GeneratorExit SystemExit".split()
+    "StopIteration GeneratorExit SystemExit"
 )
 
 

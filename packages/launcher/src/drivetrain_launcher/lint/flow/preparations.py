@@ -4,13 +4,13 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drivetrain_launcher.lint.reading.imports import written
+from drivetrain_launcher.lint.reading.imports import word_set, written
 from drivetrain_launcher.lint.reading.script import Scope, Script
 
 # Calls that take a model, an optimizer or a loader and prepare nothing.
-_HARMLESS = frozenset(
+_HARMLESS = word_set(
     "enumerate tqdm iter len next zip range print isinstance hasattr id type islice track sum list get_scheduler "
-    "ceil".split()
+    "ceil"
 )
 
 

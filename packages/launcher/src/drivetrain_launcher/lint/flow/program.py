@@ -17,12 +17,12 @@ from drivetrain_launcher.lint.flow.rank_tests import RankTests
 from drivetrain_launcher.lint.flow.signatures import Signatures
 from drivetrain_launcher.lint.flow.walk import Walk
 from drivetrain_launcher.lint.reading.documents import Document
-from drivetrain_launcher.lint.reading.imports import written
+from drivetrain_launcher.lint.reading.imports import word_set, written
 from drivetrain_launcher.lint.reading.script import Function, Script, read_script
 
-ONE_RANK = frozenset(
+ONE_RANK = word_set(
     "main_process_only master_only on_last_process on_local_main_process on_local_process on_main_process on_process "
-    "rank_zero_only".split()
+    "rank_zero_only"
 )
 
 

@@ -7,15 +7,17 @@ from enum import Enum
 
 from drivetrain_launcher.lint.flow.bindings import Bindings
 from drivetrain_launcher.lint.flow.collectives import CollectiveNames
-from drivetrain_launcher.lint.reading.imports import written
+from drivetrain_launcher.lint.reading.imports import word_set, written
 
-_FLAGS = frozenset(
-    "is_first_worker is_global_zero is_last_process is_local_main_process is_local_process_zero is_main is_main_process "
+_FLAGS = word_set(
+    "is_first_worker is_global_zero is_last_process is_local_main_process is_local_process_zero "
+    "is_main is_main_process "
     "is_main_proc is_main_rank is_master is_master_process is_primary is_rank0 is_rank_0 is_rank_zero "
-    "is_world_process_zero is_local_master is_local_master_process is_local_primary master_process".split()
+    "is_world_process_zero is_local_master is_local_master_process is_local_primary master_process"
 )
-_NUMBERS = frozenset(
-    "ddp_local_rank ddp_rank dp_rank global_rank local_process_index local_rank node_rank process_index rank world_rank".split()
+_NUMBERS = word_set(
+    "ddp_local_rank ddp_rank dp_rank global_rank local_process_index local_rank node_rank "
+    "process_index rank world_rank"
 )
 _NUMBER_CALLS = frozenset(
     {"get_rank", "get_local_rank", "get_global_rank", "get_node_rank", "get_node_local_rank"}

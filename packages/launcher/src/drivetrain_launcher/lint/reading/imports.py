@@ -37,3 +37,8 @@ def resolved(node: ast.AST, imports: Mapping[str, str]) -> str:
     name = written(node)
     head, dot, rest = name.partition(".")
     return f"{imports.get(head, head)}{dot}{rest}"
+
+
+def word_set(words: str) -> frozenset[str]:
+    """Return the names in a text, for lists of names that are long."""
+    return frozenset(words.split())

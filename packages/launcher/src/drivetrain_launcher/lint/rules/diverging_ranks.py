@@ -49,8 +49,8 @@ def _handlers(program: Program) -> Iterator[Hit]:
             )
             yield Hit(node=cause.node, what=what)
         else:
-            what = f"{first.described()} is called in `{cause.test}` (line {cause.line}), which one rank may enter alone"
-            yield Hit(node=first.call, what=f"{what}{_more(divergence)}")
+            what = f"{first.described()} is called in `{cause.test}` (line {cause.line})"
+            yield Hit(node=first.call, what=f"{what}, which one rank may enter alone{_more(divergence)}")
     for divergence in _of(program, {Parting.HANDLER}, departs=True):
         assert divergence.cause.departure is not None
         yield Hit(node=divergence.cause.departure, what=_skips(divergence))
@@ -106,7 +106,8 @@ RULES = (
         severity=Severity.ERROR,
         summary="A call that all ranks must make stands under a test of the rank.",
         why=_WAITS,
-        mend="Call it on all ranks, before the test, and keep under the test only what one rank does with the result.",
+        mend="Call it on all ranks, before the test, and keep under the test only what one rank "
+        "does with the result.",
         check=_some_ranks,
     ),
     Rule(
@@ -115,7 +116,8 @@ RULES = (
         severity=Severity.ERROR,
         summary="Some ranks return, break, continue or exit, and skip a call that all ranks must make.",
         why="The ranks that stay wait in it for those that left, until the timeout ends the run.",
-        mend="Let all ranks decide alike: reduce or broadcast the decision, or use set_trigger() and check_trigger().",
+        mend="Let all ranks decide alike: reduce or broadcast the decision, or use set_trigger() "
+        "and check_trigger().",
         check=_departures,
     ),
     Rule(
@@ -153,7 +155,8 @@ RULES = (
         severity=Severity.WARNING,
         summary="A rank skips a call that all ranks must make because its own loss is not finite.",
         why="The loss of one rank's batch may be NaN while those of the others are not: they wait for this rank.",
-        mend="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce before the test, or "
+        mend="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce "
+        "before the test, or "
         "set_trigger() and check_trigger().",
         check=_data,
     ),

@@ -10,6 +10,7 @@ from drivetrain_launcher.lint.reading.script import Function
 from drivetrain_launcher.lint.rules.rule import Rule
 from drivetrain_launcher.lint.rules.training_loop import (
     blocks,
+    conditions_around,
     is_backward,
     is_optimizer,
     last_name,
@@ -17,7 +18,6 @@ from drivetrain_launcher.lint.rules.training_loop import (
     own_calls,
     scopes,
     straight_line,
-    tests_around,
 )
 
 # Objects other than a loss that have a `backward` of their own.
@@ -133,14 +133,16 @@ def _never_in_window(program: Program) -> Iterator[Hit]:
     if not asked or all(isinstance(each, ast.Constant) and each.value == 1 for each in asked):
         return
     for call in script.calls():
-        if _is_step(program, call) and loops_around(script, call) and not tests_around(script, call):
-            if any(is_backward(script, each) for each in script.calls(loops_around(script, call)[0])):
-                steps = ast.unparse(asked[0])
-                yield Hit(
-                    node=call,
-                    what=f"`{written(call.func)}()` runs for every batch, though the Accelerator is told "
-                    f"gradient_accumulation_steps={steps}: no `accumulate` is ever entered",
-                )
+        loops = loops_around(script, call)
+        if not _is_step(program, call) or not loops or conditions_around(script, call):
+            continue
+        if any(is_backward(script, each) for each in script.calls(loops[0])):
+            steps = ast.unparse(asked[0])
+            yield Hit(
+                node=call,
+                what=f"`{written(call.func)}()` runs for every batch, though the Accelerator is told "
+                f"gradient_accumulation_steps={steps}: no `accumulate` is ever entered",
+            )
 
 
 def _is_step(program: Program, call: ast.Call) -> bool:
@@ -159,7 +161,7 @@ def _in_window(program: Program, call: ast.Call) -> bool:
 
 
 def _asks_for_sync(program: Program, call: ast.Call) -> bool:
-    tests = [ast.unparse(each.test) for each in tests_around(program.script, call)]
+    tests = [ast.unparse(each.test) for each in conditions_around(program.script, call)]
     return any("sync_gradients" in test or "%" in test or "accum" in test for test in tests)
 
 
@@ -200,11 +202,9 @@ def _cleared_in(program: Program, block: list[ast.stmt]) -> Iterator[Hit]:
                     what=f"`{owner}.zero_grad()` stands between the backward (line {backward_line}) and "
                     f"`{owner}.step()` (line {call.lineno})",
                 )
-        if not calls and any(isinstance(node, ast.Call) for node in ast.walk(statement)):
-            if any(
-                isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(statement)
-            ):
-                backward_line, cleared = statement.lineno, {}
+        inner = ast.walk(statement) if not calls else ()
+        if any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in inner):
+            backward_line, cleared = statement.lineno, {}
 
 
 def _own_clipping(program: Program) -> Iterator[Hit]:
@@ -230,7 +230,8 @@ RULES = (
         name="backward-past-accelerator",
         severity=Severity.ERROR,
         summary="loss.backward() in a script whose model is prepared.",
-        why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain refuses the next step.",
+        why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain "
+        "refuses the next step.",
         mend="Write accelerator.backward(loss).",
         check=_bypassing,
     ),
@@ -238,8 +239,10 @@ RULES = (
         code="DT302",
         name="step-outside-window",
         severity=Severity.WARNING,
-        summary="An optimizer steps outside accumulate(), or accumulation is asked for and accumulate() never entered.",
-        why="Only in the window is it known whether this micro-batch closes it: steps are made too often or too small.",
+        summary="An optimizer steps outside accumulate(), or accumulation is asked for and "
+        "accumulate() never entered.",
+        why="Only in the window is it known whether this micro-batch closes it: steps are made too "
+        "often or too small.",
         mend="Move it into `with accelerator.accumulate(model):`, together with forward, backward and zero_grad.",
         check=_outside_window,
     ),
@@ -257,7 +260,8 @@ RULES = (
         name="clipping-past-accelerator",
         severity=Severity.WARNING,
         summary="torch.nn.utils.clip_grad_norm_ in a script whose model is prepared.",
-        why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a sharded model by another norm.",
+        why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a "
+        "sharded model by another norm.",
         mend="Write accelerator.clip_grad_norm_(...).",
         check=_own_clipping,
     ),

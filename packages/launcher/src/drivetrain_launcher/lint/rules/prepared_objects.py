@@ -52,14 +52,16 @@ def _raw_objects(program: Program) -> Iterator[Hit]:
                 kept = renamed.results[renamed.arguments.index(use.name)] or "another name"
                 yield Hit(
                     node=use.place,
-                    what=f"`{use.name}` is {use.how}, but `prepare` (line {renamed.line}) put the prepared one into `{kept}`",
+                    what=f"`{use.name}` is {use.how}, but `prepare` (line {renamed.line}) put the "
+                    f"prepared one into `{kept}`",
                     mend=f"Use `{kept}`, or assign the prepared object to `{use.name}`.",
                 )
             elif mine and use.name not in everywhere and _is_own(program, use, known.handed_on):
                 others = ", ".join(f"`{name}`" for name in mine[0].arguments[:2] if name)
                 yield Hit(
                     node=use.place,
-                    what=f"`{use.name}` is {use.how}, but only {others or 'others'} went through `prepare` (line {mine[0].line})",
+                    what=f"`{use.name}` is {use.how}, but only {others or 'others'} went through "
+                    f"`prepare` (line {mine[0].line})",
                 )
 
 
@@ -162,7 +164,8 @@ def _dropped(program: Program) -> Iterator[Hit]:
             shown = ", ".join(ast.unparse(each) for each in call.args)
             yield Hit(
                 node=call,
-                what=f"the result of `{written(call.func)}` is dropped; the loop goes on with the objects as they were",
+                what=f"the result of `{written(call.func)}` is dropped; the loop goes on with the "
+                "objects as they were",
                 mend=f"Assign it: {shown} = {written(call.func)}({shown})",
             )
 
@@ -185,7 +188,8 @@ def _order(program: Program) -> Iterator[Hit]:
             what = f"{len(each.arguments)} objects go into `prepare`, and {len(each.results)} names take them"
             yield Hit(node=each.node, what=what)
         elif each.results != each.arguments and sorted(each.results) == sorted(each.arguments):
-            what = f"`prepare({', '.join(each.arguments)})` is assigned to `{', '.join(each.results)}`, in another order"
+            given, taken = ", ".join(each.arguments), ", ".join(each.results)
+            what = f"`prepare({given})` is assigned to `{taken}`, in another order"
             yield Hit(node=each.node, what=what)
 
 
@@ -201,7 +205,8 @@ def _module(program: Program) -> Iterator[Hit]:
             yield Hit(
                 node=node,
                 what=f"`{name}.module` exists only while DDP wraps the model",
-                mend=f"Write accelerator.unwrap_model({name}), which is right on one process and under every backend.",
+                mend=f"Write accelerator.unwrap_model({name}), which is right on one process and "
+                "under every backend.",
             )
 
 

@@ -1,6 +1,7 @@
 """Learning rate schedules that advance too often: DT305 and DT306."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from drivetrain_launcher.lint.findings import Hit, Severity
@@ -9,11 +10,11 @@ from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.rules.rule import Rule
 from drivetrain_launcher.lint.rules.training_loop import (
     blocks,
+    conditions_around,
     loops_around,
     own_calls,
     scopes,
     straight_line,
-    tests_around,
 )
 
 _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max", "t_total"})
@@ -52,7 +53,8 @@ def _twice_in(program: Program, block: list[ast.stmt], told: set[ast.AST]) -> It
             told.add(call)
             yield Hit(
                 node=call,
-                what=f"`{name}.step()` is called a second time in a round of the loop, after line {first[name].lineno}",
+                what=f"`{name}.step()` is called a second time in a round of the loop, after line "
+                f"{first[name].lineno}",
             )
         first[name] = call
 
@@ -62,7 +64,7 @@ def _per_batch_and_epoch(program: Program, steps: list[ast.Call]) -> Iterator[Hi
     script = program.script
     for outer in steps:
         around = loops_around(script, outer)
-        if not around or tests_around(script, outer, until=around[0]) or outer.args:
+        if not around or conditions_around(script, outer, until=around[0]) or outer.args:
             continue
         for inner in steps:
             loops = loops_around(script, inner)
@@ -70,10 +72,11 @@ def _per_batch_and_epoch(program: Program, steps: list[ast.Call]) -> Iterator[Hi
                 ast.unparse(inner.func) == ast.unparse(outer.func) and inner is not outer and not inner.args
             )
             deeper = len(loops) > len(around) and loops[-len(around) :] == around
-            if same and deeper and not tests_around(script, inner, until=around[0]):
+            if same and deeper and not conditions_around(script, inner, until=around[0]):
                 yield Hit(
                     node=outer,
-                    what=f"`{ast.unparse(outer.func)}()` steps once an epoch, and at line {inner.lineno} once a batch too",
+                    what=f"`{ast.unparse(outer.func)}()` steps once an epoch, and at line "
+                    f"{inner.lineno} once a batch too",
                 )
                 break
 
@@ -86,13 +89,13 @@ def _by_hand(program: Program, steps: list[ast.Call]) -> Iterator[Hit]:
         if not loops or not isinstance(loops[0], ast.For) or not isinstance(call.func, ast.Attribute):
             continue
         count = ast.unparse(loops[0].iter)
-        alone = len(loops[0].body) == 1
-        if alone and count.startswith("range(") and written(call.func.value) in known.results:
-            if any(word in count for word in ("num_processes", "world_size", "accum")):
-                name = written(call.func)
-                yield Hit(
-                    node=call, what=f"`{name}()` is repeated over `{count}`, though the schedule is prepared"
-                )
+        if len(loops[0].body) != 1 or written(call.func.value) not in known.results:
+            continue
+        if re.search(r"^range\(.*(num_processes|world_size|accum)", count):
+            name = written(call.func)
+            yield Hit(
+                node=call, what=f"`{name}()` is repeated over `{count}`, though the schedule is prepared"
+            )
 
 
 def _is_schedule_step(program: Program, call: ast.Call) -> bool:
@@ -125,7 +128,8 @@ def _scaled_length(program: Program) -> Iterator[Hit]:
                     if "num_processes" in sides or "world_size" in sides:
                         yield Hit(
                             node=keyword.value,
-                            what=f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length of a schedule by ranks",
+                            what=f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length "
+                            "of a schedule by ranks",
                         )
                         break
 
@@ -137,7 +141,8 @@ RULES = (
         severity=Severity.ERROR,
         summary="A learning rate schedule steps several times for one optimizer step.",
         why="The schedule ends early: the rest of the run trains at its last rate, often 0.",
-        mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by itself.",
+        mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts "
+        "optimizer steps by itself.",
         check=_stepped_twice,
     ),
     Rule(

@@ -80,7 +80,8 @@ def _orders(program: Program) -> Iterator[Hit]:
         if made and epochs:
             yield Hit(
                 node=made[0],
-                what=f"the loop over epochs (line {epochs[0].lineno}) never calls `set_epoch` of this DistributedSampler",
+                what=f"the loop over epochs (line {epochs[0].lineno}) never calls `set_epoch` of "
+                "this DistributedSampler",
             )
 
 
@@ -127,9 +128,9 @@ def _differs(program: Program, path: ast.expr, depth: int) -> bool:
             return True
         if isinstance(node, ast.Call) and program.tests.is_number(node):
             return True
-        if depth and isinstance(node, ast.Name | ast.Attribute):
-            if any(_differs(program, value, depth - 1) for value in program.bindings.values(node)):
-                return True
+        values = program.bindings.values(node) if depth else []
+        if any(_differs(program, value, depth - 1) for value in values):
+            return True
     return False
 
 

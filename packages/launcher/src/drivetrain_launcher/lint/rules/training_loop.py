@@ -82,7 +82,7 @@ def loops_around(script: Script, node: ast.AST) -> list[Loop]:
     return found
 
 
-def tests_around(script: Script, node: ast.AST, *, until: ast.AST | None = None) -> list[ast.If]:
+def conditions_around(script: Script, node: ast.AST, *, until: ast.AST | None = None) -> list[ast.If]:
     """Return the `if` statements of the same function around a node, up to another node."""
     found: list[ast.If] = []
     for each in script.enclosing(node):
