@@ -3,7 +3,7 @@
 import textwrap
 
 from drivetrain_launcher.lint.checker import check_document
-from drivetrain_launcher.lint.findings import Finding
+from drivetrain_launcher.lint.finding import Finding
 from drivetrain_launcher.lint.reading.documents import parse_document
 from drivetrain_launcher.lint.rules.registry import choose_rules
 

@@ -7,7 +7,7 @@ import pytest
 
 import lint_corpus
 from drivetrain_launcher.lint.checker import check_document
-from drivetrain_launcher.lint.findings import Finding
+from drivetrain_launcher.lint.finding import Finding
 from drivetrain_launcher.lint.reading.documents import parse_document, read_document
 from drivetrain_launcher.lint.rules.registry import choose_rules
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_launcher.lint.checker import check_targets
-from drivetrain_launcher.lint.findings import Finding
+from drivetrain_launcher.lint.finding import Finding
 from drivetrain_launcher.lint.reading.targets import Target
 from drivetrain_launcher.lint.rules.registry import choose_rules
 

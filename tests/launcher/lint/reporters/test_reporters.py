@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drivetrain_launcher.lint.checker import Report, check_document
-from drivetrain_launcher.lint.findings import Finding, Severity
+from drivetrain_launcher.lint.finding import Finding, Severity
 from drivetrain_launcher.lint.reading.documents import parse_document
 from drivetrain_launcher.lint.reporters.github import as_github
 from drivetrain_launcher.lint.reporters.json_report import as_json

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from drivetrain_launcher.lint.findings import Finding, Hit, Severity
+from drivetrain_launcher.lint.finding import Finding, Hit, Severity
 from drivetrain_launcher.lint.flow.program import read_program
 from drivetrain_launcher.lint.reading.documents import Document, Unreadable, read_document
 from drivetrain_launcher.lint.reading.targets import Target
@@ -16,7 +16,7 @@ UNREADABLE = "DT001"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a run of the linter found.
+    """The result of a run of the linter.
 
     Attributes:
         findings: The faults, by file and line.

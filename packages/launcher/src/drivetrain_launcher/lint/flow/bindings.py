@@ -30,7 +30,7 @@ class Bindings:
     """The bindings of a script.
 
     Attributes:
-        script: The script.
+        script: The script that binds them.
         by_scope: The bindings of each scope, in order; attributes of objects are those of the module.
     """
 

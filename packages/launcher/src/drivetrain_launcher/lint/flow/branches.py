@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from drivetrain_launcher.lint.flow.exits import always_leaves, is_departure, same_function
-from drivetrain_launcher.lint.flow.rank_tests import Ranks, RankTests
+from drivetrain_launcher.lint.flow.rank_tests import RankSubset, RankTests
 from drivetrain_launcher.lint.flow.signatures import Signatures
 
 _LONGEST_TEXT = 60
@@ -19,8 +19,8 @@ def branches_agree(
     makes them differ: the walk asks whether it skips a collective.
 
     Args:
-        statement: The test.
-        rest: What follows it, up to the end of the function or, in a loop, of the loop's body.
+        statement: The test of the rank.
+        rest: The statements that follow it, up to the end of the function or, in a loop, of the loop's body.
         signatures: The reader of collectives.
         in_loop: Whether the test is in a loop, which a return leaves too.
     """
@@ -83,13 +83,13 @@ def agreeing(statements: Sequence[ast.stmt], signatures: Signatures, tests: Rank
 
     `if rank != 0: barrier()`, work, `if rank == 0: barrier()` lets rank 0 work first; each rank calls it once.
     """
-    open_tests: list[tuple[ast.If, Ranks]] = []
+    open_tests: list[tuple[ast.If, RankSubset]] = []
     paired: set[ast.stmt] = set()
     for statement in _in_order(statements):
         if not isinstance(statement, ast.If) or statement.orelse:
             continue
         ranks = tests.ranks(statement.test)
-        if ranks is None or ranks is Ranks.SOME:
+        if ranks is None or ranks is RankSubset.SOME:
             continue
         for earlier in open_tests:
             if earlier[1] is ranks.opposite and _run_the_same(earlier[0], statement, signatures):

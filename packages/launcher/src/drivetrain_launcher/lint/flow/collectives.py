@@ -54,7 +54,7 @@ class Collective:
     """A call that every rank must make.
 
     Attributes:
-        node: The call.
+        node: The call itself.
         shown: The function as the script writes it, such as "accelerator.gather".
         key: The operation; calls with the same key on different ranks meet.
         trains: Whether the call changes the weights rather than waits, as an optimizer's step.
@@ -68,10 +68,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveNames:
-    """What tells the collectives of a script.
+    """The judge of which calls of a script are collectives.
 
     Attributes:
-        script: The script.
+        script: The script to judge.
         wraps_models: Whether the script wraps models so that a plain `backward` communicates.
         known: The calls that were looked at; filled on demand.
     """

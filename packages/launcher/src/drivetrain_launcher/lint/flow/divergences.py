@@ -45,7 +45,7 @@ class Reached:
     """A collective that a statement runs, itself or through functions of the same file.
 
     Attributes:
-        collective: The collective.
+        collective: The collective that runs.
         call: The call in the function at hand that leads to it.
         through: The functions on the way, the outer first.
     """
@@ -72,7 +72,7 @@ class Divergence:
     """Collectives that some ranks miss, for one cause.
 
     Attributes:
-        cause: Why the ranks part.
+        cause: The reason for which the ranks part.
         reached: The collectives, in the order of the source.
     """
 

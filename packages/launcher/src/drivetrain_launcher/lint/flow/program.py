@@ -31,12 +31,12 @@ class Program:
     """A script and its flow, which the rules read.
 
     Attributes:
-        script: The script.
+        script: The script, as the rules read it.
         bindings: The values of its names.
-        collectives: Its collectives.
+        collectives: The judge of its collectives.
         tests: The judge of its rank conditions.
         divergences: The collectives that some ranks miss.
-        preparations: Its calls of `prepare`.
+        preparations: The calls of `prepare`.
         prepared: The names around these calls.
     """
 

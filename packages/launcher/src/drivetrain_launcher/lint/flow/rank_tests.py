@@ -33,7 +33,7 @@ _SAME_LENGTH = frozenset(
 _DEPTH = 6
 
 
-class Ranks(Enum):
+class RankSubset(Enum):
     """The ranks on which a test is true."""
 
     MAIN = "main"
@@ -41,9 +41,11 @@ class Ranks(Enum):
     SOME = "some"
 
     @property
-    def opposite(self) -> "Ranks":
+    def opposite(self) -> "RankSubset":
         """The ranks on which the test is false."""
-        return {Ranks.MAIN: Ranks.OTHERS, Ranks.OTHERS: Ranks.MAIN}.get(self, Ranks.SOME)
+        return {RankSubset.MAIN: RankSubset.OTHERS, RankSubset.OTHERS: RankSubset.MAIN}.get(
+            self, RankSubset.SOME
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +60,9 @@ class RankTests:
 
     bindings: Bindings
     collectives: CollectiveNames
-    known: dict[tuple[ast.expr, int], Ranks | None] = field(default_factory=dict)
+    known: dict[tuple[ast.expr, int], RankSubset | None] = field(default_factory=dict)
 
-    def ranks(self, test: ast.expr, depth: int = _DEPTH) -> Ranks | None:
+    def ranks(self, test: ast.expr, depth: int = _DEPTH) -> RankSubset | None:
         """Return the ranks on which a test may be true; None if it does not depend on the rank."""
         if depth == 0:
             return None
@@ -68,7 +70,7 @@ class RankTests:
             self.known[test, depth] = self._look_at(test, depth)
         return self.known[test, depth]
 
-    def _look_at(self, test: ast.expr, depth: int) -> Ranks | None:
+    def _look_at(self, test: ast.expr, depth: int) -> RankSubset | None:
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 found = self.ranks(test.operand, depth)
@@ -86,7 +88,7 @@ class RankTests:
             case ast.Name() | ast.Attribute():
                 return self._named(test, depth)
             case _:
-                return Ranks.SOME if self.is_number(test, depth) else None
+                return RankSubset.SOME if self.is_number(test, depth) else None
 
     def is_number(self, node: ast.expr, depth: int = _DEPTH) -> bool:
         """Return whether an expression is a rank, or computed from one."""
@@ -128,8 +130,8 @@ class RankTests:
                 if name == "zip":
                     return bool(node.args) and all(self.is_share(each, depth) for each in node.args)
                 return name in _SAME_LENGTH and bool(node.args) and self.is_share(node.args[0], depth)
-            case ast.Subscript(slice=ast.Slice()):
-                bounds = (node.slice.lower, node.slice.upper, node.slice.step)
+            case ast.Subscript(slice=ast.Slice() as part):
+                bounds = (part.lower, part.upper, part.step)
                 return any(each is not None and self.is_number(each) for each in bounds)
             case ast.Name() | ast.Attribute():
                 values = self.bindings.values(node)
@@ -145,11 +147,11 @@ class RankTests:
             and self.is_share(node.args[0], depth)
         )
 
-    def _joined(self, found: list[Ranks | None]) -> Ranks | None:
+    def _joined(self, found: list[RankSubset | None]) -> RankSubset | None:
         several = {each for each in found if each is not None}
-        return several.pop() if len(several) == 1 else Ranks.SOME if several else None
+        return several.pop() if len(several) == 1 else RankSubset.SOME if several else None
 
-    def _named(self, node: ast.expr, depth: int) -> Ranks | None:
+    def _named(self, node: ast.expr, depth: int) -> RankSubset | None:
         if self._agreed(node):
             return None
         values = self.bindings.values(node)
@@ -157,11 +159,11 @@ class RankTests:
             return next((found for each in values if (found := self.ranks(each, depth - 1))), None)
         last = _last(node)
         if last in _FLAGS and not self.bindings.of(node):
-            return Ranks.SOME if last == "is_last_process" else Ranks.MAIN
+            return RankSubset.SOME if last == "is_last_process" else RankSubset.MAIN
         # The truth of a rank that another file computes: `rank` alone may be that of a matrix.
-        return Ranks.OTHERS if last in _NUMBERS and last != "rank" else None
+        return RankSubset.OTHERS if last in _NUMBERS and last != "rank" else None
 
-    def _called(self, call: ast.Call, depth: int) -> Ranks | None:
+    def _called(self, call: ast.Call, depth: int) -> RankSubset | None:
         name = written(call.func).rpartition(".")[2]
         function = self.bindings.script.callee(call)
         if function is not None:
@@ -173,12 +175,12 @@ class RankTests:
             found = [self.ranks(each, depth - 1) for each in returned if each is not None]
             return next((each for each in found if each is not None), None)
         if name in _FLAGS:
-            return Ranks.MAIN
+            return RankSubset.MAIN
         if name == "getattr" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
-            return Ranks.MAIN if call.args[1].value in _FLAGS else None
+            return RankSubset.MAIN if call.args[1].value in _FLAGS else None
         if name in ("bool", "any", "all") and call.args:
             return self.ranks(call.args[0], depth)
-        return Ranks.OTHERS if self._called_number(call, depth) else None
+        return RankSubset.OTHERS if self._called_number(call, depth) else None
 
     def _called_number(self, call: ast.Call, depth: int) -> bool:
         name = written(call.func).rpartition(".")[2]
@@ -194,20 +196,20 @@ class RankTests:
         returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
         return any(self.is_number(each, depth - 1) for each in returned)
 
-    def _compared(self, test: ast.Compare, depth: int) -> Ranks | None:
+    def _compared(self, test: ast.Compare, depth: int) -> RankSubset | None:
         sides = [test.left, *test.comparators]
         if len(sides) == 2 and self.is_number(sides[1], depth) and not self.is_number(sides[0], depth):
             sides.reverse()
         if not any(self.is_number(each, depth) or self._is_flag(each, depth) for each in sides):
             return None
         if len(sides) != 2:
-            return Ranks.SOME
+            return RankSubset.SOME
         return _of_comparison(test.ops[0], sides[1], is_flag=self._is_flag(sides[0], depth))
 
     def _is_flag(self, node: ast.expr, depth: int) -> bool:
         return (
             isinstance(node, ast.Name | ast.Attribute | ast.Call)
-            and self.ranks(node, depth - 1) is Ranks.MAIN
+            and self.ranks(node, depth - 1) is RankSubset.MAIN
         )
 
     def _agreed(self, node: ast.expr) -> bool:
@@ -224,27 +226,31 @@ def _last(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else written(node)
 
 
-def _of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> Ranks | None:
+def _of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> RankSubset | None:
     """Return the ranks on which a comparison of a rank is true; None for tests of whether ranks exist at all."""
     values = _constants(other)
     if is_flag:
-        return Ranks.MAIN if values == [True] or not isinstance(operation, ast.Eq | ast.Is) else Ranks.SOME
+        return (
+            RankSubset.MAIN
+            if values == [True] or not isinstance(operation, ast.Eq | ast.Is)
+            else RankSubset.SOME
+        )
     if values is None:
-        return Ranks.SOME
+        return RankSubset.SOME
     if all(value in (-1, None, "-1", "") for value in values):
         return None
     zero = all(str(value) in ("0", "-1") for value in values)
     match operation:
         case ast.Eq() | ast.Is() | ast.In():
-            return Ranks.MAIN if zero else Ranks.SOME
+            return RankSubset.MAIN if zero else RankSubset.SOME
         case ast.NotEq() | ast.IsNot() | ast.NotIn() | ast.Gt():
-            return Ranks.OTHERS if zero else Ranks.SOME
+            return RankSubset.OTHERS if zero else RankSubset.SOME
         case ast.LtE():
-            return Ranks.MAIN if zero else Ranks.SOME
+            return RankSubset.MAIN if zero else RankSubset.SOME
         case ast.GtE() | ast.Lt():  # `local_rank >= 0` asks whether there are several processes
-            return None if zero else Ranks.SOME
+            return None if zero else RankSubset.SOME
         case _:
-            return Ranks.SOME
+            return RankSubset.SOME
 
 
 def _constants(node: ast.expr) -> list[object] | None:

@@ -23,7 +23,7 @@ class Signatures:
     Attributes:
         names: The script's collectives.
         tests: The judge of rank conditions.
-        known: What functions were found to run; filled on demand.
+        known: The collectives of functions; filled on demand.
         sequences: The signatures of functions; filled on demand.
     """
 

@@ -51,9 +51,9 @@ class Walk:
         """Walk through statements, and return the causes by which some ranks leave them early.
 
         Args:
-            statements: The statements.
-            cause: Why only some ranks are here; None if all are.
-            following: What runs after the statements, up to the end of the function or loop body.
+            statements: The statements of one block.
+            cause: The reason why only some ranks are here; None if all are.
+            following: The statements that run after these, up to the end of the function or loop body.
         """
         departures: list[Cause] = []
         self.paired.update(agreeing(statements, self.signatures, self.tests))

@@ -18,7 +18,7 @@ class Unreadable:
         path: The file, as shown to the user.
         line: The line of the fault, from 1.
         column: The column of the fault, from 1.
-        reason: The fault.
+        reason: The fault, as the end of a sentence.
         source_line: The text of the line; empty if the file has no lines.
         cell: The code cell of a notebook, from 1; None in a script.
     """
@@ -61,7 +61,7 @@ def read_document(path: Path, *, shown: str) -> Document | Unreadable:
     """Read and parse a script or a notebook.
 
     Args:
-        path: The file.
+        path: The file to read.
         shown: The path as the user knows it.
 
     Returns:
@@ -90,7 +90,7 @@ def parse_document(
     """Parse Python source.
 
     Args:
-        text: The source.
+        text: The Python source.
         shown: The path as the user knows it.
         cells: The cell and line of each line, for the text of a notebook.
     """

@@ -21,7 +21,7 @@ class Script:
     """A parsed script.
 
     Attributes:
-        document: The file.
+        document: The parsed file.
         imports: The dotted name that each imported name stands for.
         parents: The parent of each node.
         scopes: The innermost function or module of each node that has one.

@@ -18,7 +18,7 @@ class Target:
     """A file to check.
 
     Attributes:
-        path: The file.
+        path: The file itself.
         shown: The path as it is shown to the user.
     """
 

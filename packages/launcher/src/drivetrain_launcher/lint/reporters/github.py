@@ -1,7 +1,7 @@
 """Findings as workflow commands, which GitHub shows at the lines of a pull request."""
 
 from drivetrain_launcher.lint.checker import Report
-from drivetrain_launcher.lint.findings import Finding, Severity
+from drivetrain_launcher.lint.finding import Finding, Severity
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from drivetrain_launcher.lint.checker import UNREADABLE, Report
-from drivetrain_launcher.lint.findings import Finding, Severity
+from drivetrain_launcher.lint.finding import Finding, Severity
 from drivetrain_launcher.lint.rules.rule import Rule
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -89,5 +89,5 @@ def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    plain = PurePath(path)
+    plain = Path(path)
     return plain.as_uri() if plain.is_absolute() else quote(plain.as_posix())

@@ -4,7 +4,7 @@ import textwrap
 from typing import Protocol
 
 from drivetrain_launcher.lint.checker import Report, counted
-from drivetrain_launcher.lint.findings import Finding, Severity
+from drivetrain_launcher.lint.finding import Finding, Severity
 
 _COLOURS = {Severity.ERROR: "31", Severity.WARNING: "33", Severity.INFO: "36"}
 _BOLD, _DIM, _GREEN = "1", "2", "32"
@@ -23,7 +23,7 @@ def as_text(report: Report, *, is_coloured: bool = False, width: int = _WIDTH) -
     """Return the findings as text, with a count at the end.
 
     Args:
-        report: The findings.
+        report: The findings to show.
         is_coloured: Whether to colour it for a terminal.
         width: The number of columns.
     """

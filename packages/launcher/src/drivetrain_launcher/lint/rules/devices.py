@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.finding import Hit, Severity
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.rules.rule import Rule
@@ -121,7 +121,7 @@ RULES = (
         name="hard-coded-device",
         severity=Severity.WARNING,
         summary='A device is written down: .cuda(), .to("cuda"), torch.device("cuda:0"), device_map={"": 0}.',
-        why="Ranks must use devices of their own, and scripts run on machines with others, or none.",
+        why="RankSubset must use devices of their own, and scripts run on machines with others, or none.",
         mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches "
         "there); in plain torch, "
         'f"cuda:{local_rank}".',

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.finding import Hit, Severity
 from drivetrain_launcher.lint.flow.divergences import Divergence, Parting
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.rules.rule import Rule

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.finding import Hit, Severity
 from drivetrain_launcher.lint.flow.preparations import Preparation
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.finding import Hit, Severity
 from drivetrain_launcher.lint.flow.program import Program
 
 
@@ -16,7 +16,7 @@ class Rule:
         name: The name in words, such as "collective-on-some-ranks".
         severity: The weight of the fault.
         summary: The fault, in a sentence without the names of a script.
-        why: The consequence.
+        why: The consequence of the fault.
         mend: The change that removes the fault.
         check: The function that finds it in a script.
         is_default: Whether the rule is on unless others are selected.

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.finding import Hit, Severity
 from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.reading.imports import written
 from drivetrain_launcher.lint.rules.rule import Rule

@@ -1,9 +1,9 @@
-"""What all ranks do and one should: writing one file, asking, printing; and an order that never changes."""
+"""The work that all ranks do and one should: writing one file, asking, printing; and an order that never changes."""
 
 import ast
 from collections.abc import Iterator
 
-from drivetrain_launcher.lint.findings import Hit, Severity
+from drivetrain_launcher.lint.finding import Hit, Severity
 from drivetrain_launcher.lint.flow.program import ONE_RANK, Program
 from drivetrain_launcher.lint.flow.rank_tests import rank_words
 from drivetrain_launcher.lint.reading.imports import written
@@ -152,7 +152,7 @@ RULES = (
         name="one-file-of-all-ranks",
         severity=Severity.WARNING,
         summary="torch.save writes to one path on all ranks.",
-        why="Ranks write over each other: the file may be torn, or hold another rank's values.",
+        why="RankSubset write over each other: the file may be torn, or hold another rank's values.",
         mend="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
         "save_model do it for all.",
         check=_files,

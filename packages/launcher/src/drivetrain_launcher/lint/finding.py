@@ -43,8 +43,8 @@ class Finding:
         code: The rule's stable code, such as "DT101".
         name: The rule's name in words, such as "collective-on-some-ranks".
         severity: The weight of the fault.
-        what: The fault.
-        why: The consequence.
+        what: The fault, in a sentence.
+        why: The consequence of the fault.
         mend: The change that removes it.
         source_line: The text of the line.
     """
