@@ -1,0 +1,69 @@
+"""The findings of the linter, and their severities."""
+
+import ast
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Severity(StrEnum):
+    """The weight of a finding: an error hangs or trains wrong, a warning may, an info is a habit."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """A place that breaks a rule, as the rule found it.
+
+    Attributes:
+        node: The place: an expression or a statement.
+        what: The fault, in a sentence that names the objects involved.
+        mend: The change that removes the fault; None for the rule's own.
+        severity: The weight of this fault; None for the rule's own.
+    """
+
+    node: ast.AST
+    what: str
+    mend: str | None = None
+    severity: Severity | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A fault in a file.
+
+    Attributes:
+        path: The file, as it was named on the command line or found in a folder.
+        line: The line, from 1; in a notebook the line in its cell.
+        column: The column, from 1, in characters.
+        end_column: The column after the place; on another line, the end of the first one.
+        cell: The code cell of a notebook, from 1; None in a script.
+        code: The rule's stable code, such as "DT101".
+        name: The rule's name in words, such as "collective-on-some-ranks".
+        severity: The weight of the fault.
+        what: The fault, in a sentence.
+        why: The consequence of the fault.
+        mend: The change that removes it.
+        source_line: The text of the line.
+    """
+
+    path: str
+    line: int
+    column: int
+    end_column: int
+    code: str
+    name: str
+    severity: Severity
+    what: str
+    why: str
+    mend: str
+    source_line: str
+    cell: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The file, cell, line and column, as terminals and editors link them."""
+        cell = "" if self.cell is None else f"cell {self.cell}:"
+        return f"{self.path}:{cell}{self.line}:{self.column}"

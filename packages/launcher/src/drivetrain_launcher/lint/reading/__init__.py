@@ -1,0 +1,1 @@
+"""Scripts, notebooks and modules, read and parsed without running them."""

@@ -1,0 +1,74 @@
+"""The code cells of a Jupyter notebook as one Python source, without IPython's magics."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, cast
+
+_MAGIC = re.compile(r"^(?P<indent>\s*)(?P<rest>[%!].*|\?.*|[\w.]+\?{1,2}\s*)$")
+# `files = !ls` and `result = %timeit f()` assign the output of a command or a magic.
+_ASSIGNED = re.compile(r"^(?P<head>\s*[\w, ]+=\s*)[!%].*$")
+_OTHER_LANGUAGE = re.compile(r"^%%(?!time\b|timeit\b|capture\b|prun\b)\w+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellLine:
+    """The cell and the line in it, both from 1, of a line of the joined source."""
+
+    cell: int
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notebook:
+    """The code of a notebook.
+
+    Attributes:
+        text: The code cells, joined; magics and shell commands are replaced by `pass`.
+        lines: The cell and line of each line of the text.
+    """
+
+    text: str
+    lines: tuple[CellLine, ...]
+
+
+def read_notebook(raw: bytes) -> Notebook | str:
+    """Return the code of a notebook, or the reason why it cannot be read."""
+    try:
+        content = json.loads(raw)
+    except ValueError as error:
+        return f"is no notebook: {error}"
+    cells = cast("dict[str, Any]", content).get("cells") if isinstance(content, dict) else None
+    if not isinstance(cells, list):
+        return "is no notebook of format 4: it has no list of cells"
+    texts: list[str] = []
+    places: list[CellLine] = []
+    number = 0
+    for cell in cast("list[Any]", cells):
+        if not isinstance(cell, dict) or cast("dict[str, Any]", cell).get("cell_type") != "code":
+            continue
+        number += 1
+        for index, line in enumerate(_python_lines(_source_of(cast("dict[str, Any]", cell))), start=1):
+            texts.append(line)
+            places.append(CellLine(cell=number, line=index))
+    return Notebook(text="\n".join([*texts, ""]), lines=tuple(places))
+
+
+def _source_of(cell: dict[str, Any]) -> str:
+    source = cell.get("source", "")
+    return "".join(map(str, cast("list[Any]", source))) if isinstance(source, list) else str(source)
+
+
+def _python_lines(source: str) -> list[str]:
+    lines = source.splitlines()
+    if lines and _OTHER_LANGUAGE.match(lines[0]):
+        return ["pass"] * len(lines)
+    return [_without_magic(line) for line in lines]
+
+
+def _without_magic(line: str) -> str:
+    if magic := _MAGIC.match(line):
+        return f"{magic['indent']}pass"
+    if assigned := _ASSIGNED.match(line):
+        return f"{assigned['head']}None"
+    return line

@@ -1,0 +1,1 @@
+"""The outputs of the linter, one a file."""
