@@ -1,0 +1,83 @@
+"""Check this host, and with several hosts all of them together."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from drivetrain_launcher.doctor.finding import CheckReport
+from drivetrain_launcher.doctor.host.addresses import measure_addresses
+from drivetrain_launcher.doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
+from drivetrain_launcher.doctor.links.pair_order import start_pairs
+from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.run_checks import run_checks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All that was found.
+
+    Attributes:
+        num_nodes: The number of hosts that were asked about.
+        num_processes: The number of processes on all of them.
+        hosts: How each host is called, and what it found on itself; on hosts other than 0 only this one.
+        together: What was found on all hosts together; on host 0, or if this host could not join.
+        is_broken: Whether something was found, on any host, that will break a run.
+        is_leader: Whether this host shows the whole.
+        seconds: How long it took.
+    """
+
+    num_nodes: int
+    num_processes: int
+    hosts: tuple[tuple[str, tuple[CheckReport, ...]], ...]
+    together: tuple[CheckReport, ...] = ()
+    is_broken: bool = False
+    is_leader: bool = True
+    seconds: float = 0.0
+
+
+def diagnose(question: Question, *, progress: Callable[[str], None]) -> Diagnosis:
+    """Run all checks. On several hosts, called on all of them.
+
+    Args:
+        question: The run that is asked about.
+        progress: Called with what happens now.
+    """
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        # It imports torch while the checks of this host run.
+        program = (
+            stack.enter_context(start_pairs(question.environment))
+            if question.processes_per_node > 1
+            else None
+        )
+        reports = run_checks(host_checks(question), progress=progress)
+        reports += run_checks(
+            program_checks(question, program), progress=progress, limit_seconds=PROGRAM_SECONDS
+        )
+    if question.num_nodes == 1:
+        return Diagnosis(
+            num_nodes=1,
+            num_processes=question.world_size,
+            hosts=(("this host", reports),),
+            is_broken=any(report.state == "error" for report in reports),
+            seconds=time.monotonic() - begin,
+        )
+    return _together(question, reports, begin, progress)
+
+
+def _together(
+    question: Question, reports: tuple[CheckReport, ...], begin: float, progress: Callable[[str], None]
+) -> Diagnosis:
+    from drivetrain_launcher.doctor.meeting.conduct import meet
+
+    result = meet(question, reports, address=measure_addresses(question).outgoing_address, progress=progress)
+    return Diagnosis(
+        num_nodes=question.num_nodes,
+        num_processes=question.world_size,
+        hosts=tuple((result.labels[rank], found) for rank, found in sorted(result.reports.items())),
+        together=result.together,
+        is_broken=result.is_broken or any(report.state == "error" for report in reports),
+        is_leader=result.rank == 0 or result.rank is None,
+        seconds=time.monotonic() - begin,
+    )
