@@ -245,24 +245,20 @@ def measure_joining(size: int, rounds: int) -> list[float]:
 
 
 def measure(size: int, rounds: int) -> tuple[dict[str, list[float]], str]:
-    """Measure all phases with so many agents; return seconds by phase, and remarks on agents that did not get through.
-    """
+    """Measure all phases with so many agents; return seconds by phase, and a remark on those that did not get through."""
     seconds: dict[str, list[float]] = {"join": [], "barrier": [], "news": [], "state": []}
-    names, remark = list(seconds), ""
+    remark = ""
     for number in range(1 + rounds):
         cluster = Cluster(size)
         try:
-            taken = {name: cluster.run(name) for name in names}
-            entered = cluster.entered() if "state" in names else size
+            taken = {name: cluster.run(name) for name in seconds}
+            entered = cluster.entered()
         finally:
             cluster.close()
         told = ", ".join(f"{name} {value:.3g} s" for name, value in taken.items())
         print(f"round {number} of {rounds}: {size} agents: {told}", file=sys.stderr, flush=True)
         if entered < size:
-            remark = f"of {size:,} agents, {entered:,} had entered it after {STATE_SECONDS:g} s"
-            names.remove("state")
-            taken.pop("state")
-            seconds["state"].clear()
+            remark = f"in a round, {entered:,} of {size:,} agents had entered after {STATE_SECONDS:g} s"
         if number:
             for name, value in taken.items():
                 seconds[name].append(value)
@@ -270,7 +266,7 @@ def measure(size: int, rounds: int) -> tuple[dict[str, list[float]], str]:
 
 
 def tables(found: Mapping[int, Mapping[str, list[float]]]) -> list[Table]:
-    """Return a table for each phase, with a row for each number of agents that came to its end."""
+    """Return a table for each phase, with a row for each number of agents."""
     titles = {
         "join": "Joining: connect, count oneself, wait for all",
         "barrier": "A barrier of agents that are connected",
@@ -281,7 +277,7 @@ def tables(found: Mapping[int, Mapping[str, list[float]]]) -> list[Table]:
         Table(
             title=title,
             unit="ms",
-            measured={f"{size:,} agents": seconds[name] for size, seconds in found.items() if seconds[name]},
+            measured={f"{size:,} agents": seconds[name] for size, seconds in found.items()},
         )
         for name, title in titles.items()
     ]
@@ -292,6 +288,8 @@ def meaning(found: Mapping[int, Mapping[str, list[float]]], remarks: list[str], 
     most = max(found)
     each = {name: statistics.median(found[most][name]) / most * 1e6 for name in ("join", "barrier", "news")}
     news_seconds = statistics.median(found[most]["news"])
+    sizes = sorted(found)
+    growth = statistics.median(found[most]["state"]) / statistics.median(found[sizes[0]]["state"])
     heartbeat_megabytes = most * most * ENTRY_BYTES / 5 / 1e6
     return (
         f"An agent is a thread with torch's own TCPStore client, in {NUM_PROCESSES} processes; agents and "
@@ -312,15 +310,15 @@ def meaning(found: Mapping[int, Mapping[str, list[float]]], remarks: list[str], 
         "table), whatever the store does; put the hosts into /etc/hosts, or run a caching name server on the store's "
         "host; `drivetrain doctor` times this lookup. Give `--rdzv-timeout-seconds` some seconds for each thousand "
         "agents.\n\n"
-        "`--rdzv-backend c10d` is another matter: each agent rewrites one value that holds an entry of each "
-        f"({ENTRY_BYTES} bytes here), and who loses the race tries again with what it reads, so that joining grows "
-        f"with the square{'; ' if remarks else ''}{'; '.join(remarks)}. Its agents rewrite the value with a "
-        "heartbeat "
-        f"every 5 s: computed, {heartbeat_megabytes:,.0f} MB/s at {most:,} agents before any race. It suits "
-        "tens to a "
-        "few hundred hosts that come and go; more are better placed with `--rdzv-backend static`, or by a "
-        "cluster that "
-        "states the ranks."
+        f"`--rdzv-backend c10d` keeps one value with an entry of each agent ({ENTRY_BYTES} bytes here), which each "
+        "agent rewrites as it joins: the bytes grow with the square, and who loses the race tries again with what it "
+        f"reads. From {sizes[0]:,} to {most:,} agents its time grew {growth:.0f}-fold "
+        f"here{': ' if remarks else ''}{'; '.join(remarks)}. Its agents also rewrite the value with a heartbeat "
+        "every "
+        f"5 s: computed, {heartbeat_megabytes:,.0f} MB/s at {most:,} agents before any race, which one server that "
+        "shares its host with ranks should not carry. It suits tens to a few hundred hosts that come and go; "
+        "more are "
+        "better placed with `--rdzv-backend static`, or by a cluster that states the ranks."
     )
 
 

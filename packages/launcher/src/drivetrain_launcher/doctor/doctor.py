@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from drivetrain_launcher.doctor.finding import CheckReport
-from drivetrain_launcher.doctor.host.addresses import measure_addresses
+from drivetrain_launcher.doctor.host.addresses import find_outgoing_address
 from drivetrain_launcher.doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
-from drivetrain_launcher.doctor.links.pair_order import start_pairs
+from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
 from drivetrain_launcher.doctor.question import Question
 from drivetrain_launcher.doctor.run_checks import run_checks
 
@@ -45,33 +45,37 @@ def diagnose(question: Question, *, progress: Callable[[str], None]) -> Diagnosi
     """
     begin = time.monotonic()
     with ExitStack() as stack:
-        # It imports torch while the checks of this host run.
-        program = (
-            stack.enter_context(start_pairs(question.environment))
-            if question.processes_per_node > 1
-            else None
+        # They import torch while the checks of this host run.
+        between_hosts, between_ranks = (
+            stack.enter_context(start_pairs(question.environment)) if count > 1 else None
+            for count in (question.num_nodes, question.processes_per_node)
         )
         reports = run_checks(host_checks(question), progress=progress)
-        reports += run_checks(
-            program_checks(question, program), progress=progress, limit_seconds=PROGRAM_SECONDS
-        )
-    if question.num_nodes == 1:
-        return Diagnosis(
-            num_nodes=1,
-            num_processes=question.world_size,
-            hosts=(("this host", reports),),
-            is_broken=any(report.state == "error" for report in reports),
-            seconds=time.monotonic() - begin,
-        )
-    return _together(question, reports, begin, progress)
+        checks = program_checks(question, between_ranks)
+        reports += run_checks(checks, progress=progress, limit_seconds=PROGRAM_SECONDS)
+        if between_hosts is not None:
+            return _together(question, reports, between_hosts, begin, progress)
+    return Diagnosis(
+        num_nodes=1,
+        num_processes=question.world_size,
+        hosts=(("this host", reports),),
+        is_broken=any(report.state == "error" for report in reports),
+        seconds=time.monotonic() - begin,
+    )
 
 
 def _together(
-    question: Question, reports: tuple[CheckReport, ...], begin: float, progress: Callable[[str], None]
+    question: Question,
+    reports: tuple[CheckReport, ...],
+    program: PairProgram,
+    begin: float,
+    progress: Callable[[str], None],
 ) -> Diagnosis:
+    # It imports torch, which a single host does not need in this process.
     from drivetrain_launcher.doctor.meeting.conduct import meet
 
-    result = meet(question, reports, address=measure_addresses(question).outgoing_address, progress=progress)
+    address = find_outgoing_address(question.master_addr)
+    result = meet(question, reports, address=address, program=program, progress=progress)
     return Diagnosis(
         num_nodes=question.num_nodes,
         num_processes=question.world_size,

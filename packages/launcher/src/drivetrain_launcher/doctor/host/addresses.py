@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
@@ -53,7 +54,7 @@ def measure_addresses(question: Question) -> AddressMeasurement:
     host_addresses = _resolve(host_name)
     master_addresses = _resolve(question.master_addr)
     lookup_seconds = time.monotonic() - begin
-    outgoing = next((found for found in map(_outgoing, master_addresses) if found is not None), None)
+    outgoing = find_outgoing_address(question.master_addr)
     return AddressMeasurement(
         host_name=host_name,
         host_addresses=host_addresses,
@@ -63,6 +64,11 @@ def measure_addresses(question: Question) -> AddressMeasurement:
         lookup_seconds=lookup_seconds,
         reverse_seconds=_reverse_seconds(outgoing or "127.0.0.1", min(_MOST_LOOKUPS, question.world_size)),
     )
+
+
+def find_outgoing_address(name: str) -> str | None:
+    """Return the address of this host from which it would reach a name or address; None without a way."""
+    return next((found for found in map(_outgoing, _resolve(name)) if found is not None), None)
 
 
 def judge_addresses(measured: AddressMeasurement, question: Question) -> Verdict:
@@ -225,15 +231,18 @@ def _reverse_seconds(address: str, count: int) -> float:
     forms = [address] if ":" in address else [address, f"::ffff:{address}"]
     begin = time.monotonic()
     lookups = [
-        threading.Thread(target=socket.getnameinfo, args=((form, 0), 0), daemon=True)
-        for form in forms
-        for _ in range(count)
+        threading.Thread(target=_name_of, args=(form,), daemon=True) for form in forms for _ in range(count)
     ]
     for lookup in lookups:
         lookup.start()
     for lookup in lookups:
         lookup.join(max(0.0, begin + _PATIENCE_SECONDS - time.monotonic()))
     return time.monotonic() - begin
+
+
+def _name_of(address: str) -> None:
+    with suppress(OSError):  # having no name is no fault
+        socket.getnameinfo((address, 0), 0)
 
 
 def _outgoing(address: str) -> str | None:

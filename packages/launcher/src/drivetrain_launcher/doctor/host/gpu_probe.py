@@ -1,6 +1,7 @@
 """Ask the driver and torch about GPUs, in a process of its own.
 
-It is `python -m drivetrain_launcher.doctor.host.gpu_probe`, and prints one line of JSON. What it calls: `torch.version`, `torch.cuda`, and the CUDA driver's `cuDriverGetVersion`.
+It is `python -m drivetrain_launcher.doctor.host.gpu_probe`, and prints one line of JSON. What it calls:
+`torch.version`, `torch.cuda`, and `cuDriverGetVersion` of the CUDA driver.
 """
 
 import ctypes

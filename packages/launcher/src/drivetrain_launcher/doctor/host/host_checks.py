@@ -18,13 +18,13 @@ from drivetrain_launcher.doctor.links.pair_results import judge_ranks
 from drivetrain_launcher.doctor.question import Question
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 
-_GPU_SECONDS = 25.0
+_GPU_SECONDS = 60.0
 _PAIR_SECONDS = 15.0
 # All pairs of eight ranks.
 _MOST_ROUNDS = 28
 
 # Checks that start programs, which import torch.
-PROGRAM_SECONDS = 60.0
+PROGRAM_SECONDS = 150.0
 
 
 def host_checks(question: Question, addresses: AddressMeasurement | None = None) -> tuple[Check, ...]:

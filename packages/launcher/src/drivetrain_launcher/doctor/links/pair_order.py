@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult
 
-# The time in which the program imports torch at the latest.
-_START_SECONDS = 30.0
+# The time in which the program has imported torch at the latest, on a machine with ten times more to do than cores.
+_START_SECONDS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,15 @@ def start_pairs(environment: Mapping[str, str]) -> "PairProgram":
 
 
 class PairProgram:
-    """A program that measures pairs, for one group; to be closed, with or without an order."""
+    """A program that measures pairs, for one group; to be closed, with or without an order.
+
+    Attributes:
+        pid: The number of its process, which leads a process group with the ranks.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
+        self.pid = process.pid
 
     def __enter__(self) -> "PairProgram":
         return self
@@ -76,12 +81,10 @@ class PairProgram:
         """Hand the order to the program, wait until it ends, or for its time; return what it told until then."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # The import of torch has time of its own, since a busy machine takes many times longer than an idle one.
-        deadline = time.monotonic() + order.limit_seconds + _START_SECONDS
         with suppress(BrokenPipeError):  # it has ended already, which the missing events tell
             self._process.stdin.write(json.dumps(asdict(order)).encode())
             self._process.stdin.close()
-        lines = _read_until(self._process.stdout, deadline)
+        lines = _read(self._process.stdout, order.limit_seconds)
         return result_of(order, [json.loads(line) for line in lines if line.startswith(b"{")])
 
     def close(self) -> None:
@@ -120,14 +123,20 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
     )
 
 
-def _read_until(pipe: IO[bytes], deadline: float) -> list[bytes]:
-    """Return the lines that come until the pipe ends, or until the deadline."""
+def _read(pipe: IO[bytes], limit_seconds: float) -> list[bytes]:
+    """Return the lines that come until the pipe ends, or for so long after the first, which tells that torch is there.
+
+    The import has time of its own, since a busy machine takes many times longer than an idle one.
+    """
     text = b""
+    deadline = time.monotonic() + _START_SECONDS
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while (left := deadline - time.monotonic()) > 0 and selector.select(left):
             part = os.read(pipe.fileno(), 1 << 16)
             if not part:
                 break
+            if not text:
+                deadline = time.monotonic() + limit_seconds
             text += part
     return text.splitlines()

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,8 +28,10 @@ _LONG_SECONDS = 0.02
 
 def main() -> int:
     """Run the ranks of the order on stdin; each ends by itself."""
-    data = json.loads(sys.stdin.read())
-    order = PairOrder(**{**data, "ranks": tuple(data["ranks"])})
+    data: dict[str, Any] = json.loads(sys.stdin.read())
+    data["ranks"] = tuple(data["ranks"])
+    order = PairOrder(**data)
+    _tell(event="ready")
     children: list[int] = []
     for local_rank, rank in enumerate(order.ranks):
         child = os.fork()
@@ -96,7 +97,7 @@ def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
         _order(1, 0, peer, device)
         _receive(torch.empty(1, dtype=torch.uint8, device=device), peer)
         pings.append(time.perf_counter() - begin)
-    latency = median(pings) / 2
+    latency = sorted(pings)[_PINGS // 4] / 2
     size = _FIRST_BYTES
     while True:
         forward, backward = (

@@ -23,7 +23,8 @@ class PairResult:
     Attributes:
         first: The lower rank.
         second: The higher rank.
-        latency_seconds: Half of the median time of a message there and back.
+        latency_seconds: Half of the time of a message there and back, at the first quartile, which other programs
+            of a busy host lengthen least.
         forward_bytes_per_second: The bandwidth from the first to the second.
         backward_bytes_per_second: The bandwidth from the second to the first.
     """
@@ -140,7 +141,7 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
     usual = _rate(faults.usual)
     findings = [
         warning(
-            f"host {names[host]} is slow: {_rate(_of_host(rates, host))} to others, where {usual} is usual",
+            f"{names[host]} is slow: {_rate(_of_host(rates, host))} to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
             "(errors), "
@@ -186,7 +187,7 @@ def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[Find
         slow_below=1 / _SLOW_LATENCY_TIMES,
     )
     usual = 1 / faults.usual if faults.usual else 0.0
-    ends = [(f"host {names[host]}", -_of_host(_negated(latencies), host)) for host in faults.hosts]
+    ends = [(names[host], -_of_host(_negated(latencies), host)) for host in faults.hosts]
     ends += [
         (f"the link {names[one]} - {names[two]}", latencies[one, two]) for one, two in faults.links[:_SHOWN]
     ]

@@ -50,7 +50,12 @@ class MeetingResult:
 
 
 def meet(
-    question: Question, reports: tuple[CheckReport, ...], *, address: str | None, progress: Progress
+    question: Question,
+    reports: tuple[CheckReport, ...],
+    *,
+    address: str | None,
+    program: PairProgram,
+    progress: Progress,
 ) -> MeetingResult:
     """Meet the other hosts, and check all together.
 
@@ -58,9 +63,10 @@ def meet(
         question: The run that is asked about.
         reports: What this host found on itself.
         address: The address of this host by which it reaches host 0; None if unknown.
+        program: A program that measures pairs, started and without an order.
         progress: Called with what happens now.
     """
-    with start_pairs(question.environment) as program, Listener() as listener:
+    with Listener() as listener:
         try:
             meeting = join(question, progress=progress)
             return _take_part(question, meeting, reports, address, listener.port, program, progress)

@@ -1,5 +1,6 @@
 """The table of what was found: a row for each check, and below it each finding with its mend."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _COLOURS: Mapping[str, str] = {
 _END = "\x1b[0m"
 _WORST: tuple[State, ...] = ("error", "warning", "ok", "skipped")
 _SHOWN = 8
+_NUMBER = re.compile(r"[0-9][0-9.,]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +74,11 @@ def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Ro
 
 
 def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> Row:
-    having: dict[tuple[str, str, str, str], tuple[Finding, list[str]]] = {}
+    having: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     for label, report in found:
         for finding in report.findings:
-            key = (finding.severity, finding.what, finding.why, finding.mend)
+            # Hosts that differ in a measured number alone share a finding, shown with the numbers of the first.
+            key = (finding.severity, _NUMBER.sub("#", finding.what))
             having.setdefault(key, (finding, []))[1].append(label)
     states = {report.state for _, report in found}
     summaries = list(dict.fromkeys(report.summary for _, report in found))
