@@ -244,25 +244,22 @@ def measure_joining(size: int, rounds: int) -> list[float]:
     return seconds
 
 
-def measure(size: int, rounds: int) -> tuple[dict[str, list[float]], str]:
-    """Measure all phases with so many agents; return seconds by phase, and a remark on those that did not get through."""
-    seconds: dict[str, list[float]] = {"join": [], "barrier": [], "news": [], "state": []}
-    remark = ""
-    for number in range(1 + rounds):
-        cluster = Cluster(size)
-        try:
-            taken = {name: cluster.run(name) for name in seconds}
-            entered = cluster.entered()
-        finally:
-            cluster.close()
-        told = ", ".join(f"{name} {value:.3g} s" for name, value in taken.items())
-        print(f"round {number} of {rounds}: {size} agents: {told}", file=sys.stderr, flush=True)
-        if entered < size:
-            remark = f"in a round, {entered:,} of {size:,} agents had entered after {STATE_SECONDS:g} s"
-        if number:
-            for name, value in taken.items():
-                seconds[name].append(value)
-    return seconds, remark
+PHASES = ("join", "barrier", "news", "state")
+
+
+def measure(size: int) -> tuple[dict[str, float], str]:
+    """Measure all phases once; return seconds by phase, and a remark if not all agents got through."""
+    cluster = Cluster(size)
+    try:
+        taken = {name: cluster.run(name) for name in PHASES}
+        entered = cluster.entered()
+    finally:
+        cluster.close()
+    told = ", ".join(f"{name} {value:.3g} s" for name, value in taken.items())
+    print(f"{size} agents: {told}", file=sys.stderr, flush=True)
+    if entered == size:
+        return taken, ""
+    return taken, f"in a round, {entered:,} of {size:,} agents had entered after {STATE_SECONDS:g} s"
 
 
 def tables(found: Mapping[int, Mapping[str, list[float]]]) -> list[Table]:
@@ -296,7 +293,7 @@ def meaning(found: Mapping[int, Mapping[str, list[float]]], remarks: list[str], 
         "server share "
         "the cores of this machine, so read the times as upper bounds. It stands for a host with drivetrain launch, "
         f"and for a rank where ranks meet at the store themselves. {names}\n\n"
-        "**What it says about a cluster.** One server answers one request after another, so all three grow with the "
+        "**What it says about a cluster.** One server answers one request after another, so all times grow with the "
         f"number of agents: at {most:,}, joining takes {each['join']:.0f} us for each, a barrier "
         f"{each['barrier']:.0f} "
         f"us, a failure's news {each['news']:.0f} us. The news reaches all {most:,} in {news_seconds:.2g} s, "
@@ -337,11 +334,14 @@ def main() -> None:
         if leave_name_servers()
         else "Names are looked up as this machine does, since only root can leave its name servers out."
     )
-    found: dict[int, dict[str, list[float]]] = {}
+    found = {size: {name: list[float]() for name in PHASES} for size in sizes}
     remarks: list[str] = []
-    for size in sizes:
-        found[size], remark = measure(size, arguments.rounds)
-        remarks += [remark] if remark else []
+    for number in range(1 + arguments.rounds):
+        for size in sizes:
+            taken, remark = measure(size)
+            remarks += [remark] if remark else []
+            for name, value in taken.items() if number else ():
+                found[size][name].append(value)
     asked = Table(title="Joining, with this machine's name server asked", unit="ms", measured=with_servers)
     note = meaning(found, remarks, names)
     report("simulated_rendezvous", [*tables(found), asked], arguments, note=note)

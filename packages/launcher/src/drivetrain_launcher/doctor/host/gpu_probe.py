@@ -9,7 +9,9 @@ import json
 import re
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -62,8 +64,8 @@ def _count() -> tuple[int, str]:
 def _nccl_version() -> str:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return ""
-    found = torch.cuda.nccl.version()
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    found: object = import_module("torch.cuda.nccl").version()
+    return ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
 
 
 def _driver(nvidia: Path, amd: Path) -> str:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
 from drivetrain_launcher.doctor.question import Question
@@ -84,10 +84,12 @@ def measure_gpus(environment: Mapping[str, str], *, timeout_seconds: float) -> G
 
 def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
     """Return the measurement that `as_data` wrote."""
-    values = {field.name: data[field.name] for field in fields(GpuMeasurement) if field.name in data}
-    return GpuMeasurement(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    )
+    values: dict[str, Any] = {
+        field.name: data[field.name] for field in fields(GpuMeasurement) if field.name in data
+    }
+    for name, value in values.items():
+        values[name] = tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+    return GpuMeasurement(**values)
 
 
 def judge_driver(measured: GpuMeasurement, question: Question) -> Verdict:

@@ -55,14 +55,12 @@ def reach_all(addresses: Mapping[int, tuple[str, int]]) -> dict[int, Reached]:
     if not addresses:
         return {}
     with ThreadPoolExecutor(min(_THREADS, len(addresses))) as threads:
-        return dict(
-            zip(addresses, threads.map(lambda place: _reach(*place), addresses.values()), strict=True)
-        )
+        return dict(zip(addresses, threads.map(_reach, addresses.values()), strict=True))
 
 
-def _reach(host: str, port: int) -> Reached:
+def _reach(place: tuple[str, int]) -> Reached:
     try:
-        connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        connection = socket.create_connection(place, timeout=_CONNECT_SECONDS)
     except ConnectionRefusedError:
         return "refused"
     except TimeoutError:
@@ -95,12 +93,14 @@ def judge_reach(ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Map
         )
         for rank in silent
     ]
-    bad = {way: reached for way, reached in ways.items() if reached != "yes" and way[1] not in silent}
+    bad: dict[Way, Reached] = {
+        way: reached for way, reached in ways.items() if reached != "yes" and way[1] not in silent
+    }
     closed = _whole_hosts(ways, bad, silent, end=1)
     mute = {rank for rank in _whole_hosts(ways, bad, silent, end=0) if rank not in closed}
     findings += [_closed(rank, bad, names) for rank in sorted(closed)]
     findings += [_mute(rank, names) for rank in sorted(mute)]
-    single = [
+    single: list[tuple[Way, Reached]] = [
         (way, reached) for way, reached in sorted(bad.items()) if way[1] not in closed and way[0] not in mute
     ]
     findings += [_single(way, reached, names) for way, reached in single[:_SHOWN]]
