@@ -3,7 +3,9 @@ from itertools import combinations
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult, judge_hosts, judge_ranks
 
 
-def pair(first: int, second: int, rate: float = 1e9, back: float | None = None, late: float = 50e-6) -> PairResult:
+def pair(
+    first: int, second: int, rate: float = 1e9, back: float | None = None, late: float = 50e-6
+) -> PairResult:
     return PairResult(
         first=first,
         second=second,
@@ -51,7 +53,9 @@ def test_a_host_that_answers_late_is_named_but_noise_is_not() -> None:
 def test_islands_are_named_with_the_rate_between_them() -> None:
     between = {f"p{one}{two}": pair(one, two, rate=1e8) for one in (0, 1) for two in (2, 3)}
     (finding,) = judge_hosts(result(**between), NAMES).findings
-    assert "2 islands (host 0 (a), host 1 (b) | host 2 (c), host 3 (d)): 100 MB/s between them" in finding.what
+    assert (
+        "2 islands (host 0 (a), host 1 (b) | host 2 (c), host 3 (d)): 100 MB/s between them" in finding.what
+    )
 
 
 def test_two_hosts_have_one_link_which_is_judged_by_its_rate_alone() -> None:

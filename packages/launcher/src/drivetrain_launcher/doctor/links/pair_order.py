@@ -126,7 +126,7 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
 def _read(pipe: IO[bytes], limit_seconds: float) -> list[bytes]:
     """Return the lines that come until the pipe ends, or for so long after the first, which tells that torch is there.
 
-    The import has time of its own, since a busy machine takes many times longer than an idle one.
+    The import has time of its own: a busy machine takes many times longer than an idle one.
     """
     text = b""
     deadline = time.monotonic() + _START_SECONDS
