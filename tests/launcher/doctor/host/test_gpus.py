@@ -69,7 +69,7 @@ def test_a_library_that_was_updated_under_a_running_driver() -> None:
 
 
 @pytest.mark.parametrize(("has_nvidia", "has_amd", "kind"), [(True, False, "NVIDIA"), (False, True, "AMD")])
-def test_torch_for_the_cpu_on_a_host_with_gpus(has_nvidia: bool, has_amd: bool, kind: str) -> None:  # noqa: FBT001
+def test_torch_for_the_cpu_on_a_host_with_gpus(has_nvidia: bool, has_amd: bool, kind: str) -> None:
     measured = GpuMeasurement(has_nvidia=has_nvidia, has_amd=has_amd)
     (finding,) = judge_driver(measured, TWO).findings
     assert finding.what == f"this host has {kind} GPUs, and torch is built for the CPU"
@@ -112,7 +112,7 @@ def test_fewer_devices_than_ranks() -> None:
         ("12.0", ("sm_120",), True),
     ],
 )
-def test_devices_that_torch_has_no_kernels_for(capability: str, archs: tuple[str, ...], runs: bool) -> None:  # noqa: FBT001
+def test_devices_that_torch_has_no_kernels_for(capability: str, archs: tuple[str, ...], runs: bool) -> None:
     found = whats(capabilities=(capability, capability), torch_archs=archs)
     assert (found == []) is runs
 

@@ -39,7 +39,7 @@ def test_an_interface_that_is_not_there(name: str) -> None:
     [("eth", False), ("=eth", True), ("=eth0", False), ("^eth", False), ("^eth,ib", True), ("^=eth0,ib0", True),
      ("^docker", False), ("enp,ib", False), ("=eth0:1", False)],
 )  # fmt: skip
-def test_nccls_lists_of_interfaces(value: str, is_unmatched: bool) -> None:  # noqa: FBT001
+def test_nccls_lists_of_interfaces(value: str, is_unmatched: bool) -> None:
     assert unmatched(value, ("lo", "eth0", "ib0")) is is_unmatched
 
 

@@ -1,11 +1,10 @@
 """Run checks one after another, each within its time limit."""
 
-import threading
 import time
 from collections.abc import Callable, Iterable
-from queue import Empty, SimpleQueue
 
 from drivetrain_launcher.doctor.finding import Check, CheckReport, Finding, Verdict, error
+from drivetrain_launcher.doctor.time_limit import within
 
 # A check of one host takes milliseconds; one that writes to a disk takes two seconds.
 LIMIT_SECONDS = 10.0
@@ -34,17 +33,13 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
     Raises:
         BaseException: Whatever the check raised, but for an OSError, after which the check counts as skipped.
     """
-    answers: SimpleQueue[Verdict | BaseException] = SimpleQueue()
     begin = time.monotonic()
-    threading.Thread(target=_answer, args=(check, answers), daemon=True, name=f"doctor-{check.name}").start()
     try:
-        verdict = answers.get(timeout=limit_seconds)
-    except Empty:
+        verdict = within(limit_seconds, check.run, name=f"doctor-{check.name}")
+    except TimeoutError:
         verdict = Verdict(summary="no end", findings=(_hung(check, limit_seconds),))
-    if isinstance(verdict, OSError):
-        verdict = Verdict(skipped=f"could not be measured ({verdict})")
-    if isinstance(verdict, BaseException):
-        raise verdict
+    except OSError as failure:
+        verdict = Verdict(skipped=f"could not be measured ({failure})")
     return report_of(check.name, verdict, seconds=time.monotonic() - begin)
 
 
@@ -57,13 +52,6 @@ def report_of(name: str, verdict: Verdict, *, seconds: float = 0.0) -> CheckRepo
         findings=verdict.findings,
         seconds=round(seconds, 3),
     )
-
-
-def _answer(check: Check, answers: "SimpleQueue[Verdict | BaseException]") -> None:
-    try:
-        answers.put(check.run())
-    except BaseException as failure:  # noqa: BLE001 raised again, or reported, in the main thread
-        answers.put(failure)
 
 
 def _hung(check: Check, limit_seconds: float) -> Finding:

@@ -124,7 +124,7 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
 
 
 def _read(pipe: IO[bytes], limit_seconds: float) -> list[bytes]:
-    """Return the lines that come until the pipe ends, or for so long after the first, which tells that torch is there.
+    """Return the lines that come until the pipe ends, or for so long after the first, which tells of torch.
 
     The import has time of its own: a busy machine takes many times longer than an idle one.
     """

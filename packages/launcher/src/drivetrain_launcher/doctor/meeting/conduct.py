@@ -24,8 +24,10 @@ from drivetrain_launcher.doctor.meeting.reach import Listener, judge_reach, reac
 from drivetrain_launcher.doctor.meeting.roster import judge_roster, list_hosts
 from drivetrain_launcher.doctor.question import Question
 from drivetrain_launcher.doctor.run_checks import report_of
+from drivetrain_launcher.doctor.time_limit import within
 
 _REACH_SECONDS = 10.0
+_MEETING_SECONDS = 300.0
 
 Progress = Callable[[str], None]
 
@@ -69,9 +71,17 @@ def meet(
     with Listener() as listener:
         try:
             meeting = join(question, progress=progress)
-            return _take_part(question, meeting, reports, address, listener.port, program, progress)
+            # If host 0 freezes, a call of the store has no limit of its own.
+            return within(
+                question.wait_seconds + _MEETING_SECONDS,
+                lambda: _take_part(question, meeting, reports, address, listener.port, program, progress),
+                name="doctor-meeting",
+            )
         except MeetingError as failure:
             return _unmet(question, reports, failure)
+        except TimeoutError:
+            frozen = MeetingError("the meeting had no end: host 0 is frozen, or cut off since it was reached")
+            return _unmet(question, reports, frozen)
 
 
 def _take_part(

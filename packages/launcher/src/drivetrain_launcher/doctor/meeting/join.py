@@ -14,11 +14,13 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, TCPStore
 
 from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.time_limit import within
 from drivetrain_launcher.errors import LaunchError
 
 _PREFIX = "drivetrain_doctor"
 _TRY_SECONDS = 2.0
 _PAUSE_SECONDS = 0.2
+_GREETING_SECONDS = 15.0
 # What hosts that wait for a word give rank 0 beyond the time that it itself waits for them.
 _GRACE_SECONDS = 15.0
 
@@ -182,18 +184,23 @@ def _reach(question: Question, progress: Callable[[str], None]) -> TCPStore:
         time.sleep(_PAUSE_SECONDS)
     else:
         raise MeetingError(f"host 0 was not reached at {where} within {question.wait_seconds:g} s: {seen}")
+    # torch's client waits for an answer to its greeting without a limit.
     try:
-        return TCPStore(
-            question.master_addr,
-            question.master_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=question.wait_seconds),
+        return within(
+            min(_GREETING_SECONDS, question.wait_seconds),
+            lambda: TCPStore(
+                question.master_addr,
+                question.master_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=question.wait_seconds),
+            ),
+            name="doctor-greeting",
         )
-    except (DistError, RuntimeError) as failure:
+    except (DistError, RuntimeError, TimeoutError) as failure:
         raise MeetingError(
-            f"what listens at {where} is no store of torch: another program holds the port on host 0; say another "
-            "--master-port on every host"
+            f"what listens at {where} is no store of torch, or is frozen: most likely another program holds the port "
+            "on host 0; say another --master-port on every host"
         ) from failure
 
 
