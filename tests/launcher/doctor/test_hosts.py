@@ -150,27 +150,28 @@ def start(hosts: list[str], tmp_path: Path) -> Iterator[Start]:
         shell = f"hostname node{rank} && mount --bind {table} /etc/hosts && mount --bind /dev/null /etc/resolv.conf"
         command = [sys.executable, "-m", "drivetrain_launcher", "doctor", "--cpu", "--num-workers", "0"]
         command += ["--node-rank", str(rank), "--master-addr", MASTER, "--wait-seconds", "150", *arguments]
-        process = subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                hosts[rank],
-                "unshare",
-                "-mu",
-                "sh",
-                "-c",
-                f'{shell} && exec "$@"',
-                "sh",
-                *command,
-            ],
-            cwd=tmp_path,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=(tmp_path / f"progress{rank}").open("w"),
-            text=True,
-            start_new_session=True,
-        )
+        around = [
+            "ip",
+            "netns",
+            "exec",
+            hosts[rank],
+            "unshare",
+            "-mu",
+            "sh",
+            "-c",
+            f'{shell} && exec "$@"',
+            "sh",
+        ]
+        with (tmp_path / f"progress{rank}").open("w") as progress:
+            process = subprocess.Popen(
+                [*around, *command],
+                cwd=tmp_path,
+                env=environment(**variables),
+                stdout=subprocess.PIPE,
+                stderr=progress,
+                text=True,
+                start_new_session=True,
+            )
         running.append(process)
         return process
 
@@ -247,8 +248,7 @@ def test_a_host_that_never_comes_is_named_after_the_time_that_it_had(start: Star
 @pytest.mark.timeout(600)
 @slow_with_hosts
 def test_debians_own_name_is_told_and_gloo_fails_as_a_run_would(start: Start) -> None:
-    leader = start(0, "--num-nodes", "2", "--json")
-    start(1, "--num-nodes", "2", "--json", own_address="127.0.1.1")
+    leader, _ = (start(rank, "--num-nodes", "2", "--json", own_address="127.0.1.1") for rank in (0, 1))
     whole = json.loads(leader.communicate(timeout=500)[0])
     (told,) = [c for c in whole["hosts"][1]["checks"] if c["name"] == "addresses"]
     assert "this host's own name, node1, is 127.0.1.1 in /etc/hosts" in whats(told)[0]

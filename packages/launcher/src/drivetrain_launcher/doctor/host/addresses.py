@@ -108,7 +108,7 @@ def _own_name(measured: AddressMeasurement, question: Question) -> list[Finding]
             error(
                 f"this host's own name, {name}, is {', '.join(found)} in /etc/hosts{debian}",
                 why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
-                "fails",
+                "fails, unless this host happens to be the one that connects",
                 mend=mend,
             )
         ]

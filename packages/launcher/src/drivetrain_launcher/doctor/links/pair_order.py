@@ -69,6 +69,7 @@ class PairProgram:
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
+        self._is_ready = False
         self.pid = process.pid
 
     def __enter__(self) -> "PairProgram":
@@ -77,8 +78,16 @@ class PairProgram:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def wait_until_ready(self) -> bool:
+        """Wait until the program has imported torch, which takes long on a busy machine; return whether it has."""
+        if not self._is_ready:
+            assert self._process.stdout is not None
+            self._is_ready = bool(_read(self._process.stdout, _START_SECONDS, lines=1))
+        return self._is_ready
+
     def measure(self, order: PairOrder) -> GroupResult:
         """Hand the order to the program, wait until it ends, or for its time; return what it told until then."""
+        self.wait_until_ready()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended already, which the missing events tell
@@ -123,20 +132,15 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
     )
 
 
-def _read(pipe: IO[bytes], limit_seconds: float) -> list[bytes]:
-    """Return the lines that come until the pipe ends, or for so long after the first, which tells of torch.
-
-    The import has time of its own: a busy machine takes many times longer than an idle one.
-    """
+def _read(pipe: IO[bytes], limit_seconds: float, *, lines: int | None = None) -> list[bytes]:
+    """Return the lines that come until the pipe ends, until there are so many, or until the time is over."""
     text = b""
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + limit_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while (left := deadline - time.monotonic()) > 0 and selector.select(left):
             part = os.read(pipe.fileno(), 1 << 16)
-            if not part:
-                break
-            if not text:
-                deadline = time.monotonic() + limit_seconds
             text += part
+            if not part or (lines is not None and text.count(b"\n") >= lines):
+                break
     return text.splitlines()

@@ -28,10 +28,10 @@ _LONG_SECONDS = 0.02
 
 def main() -> int:
     """Run the ranks of the order on stdin; each ends by itself."""
+    _tell(event="ready")
     data: dict[str, Any] = json.loads(sys.stdin.read())
     data["ranks"] = tuple(data["ranks"])
     order = PairOrder(**data)
-    _tell(event="ready")
     children: list[int] = []
     for local_rank, rank in enumerate(order.ranks):
         child = os.fork()

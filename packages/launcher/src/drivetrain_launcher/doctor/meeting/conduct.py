@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from drivetrain_launcher.doctor.run_checks import report_of
 from drivetrain_launcher.doctor.time_limit import within
 
 _REACH_SECONDS = 10.0
-_MEETING_SECONDS = 300.0
+_START_SECONDS = 110.0
+_MEETING_SECONDS = 600.0
 
 Progress = Callable[[str], None]
 
@@ -129,8 +130,13 @@ def _follow(
         if meeting.rank in ranks:
             progress(f"measuring {backend} between hosts")
             program = program if backend == "gloo" else start_pairs(question.environment)
-            meeting.post(f"pairs/{backend}", measure_links(question, ranks, meeting.rank, backend, program))
-    end = meeting.hear("end", seconds=PAIR_SECONDS * 6)
+            program.wait_until_ready()
+            meeting.post(f"ready/{backend}", "")
+            linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
+            if meeting.rank in linked:
+                found = measure_links(question, linked, meeting.rank, backend, program)
+                meeting.post(f"pairs/{backend}", found)
+    end = meeting.hear("end", seconds=_START_SECONDS + PAIR_SECONDS * 3)
     meeting.post("bye", "")
     return MeetingResult(
         rank=meeting.rank,
@@ -228,9 +234,24 @@ def _links(
     backend: str,
     program: PairProgram,
 ) -> Verdict:
+    program.wait_until_ready()
+    meeting.post(f"ready/{backend}", "")
+    # A host that is slow to import torch must not use up the time of the others.
+    ready = sorted(meeting.collect(f"ready/{backend}", linked, seconds=_START_SECONDS))
+    late, linked = [rank for rank in linked if rank not in ready], ready
+    meeting.tell(f"linked/{backend}", linked)
     meeting.post(f"pairs/{backend}", measure_links(question, linked, 0, backend, program))
     told = meeting.collect(f"pairs/{backend}", linked, seconds=_REACH_SECONDS)
-    return judge_hosts(merge(backend, told, linked), [labels[rank] for rank in linked])
+    verdict = judge_hosts(merge(backend, told, linked), [labels[rank] for rank in linked])
+    if not late:
+        return verdict
+    finding = error(
+        f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
+        why="a run's ranks wait for the last one to start",
+        mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a busy "
+        "file server is the usual reason",
+    )
+    return replace(verdict, findings=(*verdict.findings, finding))
 
 
 def _look_around(rank: int, roster: Mapping[str, Any], folder: Path) -> dict[str, Any]:
