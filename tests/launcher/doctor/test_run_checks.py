@@ -3,16 +3,16 @@ from threading import Event
 
 import pytest
 
-from drivetrain_launcher.doctor.finding import Check, CheckReport, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import Check, CheckReport, CheckVerdict, error, warning
 from drivetrain_launcher.doctor.run_checks import report_of, run_check, run_checks
 
 
-def verdict(*severities: str) -> Verdict:
+def verdict(*severities: str) -> CheckVerdict:
     found = {
         "error": error("what", why="why", mend="mend", number=3.0),
         "warning": warning("w", why="y", mend="m"),
     }
-    return Verdict(summary="summary", findings=tuple(found[each] for each in severities))
+    return CheckVerdict(summary="summary", findings=tuple(found[each] for each in severities))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_check_that_hangs_is_an_error_within_its_time() -> None:
     never = Event()
     begin = time.monotonic()
     report = run_check(
-        Check(name="stuck", run=lambda: Verdict(summary=str(never.wait(300)))), limit_seconds=0.2
+        Check(name="stuck", run=lambda: CheckVerdict(summary=str(never.wait(300)))), limit_seconds=0.2
     )
     never.set()
     assert time.monotonic() - begin < 60
@@ -43,7 +43,7 @@ def test_a_check_that_hangs_is_an_error_within_its_time() -> None:
 
 
 def test_what_cannot_be_measured_is_skipped_with_its_reason() -> None:
-    def refuse() -> Verdict:
+    def refuse() -> CheckVerdict:
         raise PermissionError(13, "Permission denied", "/proc/x")
 
     report = run_check(Check(name="refused", run=refuse), limit_seconds=30)
@@ -52,7 +52,7 @@ def test_what_cannot_be_measured_is_skipped_with_its_reason() -> None:
 
 
 def test_a_mistake_in_a_check_is_raised() -> None:
-    def fail() -> Verdict:
+    def fail() -> CheckVerdict:
         raise KeyError("mistake")
 
     with pytest.raises(KeyError, match="mistake"):

@@ -63,3 +63,36 @@ def test_two_ranks_are_measured_and_json_holds_the_numbers(
 def test_impossible_requests_are_refused(drivetrain: Callable, arguments: tuple[str, ...], told: str) -> None:
     done = drivetrain("doctor", *arguments)
     assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+
+
+CLUSTER = """
+from drivetrain_launcher.clusters.protocol import JobPlacement
+
+
+class Cluster:
+    def placement(self, environment):
+        if "PLAYED_TASK" not in environment:
+            return None
+        task = int(environment["PLAYED_TASK"])
+        return JobPlacement(
+            cluster="played", job_id="7", num_nodes=1, node_rank=0, tasks_per_node=2, local_task=task, num_tasks=2,
+            task_rank=task, master_addr="127.0.0.1", master_port=31007,
+        )
+"""
+
+
+def test_inside_a_clusters_job_the_first_task_of_a_host_checks_for_all(
+    drivetrain_with_torch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    packages = tmp_path / "packages"
+    announced = packages / "played-1.0.dist-info"
+    announced.mkdir(parents=True)
+    (announced / "entry_points.txt").write_text("[drivetrain.clusters]\nplayed = played:Cluster\n")
+    (announced / "METADATA").write_text("Metadata-Version: 2.1\nName: played\nVersion: 1.0\n")
+    (packages / "played.py").write_text(CLUSTER)
+    job = {"PYTHONPATH": str(packages)}
+    second = drivetrain_with_torch("doctor", "--cpu", environment={**job, "PLAYED_TASK": "1"})
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    first = drivetrain_with_torch("doctor", "--cpu", environment={**job, "PLAYED_TASK": "0"})
+    assert first.stdout.startswith("drivetrain doctor: 1 host, 2 processes, "), first.stderr
+    assert "gloo: 1 pair, " in first.stdout

@@ -1,7 +1,7 @@
 import socket
 from itertools import permutations
 
-from drivetrain_launcher.doctor.meeting.reach import Listener, judge_reach, reach_all
+from drivetrain_launcher.doctor.meeting.reach import ReachListener, judge_reach, reach_all
 
 NAMES = {rank: f"host {rank}" for rank in range(4)}
 
@@ -47,7 +47,7 @@ def test_a_host_that_fell_silent_is_named_and_its_ways_are_not() -> None:
 
 
 def test_a_listener_answers_whoever_connects() -> None:
-    with Listener() as listener:
+    with ReachListener() as listener:
         assert reach_all({1: ("127.0.0.1", listener.port), 2: ("127.0.0.1", listener.port)}) == {
             1: "yes",
             2: "yes",
@@ -55,7 +55,7 @@ def test_a_listener_answers_whoever_connects() -> None:
 
 
 def test_a_closed_port_and_a_frozen_process_differ() -> None:
-    with Listener() as closed:
+    with ReachListener() as closed:
         port = closed.port
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts, and nobody answers
         assert reach_all({1: ("127.0.0.1", frozen.getsockname()[1]), 2: ("127.0.0.1", port)}) == {

@@ -1,4 +1,4 @@
-from drivetrain_launcher.doctor.doctor import Diagnosis
+from drivetrain_launcher.doctor.examine import Examination
 from drivetrain_launcher.doctor.finding import CheckReport, error, warning
 from drivetrain_launcher.doctor.report.table import merge_hosts, table
 
@@ -18,7 +18,7 @@ def slow(rate: str) -> CheckReport:
 
 def test_findings_stand_below_their_check_with_their_mend() -> None:
     shown = table(
-        Diagnosis(
+        Examination(
             num_nodes=1, num_processes=2, hosts=(("this host", (FINE, SKIPPED, BROKEN)),), seconds=2.14
         ),
         is_coloured=False,
@@ -45,14 +45,14 @@ def test_hosts_that_differ_in_a_number_alone_share_a_finding_and_others_are_name
 
 def test_a_finding_of_all_hosts_names_none() -> None:
     hosts = (("host 0", (BROKEN,)), ("host 1", (BROKEN,)))
-    shown = table(Diagnosis(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
+    shown = table(Examination(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
     assert shown.count("port 29500 is in use\n") == 1
 
 
 def test_a_finding_of_one_host_names_it() -> None:
     fine = CheckReport(name="port", summary="port 29500")
     hosts = (("host 0 (a)", (BROKEN,)), ("host 1 (b)", (fine,)))
-    shown = table(Diagnosis(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
+    shown = table(Examination(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
     assert "error: port 29500 is in use [host 0 (a)]\n" in shown
 
 
@@ -60,7 +60,7 @@ def test_long_texts_are_wrapped_at_the_terminals_width_and_coloured_there() -> N
     long = CheckReport(
         name="x", summary="word " * 60, findings=(warning("a " * 80, why="b " * 80, mend="c " * 80),)
     )
-    diagnosis = Diagnosis(num_nodes=1, num_processes=1, hosts=(("this host", (long,)),))
-    assert max(map(len, table(diagnosis, is_coloured=False, width=80).splitlines())) <= 80
-    assert "\x1b[33mwarning" in table(diagnosis, is_coloured=True)
-    assert "\x1b" not in table(diagnosis, is_coloured=False)
+    examination = Examination(num_nodes=1, num_processes=1, hosts=(("this host", (long,)),))
+    assert max(map(len, table(examination, is_coloured=False, width=80).splitlines())) <= 80
+    assert "\x1b[33mwarning" in table(examination, is_coloured=True)
+    assert "\x1b" not in table(examination, is_coloured=False)

@@ -1,1 +1,1 @@
-"""What breaks runs, found in seconds before one starts: checks of each host, of all together, and of their links."""
+"""The search for what breaks runs: checks of each host, of all hosts together, and of their links, in seconds."""

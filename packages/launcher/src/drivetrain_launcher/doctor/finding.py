@@ -1,4 +1,4 @@
-"""What a check finds, as frozen values that a test, a table and JSON can show."""
+"""The findings of checks, as frozen values that a test, a table and JSON can show."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,8 +15,8 @@ class Finding:
 
     Attributes:
         severity: "error" if it will break a run, else "warning".
-        what: What was found, with the measured value.
-        why: What it does to a run.
+        what: The fault, with the measured value.
+        why: The effect on a run.
         mend: The command to run or the setting to change.
         measured: The numbers and names behind it, for programs.
     """
@@ -39,13 +39,13 @@ def warning(what: str, *, why: str, mend: str, **measured: float | str) -> Findi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CheckVerdict:
     """The judgement on one measurement.
 
     Attributes:
-        summary: What was measured, in a few words, shown also if nothing is wrong.
-        findings: What is wrong.
-        skipped: Why nothing could be measured; None if it was.
+        summary: The measured values in a few words, shown also if nothing is wrong.
+        findings: The faults that were found.
+        skipped: The reason why nothing could be measured; None if it was.
     """
 
     summary: str = ""
@@ -63,7 +63,7 @@ class Check:
     """
 
     name: str
-    run: Callable[[], Verdict]
+    run: Callable[[], CheckVerdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,10 @@ class CheckReport:
 
     Attributes:
         name: The name of the check.
-        summary: What was measured, or why nothing could be.
+        summary: The measured values, or the reason why there are none.
         is_skipped: Whether nothing could be measured.
-        findings: What is wrong.
-        seconds: How long the check took.
+        findings: The faults that were found.
+        seconds: The time that the check took.
     """
 
     name: str

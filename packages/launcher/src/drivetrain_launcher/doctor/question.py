@@ -1,4 +1,4 @@
-"""What the doctor is asked about: the run that would start, as launch's settings or a cluster's job describe it."""
+"""The question to the doctor: the run that would start, as launch's settings or a cluster's job describe it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ class Question:
         processes_per_node: The number of processes on each host.
         master_addr: The name or address of the host with rank 0.
         master_port: The port of the rendezvous; 0 for any free one.
-        rdzv_backend: How hosts get their ranks.
+        rdzv_backend: The way in which hosts get their ranks.
         accelerator: The kind of accelerator that torch would use; None if there is none.
         folder: The folder of the checkpoints.
         num_workers: The number of workers of each process's DataLoader.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
-from drivetrain_launcher.doctor.finding import Check, CheckReport, Finding, Verdict, error
+from drivetrain_launcher.doctor.finding import Check, CheckReport, CheckVerdict, Finding, error
 from drivetrain_launcher.doctor.time_limit import within
 
 # A check of one host takes milliseconds; one that writes to a disk takes two seconds.
@@ -16,7 +16,7 @@ def run_checks(
     """Run checks in order, and return what each found.
 
     Args:
-        checks: The checks.
+        checks: The checks to run.
         progress: Called with the name of each check before it runs.
         limit_seconds: The time that each check has. One that does not end in time is itself an error.
     """
@@ -37,13 +37,13 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
     try:
         verdict = within(limit_seconds, check.run, name=f"doctor-{check.name}")
     except TimeoutError:
-        verdict = Verdict(summary="no end", findings=(_hung(check, limit_seconds),))
+        verdict = CheckVerdict(summary="no end", findings=(_hung(check, limit_seconds),))
     except OSError as failure:
-        verdict = Verdict(skipped=f"could not be measured ({failure})")
+        verdict = CheckVerdict(skipped=f"could not be measured ({failure})")
     return report_of(check.name, verdict, seconds=time.monotonic() - begin)
 
 
-def report_of(name: str, verdict: Verdict, *, seconds: float = 0.0) -> CheckReport:
+def report_of(name: str, verdict: CheckVerdict, *, seconds: float = 0.0) -> CheckReport:
     """Return the report of a check from its verdict."""
     return CheckReport(
         name=name,

@@ -13,7 +13,7 @@ def within(seconds: float, call: Callable[[], _Result], *, name: str) -> _Result
 
     Args:
         seconds: The time that it has.
-        call: The call.
+        call: The function to call.
         name: The name of the thread that it runs in, which ends with the process at the latest.
 
     Raises:

@@ -9,10 +9,10 @@ from pathlib import Path
 from drivetrain_config import Layers, environ
 from drivetrain_launcher.cli.commands.launch import resolve_said
 from drivetrain_launcher.clusters.registry import find_placement
-from drivetrain_launcher.doctor.doctor import Diagnosis, diagnose
+from drivetrain_launcher.doctor.examine import Examination, examine
 from drivetrain_launcher.doctor.question import ask
 from drivetrain_launcher.doctor.report.as_json import as_json
-from drivetrain_launcher.doctor.report.progress import Progress
+from drivetrain_launcher.doctor.report.step_display import StepDisplay
 from drivetrain_launcher.doctor.report.table import table
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.host_detection import detect_host
@@ -71,21 +71,21 @@ def run(arguments: DoctorArguments) -> int:
     )
     if question.is_idle:  # the first task of this host checks it
         return 0
-    progress = Progress(sys.stderr)
+    progress = StepDisplay(sys.stderr)
     try:
-        diagnosis = diagnose(question, progress=progress)
+        examination = examine(question, progress=progress)
     finally:
         progress.clear()
-    _write(diagnosis, is_json=arguments.json)
-    return int(diagnosis.is_broken)
+    _write(examination, is_json=arguments.json)
+    return int(examination.is_broken)
 
 
-def _write(diagnosis: Diagnosis, *, is_json: bool) -> None:
+def _write(examination: Examination, *, is_json: bool) -> None:
     if is_json:
-        sys.stdout.write(f"{json.dumps(as_json(diagnosis), indent=2)}\n")
+        sys.stdout.write(f"{json.dumps(as_json(examination), indent=2)}\n")
         return
     is_coloured = sys.stdout.isatty() and not environ.read("NO_COLOR")
     width = min(_LONGEST_LINE, shutil.get_terminal_size((100, 24)).columns)
-    sys.stdout.write(table(diagnosis, is_coloured=is_coloured, width=width))
-    if not diagnosis.is_leader:
+    sys.stdout.write(table(examination, is_coloured=is_coloured, width=width))
+    if not examination.is_leader:
         sys.stdout.write("The output of host 0 shows all hosts.\n")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.host.interfaces import addresses_by_interface
 from drivetrain_launcher.doctor.question import Question
 
@@ -71,7 +71,7 @@ def find_outgoing_address(name: str) -> str | None:
     return next((found for found in map(_outgoing, _resolve(name)) if found is not None), None)
 
 
-def judge_addresses(measured: AddressMeasurement, question: Question) -> Verdict:
+def judge_addresses(measured: AddressMeasurement, question: Question) -> CheckVerdict:
     """Judge the names and addresses for a run."""
     findings = [*_own_name(measured, question), *_lookup_time(measured)]
     if question.num_nodes > 1:
@@ -80,7 +80,7 @@ def judge_addresses(measured: AddressMeasurement, question: Question) -> Verdict
     summary = f"{measured.host_name} is {own}"
     if question.num_nodes > 1:
         summary += f"; {question.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
-    return Verdict(summary=summary, findings=tuple(findings))
+    return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
 def _own_name(measured: AddressMeasurement, question: Question) -> list[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.question import Question
 
 _NETWORK = (
@@ -37,12 +37,12 @@ class DiskMeasurement:
     """The folder of the checkpoints.
 
     Attributes:
-        folder: Its path, or the nearest one around it that exists.
+        folder: The path of the folder, or of the nearest one around it that exists.
         kind: The type of its file system, such as "ext4"; empty if the system does not tell.
-        free_bytes: What this user may still write.
+        free_bytes: The number of bytes that this user may still write.
         free_files: The number of files that it may still create; None if the file system has no limit.
         bytes_per_second: The speed of writing, with all of it on the disk; None if nothing could be written.
-        refusal: Why nothing could be written, in the system's words.
+        refusal: The reason why nothing could be written, in the system's words.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ def measure_disk(question: Question, mounts: Path = Path("/proc/self/mountinfo")
     )
 
 
-def judge_disk(measured: DiskMeasurement, question: Question) -> Verdict:
+def judge_disk(measured: DiskMeasurement, question: Question) -> CheckVerdict:
     """Judge the folder for a run's checkpoints."""
     folder, kind = measured.folder, measured.kind or "unknown type"
     if measured.bytes_per_second is None:
@@ -85,10 +85,12 @@ def judge_disk(measured: DiskMeasurement, question: Question) -> Verdict:
             mend=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
             free_bytes=measured.free_bytes,
         )
-        return Verdict(summary=str(folder), findings=(finding,))
+        return CheckVerdict(summary=str(folder), findings=(finding,))
     speed = measured.bytes_per_second
     summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {byte_size(measured.free_bytes)} free in {folder}"
-    return Verdict(summary=summary, findings=(*_space(measured, speed), *_file_system(measured, question)))
+    return CheckVerdict(
+        summary=summary, findings=(*_space(measured, speed), *_file_system(measured, question))
+    )
 
 
 def _space(measured: DiskMeasurement, speed: float) -> list[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.question import Question
 
 # The first driver that runs any CUDA of a major version (NVIDIA's table of minor version compatibility).
@@ -17,7 +17,7 @@ _MEMORY_TAKEN = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMeasurement:
-    """What a process of its own, which may use the devices, told about them.
+    """The answers of a process of its own, which may use the devices.
 
     Attributes:
         torch_cuda: The CUDA version that torch was built with, such as "12.8"; None for another build.
@@ -32,7 +32,7 @@ class GpuMeasurement:
         names: The devices that torch sees.
         capabilities: The compute capability of each, such as "9.0".
         memory_taken: The part of each device's memory that other processes hold, from 0 to 1.
-        refusal: Why torch sees no device, in its words.
+        refusal: The reason why torch sees no device, in its words.
         peers: For each ordered pair "0-1" of devices: "yes", "no", or "wrong data" if a copy arrived changed.
     """
 
@@ -92,12 +92,12 @@ def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
     return GpuMeasurement(**values)
 
 
-def judge_driver(measured: GpuMeasurement, question: Question) -> Verdict:
+def judge_driver(measured: GpuMeasurement, question: Question) -> CheckVerdict:
     """Judge the driver against torch's libraries."""
     if not measured.has_nvidia and not measured.has_amd:
         if measured.torch_cuda is None and measured.torch_hip is None:
-            return Verdict(skipped="no GPU driver is loaded, and torch is built for the CPU")
-        return Verdict(skipped="no NVIDIA or AMD driver is loaded")
+            return CheckVerdict(skipped="no GPU driver is loaded, and torch is built for the CPU")
+        return CheckVerdict(skipped="no NVIDIA or AMD driver is loaded")
     findings = [*_build(measured), *_nvidia(measured), *_devices(measured, question)]
     if measured.has_nvidia:
         library = f"torch's CUDA {measured.torch_cuda or 'none'}, NCCL {measured.nccl or 'none'}"
@@ -106,7 +106,7 @@ def judge_driver(measured: GpuMeasurement, question: Question) -> Verdict:
         library = f"torch's ROCm {measured.torch_hip or 'none'}, RCCL {measured.nccl or 'none'}"
         driver = f"AMD driver {measured.driver or 'of the kernel'}"
     summary = f"{len(measured.names)} devices, {driver}, {library}"
-    return Verdict(summary=summary, findings=tuple(findings))
+    return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
 def _build(measured: GpuMeasurement) -> list[Finding]:
@@ -230,10 +230,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def judge_peers(measured: GpuMeasurement) -> Verdict:
+def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
     """Judge the copies from each GPU to each other one."""
     if measured.peers is None or len(measured.names) < 2:
-        return Verdict(skipped=f"peer-to-peer needs two GPUs, and there are {len(measured.names)}")
+        return CheckVerdict(skipped=f"peer-to-peer needs two GPUs, and there are {len(measured.names)}")
     wrong = [pair for pair, answer in measured.peers.items() if answer == "wrong data"]
     without = [pair for pair, answer in measured.peers.items() if answer == "no"]
     findings: list[Finding] = []
@@ -262,4 +262,4 @@ def judge_peers(measured: GpuMeasurement) -> Verdict:
                 pairs=", ".join(without),
             )
         )
-    return Verdict(summary=f"{len(measured.peers)} ordered pairs of GPUs", findings=tuple(findings))
+    return CheckVerdict(summary=f"{len(measured.peers)} ordered pairs of GPUs", findings=tuple(findings))

@@ -4,14 +4,14 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from drivetrain_launcher.doctor.finding import Check, Verdict
+from drivetrain_launcher.doctor.finding import Check, CheckVerdict
 from drivetrain_launcher.doctor.host.addresses import AddressMeasurement, judge_addresses, measure_addresses
 from drivetrain_launcher.doctor.host.checkpoint_disk import judge_disk, measure_disk
 from drivetrain_launcher.doctor.host.gpus import GpuMeasurement, judge_driver, judge_peers, measure_gpus
 from drivetrain_launcher.doctor.host.limits import judge_limits, measure_limits
 from drivetrain_launcher.doctor.host.ports import judge_port, measure_port
 from drivetrain_launcher.doctor.host.processors import judge_processors, measure_processors
-from drivetrain_launcher.doctor.host.shared_memory import judge_shared_memory, measure_shared_memory
+from drivetrain_launcher.doctor.host.shared_memory_folder import judge_shared_memory, measure_shared_memory
 from drivetrain_launcher.doctor.host.variables import judge_variables, measure_variables
 from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_ranks
@@ -71,17 +71,17 @@ def program_checks(question: Question, program: PairProgram | None) -> tuple[Che
     return tuple(checks)
 
 
-def _port(question: Question) -> Verdict:
+def _port(question: Question) -> CheckVerdict:
     if not question.hosts_store:
-        return Verdict(skipped=f"the store listens on {question.master_addr}, not here")
+        return CheckVerdict(skipped=f"the store listens on {question.master_addr}, not here")
     return judge_port(measure_port(question), question)
 
 
-def _pairs(question: Question, backend: str, program: PairProgram | None) -> Verdict:
+def _pairs(question: Question, backend: str, program: PairProgram | None) -> CheckVerdict:
     """Measure the pairs of ranks of this host."""
     count = question.processes_per_node
     if count < 2:
-        return Verdict(skipped="a single rank has no peer (--num-processes N)")
+        return CheckVerdict(skipped="a single rank has no peer (--num-processes N)")
     with (
         TemporaryDirectory(prefix="drivetrain-doctor-") as folder,
         program or start_pairs(question.environment) as started,

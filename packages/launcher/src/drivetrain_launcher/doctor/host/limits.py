@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.host.control_groups import GroupLimits, read_group_limits
 from drivetrain_launcher.doctor.question import Question
 
@@ -77,7 +77,7 @@ def measure_limits(
     )
 
 
-def judge_limits(measured: LimitMeasurement, question: Question) -> Verdict:
+def judge_limits(measured: LimitMeasurement, question: Question) -> CheckVerdict:
     """Judge the limits for a run."""
     findings = [
         *_open_files(measured, question),
@@ -109,7 +109,7 @@ def judge_limits(measured: LimitMeasurement, question: Question) -> Verdict:
     parts = [f"{files} open files"]
     parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
     parts += [] if group.memory_bytes is None else [f"{byte_size(group.memory_bytes)} in the control group"]
-    return Verdict(summary=", ".join(parts), findings=tuple(findings))
+    return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
 
 
 def _open_files(measured: LimitMeasurement, question: Question) -> list[Finding]:

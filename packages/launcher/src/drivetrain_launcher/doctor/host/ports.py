@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.question import Question
 
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -56,13 +56,13 @@ def measure_port(question: Question, proc: Path = Path("/proc")) -> PortMeasurem
     )
 
 
-def judge_port(measured: PortMeasurement, question: Question) -> Verdict:
+def judge_port(measured: PortMeasurement, question: Question) -> CheckVerdict:
     """Judge the port for a run."""
     port = measured.port
     if not question.hosts_store:
-        return Verdict(skipped=f"the store listens on {question.master_addr}, not here")
+        return CheckVerdict(skipped=f"the store listens on {question.master_addr}, not here")
     if port == 0:
-        return Verdict(summary="any free port is taken")
+        return CheckVerdict(summary="any free port is taken")
     where = "on every host" if question.num_nodes > 1 else "or leave it out for any free one"
     if measured.bind_error == "EADDRINUSE":
         held = (
@@ -76,7 +76,7 @@ def judge_port(measured: PortMeasurement, question: Question) -> Verdict:
             mend=f"end that process, or say --master-port {_other(port)} {where}",
             port=port,
         )
-        return Verdict(summary=f"port {port}", findings=(finding,))
+        return CheckVerdict(summary=f"port {port}", findings=(finding,))
     if measured.bind_error is not None:
         finding = error(
             f"port {port} cannot be listened on ({measured.bind_error})",
@@ -84,8 +84,8 @@ def judge_port(measured: PortMeasurement, question: Question) -> Verdict:
             mend=f"say --master-port {_other(port)} {where}",
             port=port,
         )
-        return Verdict(summary=f"port {port}", findings=(finding,))
-    return Verdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
+        return CheckVerdict(summary=f"port {port}", findings=(finding,))
+    return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
 
 
 def _ephemeral(measured: PortMeasurement) -> list[Finding]:

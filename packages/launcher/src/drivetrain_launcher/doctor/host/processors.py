@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, warning
 from drivetrain_launcher.doctor.host.control_groups import read_group_limits
 from drivetrain_launcher.doctor.question import Question
 
@@ -17,7 +17,7 @@ class ProcessorMeasurement:
         cores: The number of cores of the machine.
         usable: The number that this process is bound to.
         quota: The number of cores' time that its control group may use; None without a limit.
-        governors: How the clock rates are governed, each once; empty if the system does not tell.
+        governors: The governors of the clock rates, each once; empty if the system does not tell.
         load: The number of threads that have wanted to run, over the last minute.
     """
 
@@ -47,7 +47,7 @@ def measure_processors(devices: Path = Path("/sys/devices/system/cpu")) -> Proce
     )
 
 
-def judge_processors(measured: ProcessorMeasurement, question: Question) -> Verdict:
+def judge_processors(measured: ProcessorMeasurement, question: Question) -> CheckVerdict:
     """Judge the cores for a run."""
     summary = f"{measured.effective:g} of {measured.cores} cores"
     findings = [*_room(measured, question), *_threads(measured, question)]
@@ -70,7 +70,7 @@ def judge_processors(measured: ProcessorMeasurement, question: Question) -> Verd
                 load=measured.load,
             )
         )
-    return Verdict(summary=summary, findings=tuple(findings))
+    return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
 def _room(measured: ProcessorMeasurement, question: Question) -> list[Finding]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.host.interfaces import interface_names
 from drivetrain_launcher.doctor.question import Question
 
@@ -35,10 +35,10 @@ _LONGEST_TMPDIR = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableMeasurement:
-    """What the environment is held against.
+    """The environment, and the facts of this host that it is held against.
 
     Attributes:
-        environment: The environment.
+        environment: The variables of a run's processes.
         interfaces: The names of this host's interfaces.
         cores: The number of cores.
         num_gpus: The number of NVIDIA devices of this host, whatever the environment hides; None if unknown.
@@ -65,7 +65,7 @@ def measure_variables(question: Question, dev: Path = Path("/dev")) -> VariableM
     )
 
 
-def judge_variables(measured: VariableMeasurement, question: Question) -> Verdict:
+def judge_variables(measured: VariableMeasurement, question: Question) -> CheckVerdict:
     """Judge the environment for a run."""
     findings = [
         *_interfaces(measured, question),
@@ -79,7 +79,7 @@ def judge_variables(measured: VariableMeasurement, question: Question) -> Verdic
         value = measured.environment.get(name)
         if value is not None and (not harm or value.upper() == harm):
             findings.append(warning(f"{name}={value}", why=why, mend=mend or f"unset {name}"))
-    return Verdict(summary=f"{len(measured.environment)} variables", findings=tuple(findings))
+    return CheckVerdict(summary=f"{len(measured.environment)} variables", findings=tuple(findings))
 
 
 def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:

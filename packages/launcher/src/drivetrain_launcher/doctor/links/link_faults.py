@@ -13,10 +13,10 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFaults:
-    """Where the links of a set of hosts are slow.
+    """The slow links of a set of hosts, explained.
 
     Attributes:
-        usual: What a healthy link has: the median over hosts of each host's best link.
+        usual: The value of a healthy link: the median over hosts of each host's best link.
         hosts: Hosts most of whose links are slow.
         links: Slow links of which neither end is in `hosts`.
         islands: Groups of hosts, at least two of at least two hosts each, that have fast links within and slow ones

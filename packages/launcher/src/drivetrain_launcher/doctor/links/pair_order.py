@@ -1,4 +1,4 @@
-"""What a program that measures pairs is told, and how it is started, listened to and ended."""
+"""The order to a program that measures pairs, and the program as its parent sees it."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class PairOrder:
         ranks: The ranks that the program runs, each as a process.
         store_path: The file over which ranks of one host meet; empty if they meet at an address.
         store_host: The host of the store that ranks of several hosts meet at.
-        store_port: Its port.
+        store_port: The port of that store.
         prefix: The prefix of the group's keys.
         most_rounds: The number of rounds of pairs, at most.
         at_once: Whether pairs that share no rank are measured at the same time.
@@ -111,7 +111,7 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
     """Return what the events of a program say: "joined", "begin" of a pair, "pair", "failure".
 
     Args:
-        order: The order.
+        order: The order that the program got.
         events: The events in the order in which they came.
     """
     pairs = {(event["first"], event["second"]): event for event in events if event["event"] == "pair"}

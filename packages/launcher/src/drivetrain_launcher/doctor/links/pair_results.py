@@ -1,10 +1,10 @@
-"""What was measured between pairs of ranks, and its judgement."""
+"""The measurements between pairs of ranks, and their judgement."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.links.link_faults import Link, LinkFaults, find_faults
 
 # A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
@@ -18,7 +18,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """What one pair of ranks measured.
+    """The measurements of one pair of ranks.
 
     Attributes:
         first: The lower rank.
@@ -43,13 +43,13 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What a group of processes measured.
+    """The measurements of a group of processes.
 
     Attributes:
         backend: The backend, "gloo" or "nccl".
         pairs: The pairs that were measured.
         unfinished: The pairs that began and did not end in time.
-        failures: What processes said when they failed, by rank.
+        failures: The messages of processes that failed, by rank.
         start_seconds: The time until the last process had joined the group; None if one did not.
     """
 
@@ -60,16 +60,18 @@ class GroupResult:
     start_seconds: float | None = None
 
 
-def judge_ranks(result: GroupResult) -> Verdict:
+def judge_ranks(result: GroupResult) -> CheckVerdict:
     """Judge the links between the processes of one host, which differ by design; only failures are findings."""
-    return Verdict(summary=summarize(result.backend, result.pairs), findings=tuple(_failures(result, ())))
+    return CheckVerdict(
+        summary=summarize(result.backend, result.pairs), findings=tuple(_failures(result, ()))
+    )
 
 
-def judge_hosts(result: GroupResult, names: Sequence[str]) -> Verdict:
+def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
     """Judge the links between hosts, and name the slow link or host.
 
     Args:
-        result: What was measured, with one rank on each host.
+        result: The measurements, with one rank on each host.
         names: The name of each host, by rank.
     """
     findings = _failures(result, names)
@@ -90,7 +92,7 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> Verdict:
                 bytes_per_second=rate,
             )
         )
-    return Verdict(summary=summarize(result.backend, result.pairs), findings=tuple(findings))
+    return CheckVerdict(summary=summarize(result.backend, result.pairs), findings=tuple(findings))
 
 
 def summarize(backend: str, pairs: Sequence[PairResult]) -> str:

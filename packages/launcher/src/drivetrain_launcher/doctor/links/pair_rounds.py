@@ -1,4 +1,4 @@
-"""Which pairs of ranks are measured, and which of them at the same time."""
+"""The pairs of ranks that are measured, in rounds of pairs at the same time."""
 
 Pair = tuple[int, int]
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.finding import Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, error, warning
 from drivetrain_launcher.doctor.meeting.join import Meeting
 
 QUESTIONS = 5
@@ -17,7 +17,7 @@ _BROKEN_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """How far a clock is ahead of that of host 0.
+    """The time by which a clock is ahead of that of host 0.
 
     Attributes:
         seconds: The estimate; negative if it is behind.
@@ -57,7 +57,7 @@ def answer_hosts(meeting: Meeting, ranks: Iterable[int]) -> None:
                 break  # it is frozen, which the next step tells
 
 
-def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -> Verdict:
+def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -> CheckVerdict:
     """Judge the clocks of all hosts, by rank."""
     findings = [
         (error if abs(offset.seconds) - offset.bound_seconds > _BROKEN_SECONDS else warning)(
@@ -74,7 +74,7 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
         if abs(offset.seconds) - offset.bound_seconds > _SKEW_SECONDS
     ]
     if not offsets:
-        return Verdict(skipped="no other host answered")
+        return CheckVerdict(skipped="no other host answered")
     most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
     summary = f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
-    return Verdict(summary=summary, findings=tuple(findings))
+    return CheckVerdict(summary=summary, findings=tuple(findings))

@@ -1,11 +1,11 @@
-"""Whether all hosts see one folder for the checkpoints: by a file that host 0 writes there."""
+"""The folder of the checkpoints as all hosts see it, by a file that host 0 writes there."""
 
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, warning
 from drivetrain_launcher.doctor.question import Question
 
 _SHOWN = 16
@@ -29,14 +29,14 @@ def file_in(folder: Path) -> Generator[str]:
 
 def judge_folder(
     sees: Mapping[int, bool], labels: Mapping[int, str], question: Question, *, is_writable: bool
-) -> Verdict:
+) -> CheckVerdict:
     """Name the hosts that do not see in the folder of the checkpoints what host 0 wrote there."""
     if not is_writable:
-        return Verdict(skipped=f"host 0 cannot write into {question.folder.absolute()}")
+        return CheckVerdict(skipped=f"host 0 cannot write into {question.folder.absolute()}")
     blind = [rank for rank, does in sorted(sees.items()) if not does]
     summary = f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {question.folder.absolute()}"
     if not blind:
-        return Verdict(summary=summary)
+        return CheckVerdict(summary=summary)
     who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
     finding: Finding = warning(
         f"{who}: the folder {question.folder} is not that of host 0",
@@ -45,4 +45,4 @@ def judge_folder(
         "may show "
         "new files late: mount it with actimeo=1",
     )
-    return Verdict(summary=summary, findings=(finding,))
+    return CheckVerdict(summary=summary, findings=(finding,))

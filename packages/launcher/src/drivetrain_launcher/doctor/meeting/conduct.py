@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain_launcher.doctor.finding import CheckReport, Verdict, error
+from drivetrain_launcher.doctor.finding import CheckReport, CheckVerdict, error
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_hosts
 from drivetrain_launcher.doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
@@ -20,7 +20,7 @@ from drivetrain_launcher.doctor.meeting.common_folder import file_in, judge_fold
 from drivetrain_launcher.doctor.meeting.facts import host_label, judge_facts, own_facts, own_name
 from drivetrain_launcher.doctor.meeting.host_links import PAIR_SECONDS, measure_links, merge
 from drivetrain_launcher.doctor.meeting.join import Meeting, MeetingError, join
-from drivetrain_launcher.doctor.meeting.reach import Listener, judge_reach, reach_all
+from drivetrain_launcher.doctor.meeting.reach import ReachListener, judge_reach, reach_all
 from drivetrain_launcher.doctor.meeting.roster import judge_roster, list_hosts
 from drivetrain_launcher.doctor.question import Question
 from drivetrain_launcher.doctor.run_checks import report_of
@@ -35,12 +35,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingResult:
-    """What came of the meeting, as far as this host knows.
+    """The result of the meeting, as far as this host knows.
 
     Attributes:
         rank: The rank of this host; None if it could not join.
-        labels: How each host that came is called; only this one's on hosts other than 0.
-        reports: What each of them found on itself.
+        labels: The label of each host that came; only this one's on hosts other than 0.
+        reports: The reports of each of them on itself.
         together: The checks of all hosts together; on host 0, or if this host could not join.
         is_broken: Whether something that will break a run was found on any host.
     """
@@ -64,12 +64,12 @@ def meet(
 
     Args:
         question: The run that is asked about.
-        reports: What this host found on itself.
+        reports: The reports of this host on itself.
         address: The address of this host by which it reaches host 0; None if unknown.
         program: A program that measures pairs, started and without an order.
         progress: Called with what happens now.
     """
-    with Listener() as listener:
+    with ReachListener() as listener:
         try:
             meeting = join(question, progress=progress)
             # If host 0 freezes, a call of the store has no limit of its own.
@@ -215,7 +215,7 @@ def _check_together(
     meeting.tell("pairs", dict.fromkeys(backends, linked))
     for backend in backends:
         if not linked:
-            verdict = Verdict(
+            verdict = CheckVerdict(
                 skipped="not measured, since a host does not answer or a way between hosts is closed"
             )
         else:
@@ -233,7 +233,7 @@ def _links(
     labels: Mapping[int, str],
     backend: str,
     program: PairProgram,
-) -> Verdict:
+) -> CheckVerdict:
     program.wait_until_ready()
     meeting.post(f"ready/{backend}", "")
     # A host that is slow to import torch must not use up the time of the others.
@@ -269,7 +269,7 @@ def _unmet(question: Question, reports: tuple[CheckReport, ...], failure: Meetin
         mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
         f"nc -vz {question.master_addr} {question.master_port} tries the way alone",
     )
-    verdict = Verdict(summary="not joined", findings=(finding,))
+    verdict = CheckVerdict(summary="not joined", findings=(finding,))
     rank = question.node_rank or 0
     return MeetingResult(
         rank=None,

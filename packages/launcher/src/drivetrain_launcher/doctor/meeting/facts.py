@@ -1,4 +1,4 @@
-"""What a host tells about itself, and in what the hosts differ."""
+"""The facts that a host tells about itself, and the differences between hosts."""
 
 import platform
 import socket
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import distributions
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 
 # A difference in these breaks a run; in others it may.
 _MUST_AGREE = ("torch",)
@@ -37,11 +37,11 @@ def own_name() -> str:
     return socket.gethostname()
 
 
-def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> Verdict:
+def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> CheckVerdict:
     """Name the hosts that differ from most in a version or a variable.
 
     Args:
-        facts: What each host told, by rank.
+        facts: The facts that each host told, by rank.
         names: The name of each host, by rank.
     """
     findings: list[Finding] = []
@@ -56,7 +56,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         if findings
         else (f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})")
     )
-    return Verdict(summary=summary, findings=tuple(findings))
+    return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
 def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str]) -> Finding:

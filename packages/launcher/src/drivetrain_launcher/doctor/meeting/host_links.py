@@ -43,7 +43,7 @@ def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[
     """Return one result from what each host told, each of its own pairs.
 
     Args:
-        backend: The backend.
+        backend: The backend that measured them.
         told: The `GroupResult` of each host as plain data, by the host's rank.
         linked: The hosts' ranks, in the order of their ranks in the group.
     """

@@ -26,7 +26,7 @@ _GRACE_SECONDS = 15.0
 
 
 class MeetingError(LaunchError):
-    """This host could not join; the message says what it saw at the address, and what to do."""
+    """A host that could not join; the message says what it saw at the address, and what to do."""
 
 
 class Meeting:

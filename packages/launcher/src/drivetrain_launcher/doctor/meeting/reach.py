@@ -1,4 +1,4 @@
-"""Whether each host reaches each other one on a port that the system chose, as gloo's and NCCL's connections do."""
+"""The ways from each host to each other one, on a port that the system chose, as gloo's and NCCL's connections do."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal
 
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error
 
 Reached = Literal["yes", "refused", "no answer", "frozen", "no route"]
 # Host that connects, host that listens.
@@ -19,7 +19,7 @@ _WORD = b"drivetrain doctor\n"
 _SHOWN = 8
 
 
-class Listener:
+class ReachListener:
     """A port of this host that answers whoever connects, until the end of the block."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._answer, daemon=True, name="doctor-listener")
 
-    def __enter__(self) -> "Listener":
+    def __enter__(self) -> "ReachListener":
         self._thread.start()
         return self
 
@@ -75,11 +75,13 @@ def _reach(place: tuple[str, int]) -> Reached:
             return "frozen"
 
 
-def judge_reach(ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]) -> Verdict:
+def judge_reach(
+    ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]
+) -> CheckVerdict:
     """Name the hosts that cannot be reached, or that reach nobody, and then the single ways.
 
     Args:
-        ways: What came of each way, from the connecting host to the listening one.
+        ways: The result of each way, from the connecting host to the listening one.
         silent: The hosts that joined and then told nothing more.
         names: The name of each host, by rank.
     """
@@ -105,7 +107,9 @@ def judge_reach(ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Map
     ]
     findings += [_single(way, reached, names) for way, reached in single[:_SHOWN]]
     right = sum(reached == "yes" for reached in ways.values())
-    return Verdict(summary=f"{right} of {len(ways)} ways between hosts are open", findings=tuple(findings))
+    return CheckVerdict(
+        summary=f"{right} of {len(ways)} ways between hosts are open", findings=tuple(findings)
+    )
 
 
 def _whole_hosts(

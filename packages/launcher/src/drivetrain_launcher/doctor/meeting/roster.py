@@ -1,19 +1,19 @@
-"""Which hosts came to the meeting."""
+"""The hosts that came to the meeting, and those that did not."""
 
 from collections.abc import Mapping, Sequence
 
-from drivetrain_launcher.doctor.finding import Verdict, error
+from drivetrain_launcher.doctor.finding import CheckVerdict, error
 from drivetrain_launcher.doctor.question import Question
 
 _SHOWN = 16
 
 
-def judge_roster(num_hosts: int, labels: Mapping[int, str], question: Question) -> Verdict:
+def judge_roster(num_hosts: int, labels: Mapping[int, str], question: Question) -> CheckVerdict:
     """Name the hosts that did not come."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
     summary = f"{len(labels)} of {num_hosts} hosts at {question.master_addr}:{question.master_port}"
     if not missing:
-        return Verdict(summary=summary)
+        return CheckVerdict(summary=summary)
     finding = error(
         f"{list_hosts(missing)} did not come within {question.wait_seconds:g} s",
         why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
@@ -22,7 +22,7 @@ def judge_roster(num_hosts: int, labels: Mapping[int, str], question: Question) 
         f"not reach {question.master_addr}:{question.master_port}",
         missing=", ".join(map(str, missing)),
     )
-    return Verdict(summary=summary, findings=(finding,))
+    return CheckVerdict(summary=summary, findings=(finding,))
 
 
 def list_hosts(ranks: Sequence[int]) -> str:

@@ -1,1 +1,1 @@
-"""What the doctor found, as a table for people and as JSON for programs."""
+"""The findings of the doctor, as a table for people and as JSON for programs."""

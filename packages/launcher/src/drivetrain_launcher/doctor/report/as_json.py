@@ -1,20 +1,20 @@
-"""What was found as plain JSON data, for programs."""
+"""The findings as plain JSON data, for programs."""
 
 from typing import Any
 
-from drivetrain_launcher.doctor.doctor import Diagnosis
+from drivetrain_launcher.doctor.examine import Examination
 
 
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def as_json(examination: Examination) -> dict[str, Any]:
     """Return all that was found as plain JSON data, with what was measured."""
     return {
-        "num_nodes": diagnosis.num_nodes,
-        "num_processes": diagnosis.num_processes,
-        "seconds": round(diagnosis.seconds, 3),
-        "is_broken": diagnosis.is_broken,
+        "num_nodes": examination.num_nodes,
+        "num_processes": examination.num_processes,
+        "seconds": round(examination.seconds, 3),
+        "is_broken": examination.is_broken,
         "hosts": [
             {"host": label, "checks": [report.as_data() for report in reports]}
-            for label, reports in diagnosis.hosts
+            for label, reports in examination.hosts
         ],
-        "together": [report.as_data() for report in diagnosis.together],
+        "together": [report.as_data() for report in examination.together],
     }

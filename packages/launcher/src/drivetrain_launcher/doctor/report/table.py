@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.doctor import Diagnosis
+from drivetrain_launcher.doctor.examine import Examination
 from drivetrain_launcher.doctor.finding import CheckReport, Finding, State
 
 # How far apart two columns stand, and where findings begin.
@@ -25,14 +25,14 @@ _NUMBER = re.compile(r"[0-9][0-9.,]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckRow:
     """A check on one host, or on several that found the same.
 
     Attributes:
         name: The name of the check.
         state: The worst of its findings.
-        summary: What was measured.
-        findings: What is wrong, and the hosts on which it is; empty for all hosts.
+        summary: The measured values.
+        findings: The faults, each with the hosts on which it is; no hosts stand for all of them.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Row:
     findings: tuple[tuple[Finding, tuple[str, ...]], ...]
 
 
-def table(diagnosis: Diagnosis, *, is_coloured: bool, width: int = 100) -> str:
+def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
     """Return the table as text.
 
     Args:
-        diagnosis: What was found.
+        examination: All that was found.
         is_coloured: Whether to colour it by the terminal's escape codes.
         width: The width of the terminal, at which lines are wrapped.
     """
-    rows = [*merge_hosts(diagnosis.hosts), *map(_row, diagnosis.together)]
+    rows = [*merge_hosts(examination.hosts), *map(_row, examination.together)]
     widest = max((len(row.name) for row in rows), default=0)
-    lines = [_paint(_title(diagnosis), "bold", is_coloured=is_coloured), ""]
+    lines = [_paint(_title(examination), "bold", is_coloured=is_coloured), ""]
     for row in rows:
         state = _paint(f"{row.state:<7}", row.state, is_coloured=is_coloured)
         first, *more = textwrap.wrap(row.summary, max(20, width - widest - 11)) or [""]
@@ -62,7 +62,7 @@ def table(diagnosis: Diagnosis, *, is_coloured: bool, width: int = 100) -> str:
     return "\n".join([*lines, "", _end(rows, is_coloured=is_coloured), ""])
 
 
-def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Row]:
+def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[CheckRow]:
     """Return one row for each check, with each finding once, whichever hosts have it."""
     of_check: dict[str, list[tuple[str, CheckReport]]] = {}
     labels: list[str] = []
@@ -73,7 +73,7 @@ def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Ro
     return [_merged(name, found, len(labels)) for name, found in of_check.items()]
 
 
-def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> Row:
+def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> CheckRow:
     having: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     for label, report in found:
         for finding in report.findings:
@@ -86,7 +86,7 @@ def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> 
         summary = f"{summaries[0]} (on {found[0][0]}; {len(summaries) - 1} other{'s' if len(summaries) > 2 else ''})"
     else:
         summary = summaries[0]
-    return Row(
+    return CheckRow(
         name=name,
         state=next(state for state in _WORST if state in states),
         summary=summary,
@@ -96,8 +96,8 @@ def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> 
     )
 
 
-def _row(report: CheckReport) -> Row:
-    return Row(
+def _row(report: CheckReport) -> CheckRow:
+    return CheckRow(
         name=report.name,
         state=report.state,
         summary=report.summary,
@@ -105,11 +105,11 @@ def _row(report: CheckReport) -> Row:
     )
 
 
-def _title(diagnosis: Diagnosis) -> str:
-    hosts, count = diagnosis.num_nodes, diagnosis.num_processes
+def _title(examination: Examination) -> str:
+    hosts, count = examination.num_nodes, examination.num_processes
     return (
         f"drivetrain doctor: {hosts} host{'s' if hosts > 1 else ''}, {count} process{'es' if count > 1 else ''}, "
-        f"{diagnosis.seconds:.1f} s"
+        f"{examination.seconds:.1f} s"
     )
 
 
@@ -137,7 +137,7 @@ def _finding_lines(finding: Finding, hosts: tuple[str, ...], *, is_coloured: boo
     return lines
 
 
-def _end(rows: Iterable[Row], *, is_coloured: bool) -> str:
+def _end(rows: Iterable[CheckRow], *, is_coloured: bool) -> str:
     findings = [finding for row in rows for finding, _ in row.findings]
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors

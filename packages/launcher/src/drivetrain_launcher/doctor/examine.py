@@ -14,17 +14,17 @@ from drivetrain_launcher.doctor.run_checks import run_checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Examination:
     """All that was found.
 
     Attributes:
         num_nodes: The number of hosts that were asked about.
         num_processes: The number of processes on all of them.
-        hosts: How each host is called, and what it found on itself; on hosts other than 0 only this one.
-        together: What was found on all hosts together; on host 0, or if this host could not join.
+        hosts: The label of each host, and the reports of its own checks; on hosts other than 0 only this one.
+        together: The reports on all hosts together; on host 0, or if this host could not join.
         is_broken: Whether something was found, on any host, that will break a run.
         is_leader: Whether this host shows the whole.
-        seconds: How long it took.
+        seconds: The time that it took.
     """
 
     num_nodes: int
@@ -36,7 +36,7 @@ class Diagnosis:
     seconds: float = 0.0
 
 
-def diagnose(question: Question, *, progress: Callable[[str], None]) -> Diagnosis:
+def examine(question: Question, *, progress: Callable[[str], None]) -> Examination:
     """Run all checks. On several hosts, called on all of them.
 
     Args:
@@ -55,7 +55,7 @@ def diagnose(question: Question, *, progress: Callable[[str], None]) -> Diagnosi
         reports += run_checks(checks, progress=progress, limit_seconds=PROGRAM_SECONDS)
         if between_hosts is not None:
             return _together(question, reports, between_hosts, begin, progress)
-    return Diagnosis(
+    return Examination(
         num_nodes=1,
         num_processes=question.world_size,
         hosts=(("this host", reports),),
@@ -70,13 +70,13 @@ def _together(
     program: PairProgram,
     begin: float,
     progress: Callable[[str], None],
-) -> Diagnosis:
+) -> Examination:
     # It imports torch, which a single host does not need in this process.
     from drivetrain_launcher.doctor.meeting.conduct import meet
 
     address = find_outgoing_address(question.master_addr)
     result = meet(question, reports, address=address, program=program, progress=progress)
-    return Diagnosis(
+    return Examination(
         num_nodes=question.num_nodes,
         num_processes=question.world_size,
         hosts=tuple((result.labels[rank], found) for rank, found in sorted(result.reports.items())),

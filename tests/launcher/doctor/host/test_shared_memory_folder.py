@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launcher.doctor.host.shared_memory import (
+from drivetrain_launcher.doctor.host.shared_memory_folder import (
     SharedMemoryMeasurement,
     judge_shared_memory,
     measure_shared_memory,

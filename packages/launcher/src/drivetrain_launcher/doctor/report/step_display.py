@@ -1,4 +1,4 @@
-"""What the doctor does at the moment: one line that changes on a terminal, a line for each step elsewhere."""
+"""The step that the doctor is at: one line that changes on a terminal, a line for each step elsewhere."""
 
 import shutil
 import time
@@ -7,7 +7,7 @@ from typing import TextIO
 _WAIT_SECONDS = 5.0
 
 
-class Progress:
+class StepDisplay:
     """Shows steps on a stream; call it with each step, and `clear` at the end.
 
     A step that repeats, such as a wait, is shown at most every five seconds where lines cannot be changed.

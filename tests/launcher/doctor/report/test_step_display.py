@@ -1,6 +1,6 @@
 from io import StringIO
 
-from drivetrain_launcher.doctor.report.progress import Progress
+from drivetrain_launcher.doctor.report.step_display import StepDisplay
 
 
 class Terminal(StringIO):
@@ -12,7 +12,7 @@ class Terminal(StringIO):
 
 def test_a_terminal_has_one_line_that_changes_and_goes() -> None:
     stream = Terminal()
-    progress = Progress(stream)
+    progress = StepDisplay(stream)
     for step in ("limits", "limits", "port"):
         progress(step)
     progress.clear()
@@ -21,7 +21,7 @@ def test_a_terminal_has_one_line_that_changes_and_goes() -> None:
 
 def test_elsewhere_each_step_is_a_line_and_waits_are_shown_now_and_then() -> None:
     stream = StringIO()
-    progress = Progress(stream)
+    progress = StepDisplay(stream)
     progress("limits")
     for missing in range(100):
         progress(f"waiting for host {missing}")

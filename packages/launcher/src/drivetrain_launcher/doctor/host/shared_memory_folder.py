@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.finding import Finding, Verdict, error, warning
+from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
 from drivetrain_launcher.doctor.question import Question
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
@@ -24,9 +24,9 @@ class SharedMemoryMeasurement:
     """The folder of shared memory.
 
     Attributes:
-        folder: Its path.
-        size_bytes: Its size; None if it is not there.
-        free_bytes: What is free.
+        folder: The path of the folder.
+        size_bytes: The size of the folder; None if it is not there.
+        free_bytes: The number of free bytes.
         is_writable: Whether this user may write there.
     """
 
@@ -56,10 +56,10 @@ def needed_bytes(question: Question) -> int:
     return question.processes_per_node * batches * (question.batch_bytes or 0) + nccl
 
 
-def judge_shared_memory(measured: SharedMemoryMeasurement, question: Question) -> Verdict:
+def judge_shared_memory(measured: SharedMemoryMeasurement, question: Question) -> CheckVerdict:
     """Judge the shared memory for a run."""
     if not question.num_workers and question.accelerator != "cuda":
-        return Verdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
+        return CheckVerdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
     folder, size = measured.folder, measured.size_bytes
     if size is None or not measured.is_writable:
         finding = error(
@@ -67,9 +67,9 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, question: Question) -
             why="DataLoader workers hand batches over in it, and fail without it",
             mend=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
         )
-        return Verdict(summary=f"{folder}", findings=(finding,))
+        return CheckVerdict(summary=f"{folder}", findings=(finding,))
     summary = f"{byte_size(measured.free_bytes)} of {byte_size(size)} free in {folder}"
-    return Verdict(summary=summary, findings=tuple(_room(measured, size, question)))
+    return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, question)))
 
 
 def _room(measured: SharedMemoryMeasurement, size: int, question: Question) -> list[Finding]:
