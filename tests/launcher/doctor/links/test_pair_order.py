@@ -33,6 +33,7 @@ def test_three_ranks_measure_each_pair_over_gloo(tmp_path: Path) -> None:
     assert result.unfinished == ()
 
 
+@pytest.mark.slow  # the variable makes it a fresh interpreter
 @pytest.mark.usefixtures("preloaded")
 def test_an_interface_that_is_not_there_fails_as_in_a_run(tmp_path: Path) -> None:
     with start_pairs(child_environment(GLOO_SOCKET_IFNAME="nowhere0")) as program:

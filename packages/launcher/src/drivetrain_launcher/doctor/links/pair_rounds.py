@@ -10,17 +10,19 @@ def pair_rounds(count: int, *, most_rounds: int, at_once: bool = True) -> tuple[
 
     Args:
         count: The number of ranks.
-        most_rounds: If there are more rounds, so many are taken, spread over all.
+        most_rounds: If there are more rounds, so many are taken; of rounds at once, such that are spread over all.
         at_once: Whether the pairs of a round are measured at the same time; else each is a round of its own, as for
             ranks of one host, which share its memory and cores.
     """
     places = count + count % 2  # with an odd number, who meets the last place pauses
-    rounds = [_round(number, places, count) for number in range(places - 1)] if count > 1 else []
-    if not at_once:
-        rounds = [(pair,) for pairs in rounds for pair in pairs]
-    if len(rounds) > most_rounds:
-        rounds = [rounds[index * len(rounds) // most_rounds] for index in range(most_rounds)]
-    return tuple(rounds)
+    num_rounds = places - 1 if count > 1 else 0
+    numbers = range(num_rounds)
+    if at_once and num_rounds > most_rounds:
+        numbers = [index * num_rounds // most_rounds for index in range(most_rounds)]
+    rounds = [_round(number, places, count) for number in numbers]
+    if at_once:
+        return tuple(rounds)
+    return tuple((pair,) for pairs in rounds for pair in pairs)[:most_rounds]
 
 
 def _round(number: int, places: int, count: int) -> tuple[Pair, ...]:
