@@ -63,7 +63,7 @@ def judge_port(measured: PortMeasurement, question: Question) -> CheckVerdict:
         return CheckVerdict(skipped=f"the store listens on {question.master_addr}, not here")
     if port == 0:
         return CheckVerdict(summary="any free port is taken")
-    where = "on every host" if question.num_nodes > 1 else "or leave it out for any free one"
+    where = " on every host" if question.num_nodes > 1 else ", or leave it out for any free one"
     if measured.bind_error == "EADDRINUSE":
         held = (
             f"held by {measured.holder}"
@@ -73,7 +73,7 @@ def judge_port(measured: PortMeasurement, question: Question) -> CheckVerdict:
         finding = error(
             f"port {port} is in use, {held}",
             why="the run's store cannot listen there",
-            mend=f"end that process, or say --master-port {_other(port)} {where}",
+            mend=f"end that process, or say --master-port {_other(port)}{where}",
             port=port,
         )
         return CheckVerdict(summary=f"port {port}", findings=(finding,))
@@ -81,7 +81,7 @@ def judge_port(measured: PortMeasurement, question: Question) -> CheckVerdict:
         finding = error(
             f"port {port} cannot be listened on ({measured.bind_error})",
             why="ports below 1024 belong to root" if port < 1024 else "the run's store cannot listen there",
-            mend=f"say --master-port {_other(port)} {where}",
+            mend=f"say --master-port {_other(port)}{where}",
             port=port,
         )
         return CheckVerdict(summary=f"port {port}", findings=(finding,))
