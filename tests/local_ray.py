@@ -13,7 +13,13 @@ SMALL = {"num_cpus": 2, "object_store_memory": 80_000_000, "node_ip_address": AD
 
 def main(port: int, folder: str) -> None:
     """Run the cluster until the standard input ends."""
-    head = {**SMALL, "include_dashboard": True, "dashboard_host": ADDRESS, "dashboard_port": port, "temp_dir": folder}
+    head = {
+        **SMALL,
+        "include_dashboard": True,
+        "dashboard_host": ADDRESS,
+        "dashboard_port": port,
+        "temp_dir": folder,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     node = cluster.add_node(**SMALL)
     print("ready", flush=True)

@@ -1,6 +1,6 @@
 """The few endpoints of a Kubernetes API that jobs need, on the loopback, for the real kubectl to talk to.
 
-A JobSet's pods wait once, run, print what the test says, and end with the exit codes that it says, attempt by attempt.
+A JobSet's pods wait once, run, print what the test says, and end with the exit codes that it says.
 """
 
 import json
@@ -90,7 +90,9 @@ class PlayedCluster:
         """The log of a pod, with times."""
         self.served[pod] = self.served.get(pod, 0) + 1
         stamps = [f"2026-01-01T00:00:{i:02}.000000000Z" for i in range(len(self.lines))]
-        shown = [f"{stamp} {line}\n" for stamp, line in zip(stamps, self.lines, strict=True) if stamp >= since]
+        shown = [
+            f"{stamp} {line}\n" for stamp, line in zip(stamps, self.lines, strict=True) if stamp >= since
+        ]
         if self.breaks_first_log and self.served[pod] == 1:
             return shown[0]
         self.whole.add(pod)
@@ -109,7 +111,11 @@ class PlayedCluster:
         api = f"apis/{GROUP}/v1alpha2"
         return {
             "/api": {"kind": "APIVersions", "versions": ["v1"]},
-            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group] if self.has_jobset else []},
+            "/apis": {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [group] if self.has_jobset else [],
+            },
             f"/{api}": _resources(f"{GROUP}/v1alpha2", {"jobsets": "JobSet"}),
             "/api/v1": _resources("v1", {"pods": "Pod", "pods/log": "Pod"}),
             "/openapi/v3": {"paths": {api: {"serverRelativeURL": f"/openapi/v3/{api}?hash=1"}}},
@@ -128,7 +134,13 @@ def _resources(version: str, kinds: dict[str, str]) -> dict[str, Any]:
         "apiVersion": "v1",
         "groupVersion": version,
         "resources": [
-            {"name": name, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get", "list", "create"]}
+            {
+                "name": name,
+                "singularName": "",
+                "namespaced": True,
+                "kind": kind,
+                "verbs": ["get", "list", "create"],
+            }
             for name, kind in kinds.items()
         ],
     }
@@ -160,7 +172,14 @@ def _handler(cluster: PlayedCluster) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(text)
 
-        do_GET = do_POST = do_DELETE = answer
+        def do_GET(self) -> None:
+            self.answer()
+
+        def do_POST(self) -> None:
+            self.answer()
+
+        def do_DELETE(self) -> None:
+            self.answer()
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -1,4 +1,10 @@
-from drivetrain_launcher.clusters.jobset_state import JobSetState, PodState, exit_code_of, read_jobset, read_pods
+from drivetrain_launcher.clusters.jobset_state import (
+    JobSetState,
+    PodState,
+    exit_code_of,
+    read_jobset,
+    read_pods,
+)
 
 
 def pod(rank: int, exit_code: int | None, ended_at: str) -> PodState:
@@ -20,7 +26,11 @@ def test_a_new_jobset_has_no_state_yet() -> None:
 
 def test_the_exit_code_is_that_of_the_pod_that_failed_first() -> None:
     failed = JobSetState(end="Failed", message="", restarts=0)
-    pods = [pod(0, 1, "2026-01-01T00:00:02Z"), pod(1, 3, "2026-01-01T00:00:01Z"), pod(2, 0, "2026-01-01T00:00:00Z")]
+    pods = [
+        pod(0, 1, "2026-01-01T00:00:02Z"),
+        pod(1, 3, "2026-01-01T00:00:01Z"),
+        pod(2, 0, "2026-01-01T00:00:00Z"),
+    ]
     assert exit_code_of(failed, pods) == 3
     assert exit_code_of(failed, []) == 1
     assert exit_code_of(JobSetState(end="Completed", message="", restarts=1), pods) == 0
@@ -30,7 +40,10 @@ def test_a_pod_that_waits_says_why() -> None:
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
     data = {
         "items": [
-            {"metadata": {"name": "b", "labels": {"batch.kubernetes.io/job-completion-index": "1"}}, "status": {}},
+            {
+                "metadata": {"name": "b", "labels": {"batch.kubernetes.io/job-completion-index": "1"}},
+                "status": {},
+            },
             {
                 "metadata": {"name": "a", "annotations": {"batch.kubernetes.io/job-completion-index": "0"}},
                 "status": {"conditions": [unscheduled]},

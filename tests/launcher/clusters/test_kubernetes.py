@@ -27,7 +27,9 @@ def test_a_job_is_created_followed_across_a_restart_and_keeps_its_exit_code(
         done = drivetrain(*LINE, "train.py", "$(id)", environment=environment)
     assert done.returncode == 3, done.stderr
     lines = done.stdout.splitlines()
-    assert sorted(lines) == sorted(2 * [f"[node {rank}] {text}" for rank in (0, 1) for text in ("one", "two")])
+    assert sorted(lines) == sorted(
+        2 * [f"[node {rank}] {text}" for rank in (0, 1) for text in ("one", "two")]
+    )
     assert "waiting for node 0 (ImagePullBackOff: no such image), node 1" in done.stderr
     assert "job team/train starts again, for the 1. time" in done.stderr
     assert "job team/train failed: jobset is over" in done.stderr

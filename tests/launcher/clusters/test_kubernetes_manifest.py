@@ -64,20 +64,32 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
-@pytest.mark.parametrize("changes", [{}, {"accelerators_per_node": 8, "cpus_per_node": 96, "memory_per_node": "1.5TB"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"accelerators_per_node": 8, "cpus_per_node": 96, "memory_per_node": "1.5TB"}]
+)
 @pytest.mark.parametrize("options", [{"image": "train"}, FULL])
 def test_the_job_of_the_jobset_is_valid_by_the_published_schema(
     version: str, changes: dict[str, Any], options: dict[str, str]
 ) -> None:
     request = make_request(options=options, time_limit_seconds=7200, environment={"A": "b"}, **changes)
     manifest = manifest_of(request)
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": manifest["metadata"], "spec": job_of(manifest)}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": manifest["metadata"],
+        "spec": job_of(manifest),
+    }
     kubernetes_validate.validate(job, version, strict=True)
 
 
 def test_the_schema_refuses_a_manifest_with_a_mistake() -> None:
     manifest = manifest_of(make_request(options=FULL))
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": manifest["metadata"], "spec": job_of(manifest)}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": manifest["metadata"],
+        "spec": job_of(manifest),
+    }
     job["spec"]["template"]["spec"]["containers"][0]["workingdir"] = "/"
     with pytest.raises(kubernetes_validate.ValidationError, match="workingdir"):
         kubernetes_validate.validate(job, "1.37", strict=True)
@@ -93,7 +105,11 @@ def test_the_jobset_has_the_fields_that_its_reference_documents() -> None:
         "labels": {"kueue.x-k8s.io/queue-name": "team-queue"},
     }
     spec = manifest["spec"]
-    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": "train", "publishNotReadyAddresses": True}
+    assert spec["network"] == {
+        "enableDNSHostnames": True,
+        "subdomain": "train",
+        "publishNotReadyAddresses": True,
+    }
     assert spec["successPolicy"] == {"operator": "All"}
     assert spec["failurePolicy"] == {"maxRestarts": 5}
     assert spec["ttlSecondsAfterFinished"] == 0
@@ -123,7 +139,11 @@ def test_the_pods_have_the_time_to_save() -> None:
 
 def test_the_pods_get_what_the_request_says() -> None:
     request = make_request(
-        options=FULL, accelerators_per_node=8, cpus_per_node=96, memory_per_node="900GB", environment={"A": "1"}
+        options=FULL,
+        accelerators_per_node=8,
+        cpus_per_node=96,
+        memory_per_node="900GB",
+        environment={"A": "1"},
     )
     manifest = manifest_of(request)
     container = container_of(manifest)
@@ -165,11 +185,11 @@ def test_hostile_words_and_variables_arrive_as_they_are(
 
 @given(hostile)
 def test_a_hostile_name_becomes_a_label_or_is_refused(name: str) -> None:
-    try:
-        made = object_name(name, 1000)
-    except LaunchError as error:
-        assert "--name" in str(error)
+    if not re.search("[a-zA-Z0-9]", name, re.ASCII):
+        with pytest.raises(LaunchError, match="none of them is in it"):
+            object_name(name, 1000)
         return
+    made = object_name(name, 1000)
     assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", made)
     assert len(f"{made}-node-0-999-xxxxx") <= 63
 
@@ -179,7 +199,7 @@ def test_names_become_labels() -> None:
     assert object_name("7B.long", 2) == "job-7b-long"
     with pytest.raises(LaunchError, match="none of them is in it"):
         object_name("---", 2)
-    with pytest.raises(LaunchError, match=r"has 60 letters .* at most 48 are allowed"):
+    with pytest.raises(LaunchError, match=r"has 60 letters .* 48 are allowed"):
         object_name("a" * 60, 2)
 
 

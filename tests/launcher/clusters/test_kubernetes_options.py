@@ -8,7 +8,7 @@ from requests_of_jobs import TRAPS, make_request
 
 
 def test_the_image_must_be_said() -> None:
-    with pytest.raises(LaunchError, match="kubernetes needs the image .* --option image=NAME"):
+    with pytest.raises(LaunchError, match=r"kubernetes needs the image .* --option image=NAME"):
         read_kubernetes_options(make_request())
 
 
@@ -34,7 +34,9 @@ def test_a_wrong_option_is_refused(option: str, value: str, message: str) -> Non
         read_kubernetes_options(make_request(options={"image": "x", option: value}))
 
 
-@pytest.mark.parametrize("option", ["image", "namespace", "service-account", "queue", "volumes", "tolerations"])
+@pytest.mark.parametrize(
+    "option", ["image", "namespace", "service-account", "queue", "volumes", "tolerations"]
+)
 def test_no_option_takes_text_of_another_form(option: str) -> None:
     for trap in TRAPS:
         if re.fullmatch(r"[A-Za-z0-9_:-]*[A-Za-z0-9]", trap, re.ASCII):

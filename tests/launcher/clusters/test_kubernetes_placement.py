@@ -70,7 +70,10 @@ def test_a_pod_of_an_older_pytorchjob_knows_its_place() -> None:
     "environment",
     [
         {},
-        {"JOB_COMPLETION_INDEX": "3", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # each index may be a run of its own
+        {
+            "JOB_COMPLETION_INDEX": "3",
+            "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        },  # each index may be a run of its own
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
         {**KUBEFLOW, "PET_NNODES": "1:4"},  # elastic: the nodes agree on their ranks
     ],
@@ -82,7 +85,10 @@ def test_other_environments_are_no_place(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"JOB_COMPLETION_INDEX": None}, "JOB_COMPLETION_INDEX: not set in this pod, but DRIVETRAIN_KUBERNETES_JOB is"),
+        (
+            {"JOB_COMPLETION_INDEX": None},
+            "JOB_COMPLETION_INDEX: not set in this pod, but DRIVETRAIN_KUBERNETES_JOB is",
+        ),
         ({"JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX=2: contradicts DRIVETRAIN_KUBERNETES_NODES=2"),
         ({"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX='-1': must be a number"),
         ({"DRIVETRAIN_KUBERNETES_NODES": "two"}, "DRIVETRAIN_KUBERNETES_NODES='two': must be a number"),
@@ -103,7 +109,10 @@ def test_variables_of_our_manifest_that_contradict(changes: dict[str, str | None
         ({"JOB_COMPLETION_INDEX": "1"}, "PET_NODE_RANK=3 contradicts JOB_COMPLETION_INDEX=1"),
         ({"MASTER_ADDR": "other"}, "PET_MASTER_ADDR=bert-master-0 contradicts MASTER_ADDR=other"),
         ({"PET_NODE_RANK": "4"}, "PET_NODE_RANK=4: contradicts PET_NNODES=4"),
-        ({"PET_MASTER_ADDR": None, "MASTER_ADDR": None}, "PET_MASTER_ADDR or MASTER_ADDR: not set in this pod"),
+        (
+            {"PET_MASTER_ADDR": None, "MASTER_ADDR": None},
+            "PET_MASTER_ADDR or MASTER_ADDR: not set in this pod",
+        ),
     ],
 )
 def test_variables_of_kubeflow_that_contradict(changes: dict[str, str | None], message: str) -> None:

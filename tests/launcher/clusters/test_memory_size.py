@@ -8,7 +8,13 @@ from drivetrain_launcher.clusters.memory_size import memory_bytes
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("64GB", 64 * 10**9), ("64 GiB", 64 * 2**30), ("1.5kib", 1536), ("512mb", 512 * 10**6), ("2TB", 2 * 10**12)],
+    [
+        ("64GB", 64 * 10**9),
+        ("64 GiB", 64 * 2**30),
+        ("1.5kib", 1536),
+        ("512mb", 512 * 10**6),
+        ("2TB", 2 * 10**12),
+    ],
 )
 def test_a_size_is_a_number_and_a_unit(text: str, size: int) -> None:
     assert memory_bytes(text) == size

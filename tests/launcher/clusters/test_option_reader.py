@@ -9,13 +9,17 @@ WORD = re.compile("[a-z]+")
 
 
 def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(LaunchError, match="mars has no such option; did you mean image.* there are image, port"):
+    with pytest.raises(
+        LaunchError, match=r"mars has no such option; did you mean image.* there are image, port"
+    ):
         check_known("mars", {"imge": "x"}, ("port", "image"))
 
 
 def test_items_stand_between_commas_and_each_is_checked() -> None:
     assert OptionReader({"many": "a, b"}).several("many", WORD, "a word") == ("a", "b")
-    with pytest.raises(LaunchError, match="--option many=a,,b: '' must be a word; several stand between commas"):
+    with pytest.raises(
+        LaunchError, match="--option many=a,,b: '' must be a word; several stand between commas"
+    ):
         OptionReader({"many": "a,,b"}).several("many", WORD, "a word")
 
 

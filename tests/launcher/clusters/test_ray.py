@@ -97,14 +97,9 @@ def submitted(local_ray: LocalRay, started: Callable) -> Callable:
     return submit
 
 
-pytestmark_slow = (pytest.mark.slow, pytest.mark.timeout(900))
-
-
 def slow(test: Callable) -> Callable:
     """Mark a test that needs the cluster."""
-    for mark in pytestmark_slow:
-        test = mark(test)
-    return test
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> list[str]:
@@ -202,13 +197,15 @@ def test_resources_that_the_cluster_does_not_have_are_named(submitted: Callable,
     assert "no place for 2 x {'CPU': 99}; the cluster has" in output
 
 
-def test_without_ray_the_error_names_the_extra(drivetrain: Callable, script: Callable, tmp_path: Path) -> None:
+def test_without_ray_the_error_names_the_extra(
+    drivetrain: Callable, script: Callable, tmp_path: Path
+) -> None:
     script("print(1)", "train.py")
     (tmp_path / "ray.py").write_text("raise ImportError('no ray')")
-    line = ("submit", "--on", "ray", "--cpu", "train.py")
-    shown = drivetrain(*line, "--dry-run", environment={"PYTHONPATH": str(tmp_path)})
+    line = ("submit", "--on", "ray", "--cpu")
+    shown = drivetrain(*line, "--dry-run", "train.py", environment={"PYTHONPATH": str(tmp_path)})
     assert shown.returncode == 0, shown.stderr
-    done = drivetrain(*line, environment={"PYTHONPATH": str(tmp_path)})
+    done = drivetrain(*line, "train.py", environment={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2
     assert "pip install 'drivetrain-launcher[ray]' brings it" in done.stderr
 

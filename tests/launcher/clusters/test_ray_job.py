@@ -12,7 +12,9 @@ from requests_of_jobs import TRAPS, hostile, make_request
 
 @settings(max_examples=50)
 @given(st.lists(hostile, max_size=6), st.dictionaries(st.sampled_from("ABCD"), hostile), hostile)
-def test_a_hostile_job_reaches_its_driver_as_it_is(words: list[str], variables: dict[str, str], name: str) -> None:
+def test_a_hostile_job_reaches_its_driver_as_it_is(
+    words: list[str], variables: dict[str, str], name: str
+) -> None:
     request = make_request(name=name, command=("drivetrain", "launch", *words), environment=variables)
     planned = plan_ray(request)
     text = planned.job.encode()

@@ -34,11 +34,21 @@ def test_a_request_holds_what_was_said() -> None:
     ).request
     assert (request.name, request.folder, request.log_dir) == ("train", FOLDER, Path("out"))
     assert (request.num_nodes, request.processes_per_node, request.accelerators_per_node) == (2, 8, 8)
-    assert (request.cpus_per_node, request.memory_per_node, request.time_limit_seconds) == (96, "900GB", 43200)
+    assert (request.cpus_per_node, request.memory_per_node, request.time_limit_seconds) == (
+        96,
+        "900GB",
+        43200,
+    )
     assert (request.save_seconds, request.max_requeues) == (300, 5)
     assert (request.environment, request.options) == ({"A": "b"}, {"partition": "gpu"})
     assert request.command == (
-        *("drivetrain", "launch", "--log-dir=out", "--processes-per-node=8", "--shutdown-timeout-seconds=300"),
+        *(
+            "drivetrain",
+            "launch",
+            "--log-dir=out",
+            "--processes-per-node=8",
+            "--shutdown-timeout-seconds=300",
+        ),
         *("train.py", "--lr", "1e-3"),
     )
 
@@ -74,8 +84,16 @@ def test_what_was_decided_is_told() -> None:
 @pytest.mark.parametrize(
     ("said", "changes", "message"),
     [
-        ({"run": {"cpu": True}}, {"accelerators_per_node": 4}, "--accelerators-per-node 4: the run is for the CPU"),
-        ({"state": {"device": "cuda"}}, {"accelerators_per_node": 0}, "--accelerators-per-node 0: the run is for cuda"),
+        (
+            {"run": {"cpu": True}},
+            {"accelerators_per_node": 4},
+            "--accelerators-per-node 4: the run is for the CPU",
+        ),
+        (
+            {"state": {"device": "cuda"}},
+            {"accelerators_per_node": 0},
+            "--accelerators-per-node 0: the run is for cuda",
+        ),
         (
             {"launch": {"processes_per_node": "8"}},
             {"accelerators_per_node": 4},
@@ -93,7 +111,7 @@ def test_what_was_decided_is_told() -> None:
         (
             {"launch": {"shutdown_timeout_seconds": "600"}},
             {},
-            "shutdown_timeout_seconds=600 from --shutdown-timeout-seconds on the command line: the cluster kills the job",
+            "shutdown_timeout_seconds=600 from --shutdown-timeout-seconds on the command line: the cluster kills",
         ),
         (
             {"launch": {"num_nodes": "2", "max_restarts": "3"}},
@@ -116,7 +134,9 @@ def test_a_variable_that_contradicts_a_setting_is_refused() -> None:
     from drivetrain_config import environ
 
     with environ.exported(DRIVETRAIN_RUN__SEED="1"):
-        with pytest.raises(LaunchError, match="--env DRIVETRAIN_RUN__SEED=2: contradicts DRIVETRAIN_RUN__SEED=1"):
+        with pytest.raises(
+            LaunchError, match="--env DRIVETRAIN_RUN__SEED=2: contradicts DRIVETRAIN_RUN__SEED=1"
+        ):
             planned(variables={"DRIVETRAIN_RUN__SEED": "2"})
 
 

@@ -39,7 +39,9 @@ def test_an_unknown_job_names_the_nearest_and_all(tmp_path: Path) -> None:
         find_record("1235", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cluster": "x"}', '{"cluster": 1, "job_id": "1", "request": {}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"cluster": "x"}', '{"cluster": 1, "job_id": "1", "request": {}}']
+)
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.job.json").write_text(text)
     with pytest.raises(LaunchError, match=r"x\.job\.json: is no record of a job that can be read"):

@@ -34,7 +34,9 @@ def read_in_the_job(line: LaunchLine) -> LaunchArguments:
 
 def test_flags_files_and_variables_reach_the_job_in_their_order(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("run: {seed: 1, mixed_precision: bf16}\nddp: {static_graph: true}\nlaunch: {max_restarts: 2}\n")
+    file.write_text(
+        "run: {seed: 1, mixed_precision: bf16}\nddp: {static_graph: true}\nlaunch: {max_restarts: 2}\n"
+    )
     with environ.exported(DRIVETRAIN_RUN__SEED="2", DRIVETRAIN_STATE__DEBUG="true"):
         layers = Layers.read(file=file, command_line={"run": {"cpu": True, "mixed_precision": "fp16"}})
         line = line_of(layers)
@@ -101,5 +103,7 @@ def test_a_secret_is_not_handed_to_the_job() -> None:
 @pytest.mark.parametrize(("field", "value"), [("node_rank", "0"), ("master_addr", "node0")])
 def test_what_the_cluster_decides_is_refused_with_its_source(field: str, value: str) -> None:
     flag = f"--{field.replace('_', '-')}"
-    with pytest.raises(LaunchError, match=f"{field}='{value}' from {flag} on the command line: the cluster decides"):
+    with pytest.raises(
+        LaunchError, match=f"{field}='{value}' from {flag} on the command line: the cluster decides"
+    ):
         line_of(Layers.read(command_line={"launch": {field: value}}))

@@ -1,8 +1,12 @@
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from drivetrain_config import environ
 from drivetrain_launcher.cli.main import main
 
 ON = ("submit", "--on", "kubernetes", "--cpu", "--option", "image=x")
@@ -26,7 +30,10 @@ def test_a_dry_run_shows_files_and_command_and_writes_nothing(
     ("line", "message"),
     [
         (("submit", "train.py"), "--on is missing"),
-        (("submit", "--on", "kubernets", "train.py"), "cluster kubernets: no installed package provides it; did you mean"),
+        (
+            ("submit", "--on", "kubernets", "train.py"),
+            "cluster kubernets: no installed package provides it; did you mean",
+        ),
         ((*ON, "--option", "nodes=3", "train.py"), "kubernetes has no such option"),
         ((*ON, "--option", "image=y", "train.py"), "--option image=y: contradicts --option image=x"),
         ((*ON, "tran.py"), "no such script; did you mean"),
@@ -78,8 +85,12 @@ def test_ctrl_c_stops_following_and_says_how_to_go_on(script: Callable, tmp_path
     """A third party's cluster, whose job never ends, registered by an entry point of its own."""
     package = tmp_path / "endless"
     (package / "endless-1.dist-info").mkdir(parents=True)
-    (package / "endless-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: endless\nVersion: 1\n")
-    (package / "endless-1.dist-info" / "entry_points.txt").write_text("[drivetrain.clusters]\nendless = endless:Endless\n")
+    (package / "endless-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: endless\nVersion: 1\n"
+    )
+    (package / "endless-1.dist-info" / "entry_points.txt").write_text(
+        "[drivetrain.clusters]\nendless = endless:Endless\n"
+    )
     (package / "endless.py").write_text(ENDLESS)
     script("print(1)", "train.py")
     process = _interrupted(tmp_path, package)
@@ -102,13 +113,7 @@ class Endless:
 """
 
 
-def _interrupted(folder: Path, package: Path):  # noqa: ANN202
-    import signal
-    import subprocess
-    import sys
-
-    from drivetrain_config import environ
-
+def _interrupted(folder: Path, package: Path) -> "subprocess.CompletedProcess[str]":
     # What a shell starts in the background ignores SIGINT, and so would the command.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

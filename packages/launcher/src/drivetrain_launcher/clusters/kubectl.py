@@ -1,7 +1,7 @@
 """Call kubectl, with words that no shell reads.
 
-kubectl rather than Kubernetes' Python client: it is what a user of the cluster has already set up, with its way to log
-in; it is released with Kubernetes itself; and a call costs less than the second in which the client is imported.
+kubectl rather than Kubernetes' Python client: it is what a user of the cluster has already set up, with its way to
+log in; it is released with Kubernetes itself; and a call costs less than the import of the client.
 """
 
 import json
@@ -21,7 +21,10 @@ _HINTS = (
         "JobSet is not installed in the cluster; its administrator installs it as https://jobset.sigs.k8s.io says",
     ),
     ("AlreadyExists", "a job of this name exists; say another --name, or cancel that one first"),
-    ("connection to the server", "kubectl reaches no cluster; `kubectl cluster-info` shows which it looks for"),
+    (
+        "connection to the server",
+        "kubectl reaches no cluster; `kubectl cluster-info` shows which it looks for",
+    ),
     ("strict decoding error", "the cluster's JobSet is older than 0.6, which drivetrain needs"),
     ("unknown field", "the cluster's JobSet is older than 0.6, which drivetrain needs"),
 )

@@ -30,8 +30,8 @@ def jobset_manifest(request: JobRequest, options: KubernetesOptions) -> Manifest
     """Return the JobSet of a request.
 
     A pod that was preempted, or whose ranks have saved and ended with exit code 75, fails the Job at once for the
-    reason PodFailurePolicy, and a Job that reaches its time for the reason DeadlineExceeded; the JobSet then starts all
-    nodes again. Any other failure is a BackoffLimitExceeded, which ends the JobSet.
+    reason PodFailurePolicy, and a Job that reaches its time for the reason DeadlineExceeded; the JobSet then starts
+    all nodes again. Any other failure is a BackoffLimitExceeded, which ends the JobSet.
 
     Raises:
         LaunchError: The name of the job is not possible on Kubernetes.

@@ -111,7 +111,9 @@ def read_kubernetes_options(request: JobRequest) -> KubernetesOptions:
     read = OptionReader(request.options)
     image = read.matching("image", _IMAGE, "the name of an image, such as registry.example.org/train:2.1")
     if image is None:
-        raise LaunchError("kubernetes needs the image that holds drivetrain and the script: --option image=NAME")
+        raise LaunchError(
+            "kubernetes needs the image that holds drivetrain and the script: --option image=NAME"
+        )
     shm = request.options.get("shm")
     return KubernetesOptions(
         image=image,
@@ -142,7 +144,9 @@ def _volumes(texts: tuple[str, ...]) -> tuple[ClaimMount, ...]:
     paths = [mount.path.rstrip("/") for mount in mounts]
     for path in ("/dev/shm", *paths):
         if paths.count(path) > (0 if path == "/dev/shm" else 1):
-            raise LaunchError(f"--option volumes={','.join(texts)}: {path} is mounted twice; say another folder")
+            raise LaunchError(
+                f"--option volumes={','.join(texts)}: {path} is mounted twice; say another folder"
+            )
     return tuple(mounts)
 
 
@@ -158,13 +162,15 @@ def object_name(name: str, num_nodes: int) -> str:
     """
     small = re.sub(r"[^a-z0-9]+", "-", name.lower(), flags=re.ASCII).strip("-")
     if not small:
-        raise LaunchError(f"--name {name!r}: kubernetes allows a-z, 0-9 and hyphens, and none of them is in it")
+        raise LaunchError(
+            f"--name {name!r}: kubernetes allows a-z, 0-9 and hyphens, and none of them is in it"
+        )
     if small[0].isdigit():
         small = f"job-{small}"
     # NAME-node-0-RANK-xxxxx is the name of a pod.
     most = _MOST - len(f"-{REPLICATED_JOB}-0-{num_nodes - 1}-xxxxx")
     if len(small) > most:
         raise LaunchError(
-            f"--name {name!r}: has {len(small)} letters as the name of a Kubernetes object; at most {most} are allowed"
+            f"--name {name!r}: has {len(small)} letters as the name of a Kubernetes object; {most} are allowed"
         )
     return small

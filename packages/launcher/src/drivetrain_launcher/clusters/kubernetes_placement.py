@@ -85,8 +85,8 @@ def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
         given = [name for name in choices if name in environment]
         if not given:
             raise LaunchError(
-                f"{' or '.join(choices)}: not set in this pod, but PET_NNODES={environment['PET_NNODES']} is; Kubeflow "
-                "sets both"
+                f"{' or '.join(choices)}: not set in this pod, but PET_NNODES={environment['PET_NNODES']} is; "
+                "Kubeflow sets both"
             )
         names[field] = given[0]
         for other in given[1:]:
@@ -139,7 +139,9 @@ def _number(environment: Mapping[str, str], name: str, *, least: int) -> int:
 
 
 def _contradiction(environment: Mapping[str, str], one: str, other: str) -> LaunchError:
-    return LaunchError(f"{one}={environment[one]} contradicts {other}={environment[other]}; unset one of them")
+    return LaunchError(
+        f"{one}={environment[one]} contradicts {other}={environment[other]}; unset one of them"
+    )
 
 
 def _first(environment: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Write a manifest as YAML that every reader, also one of another YAML version, reads as the same text and numbers."""
+"""Write a manifest as YAML that readers of every YAML version read as the same text and numbers."""
 
 import re
 from typing import Any

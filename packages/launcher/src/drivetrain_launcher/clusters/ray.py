@@ -49,7 +49,10 @@ class Ray:
             files={request.log_dir / f"{safe}.ray.json": text},
             command=(),
             request=request,
-            notes=(_where(planned), f"Ray runs `{planned.entrypoint}` on the head node, which starts the nodes"),
+            notes=(
+                _where(planned),
+                f"Ray runs `{planned.entrypoint}` on the head node, which starts the nodes",
+            ),
         )
 
     def submit(self, submission: Submission) -> str:
@@ -124,6 +127,6 @@ def _client(address: str | None) -> Any:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"Ray cannot be reached at {address or 'the address that RAY_ADDRESS says, or on this machine'}: {error}; "
+            f"Ray cannot be reached at {address or 'the address of RAY_ADDRESS, or on this machine'}: {error}; "
             "--option address=http://HOST:8265 names the cluster's dashboard"
         ) from error

@@ -98,7 +98,9 @@ class Attempt:
         ready, began = self._group.ready(), time.monotonic()
         while True:
             waited = time.monotonic() - began
-            most = _TELL_SECONDS if job.wait_seconds is None else min(_TELL_SECONDS, job.wait_seconds - waited)
+            most = (
+                _TELL_SECONDS if job.wait_seconds is None else min(_TELL_SECONDS, job.wait_seconds - waited)
+            )
             try:
                 ray.get(ready, timeout=max(most, 0.1))
                 return
@@ -172,7 +174,7 @@ class Attempt:
     def _take(self, rank: int) -> None:
         """Take the next output of a node."""
         try:
-            item = ray.get(next(self._streams[rank]))
+            item: Any = ray.get(next(self._streams[rank]))
         except StopIteration:
             self._close(rank)
         except RayError as error:
@@ -243,5 +245,7 @@ def _strategy(job: RayJob) -> str:
     alive = sum(1 for node in ray.nodes() if node["Alive"])
     if alive >= job.num_nodes:
         return "STRICT_SPREAD"
-    say(f"{job.num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where they must")
+    say(
+        f"{job.num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where they must"
+    )
     return "SPREAD"

@@ -3,6 +3,7 @@
 It starts a launcher on each node, and starts all again after a node was lost or its ranks have saved.
 """
 
+import logging
 import signal
 import sys
 from types import FrameType
@@ -24,7 +25,7 @@ def main() -> int:
     """Run the job that the environment holds, and return its exit code."""
     job = RayJob.decode(environ.read(JOB_VARIABLE) or "")
     # The nodes hand their output to this process themselves, in whole lines; Ray would fold those that are alike.
-    ray.init(log_to_driver=False, logging_level="WARNING")
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
     signal.signal(signal.SIGTERM, _raise_stopped)  # after Ray, which sets a handler of its own
     number = 0
     while True:

@@ -87,7 +87,9 @@ class RayJob:
         try:
             return convert(json.loads(base64.urlsafe_b64decode(text)), cls)
         except (ValueError, ConversionError) as error:
-            raise LaunchError(f"{JOB_VARIABLE} cannot be read: {error}; `drivetrain submit` sets it") from error
+            raise LaunchError(
+                f"{JOB_VARIABLE} cannot be read: {error}; `drivetrain submit` sets it"
+            ) from error
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -139,7 +141,9 @@ def plan_ray(request: JobRequest) -> RayPlan:
         cpus_per_node=request.cpus_per_node or 1,
         memory_bytes_per_node=0 if request.memory_per_node is None else memory_bytes(request.memory_per_node),
         accelerators_per_node=request.accelerators_per_node,
-        accelerator=read.matching("accelerator", _RESOURCE, "the name of a resource of Ray, such as GPU or TPU")
+        accelerator=read.matching(
+            "accelerator", _RESOURCE, "the name of a resource of Ray, such as GPU or TPU"
+        )
         or "GPU",
         strategy=read.matching("strategy", _STRATEGY, "auto, STRICT_SPREAD, SPREAD, PACK or STRICT_PACK")
         or "auto",

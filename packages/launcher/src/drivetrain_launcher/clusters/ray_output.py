@@ -34,7 +34,10 @@ class JobOutput:
         while not self._info().status.is_terminal():
             try:
                 asyncio.run(self._tail())
-            except (OSError, RuntimeError):  # the connection broke; the next look at the job says whether it is there
+            except (
+                OSError,
+                RuntimeError,
+            ):  # the connection broke; the next look at the job says whether it is there
                 time.sleep(_POLL_SECONDS)
         self._write_new(self._client.get_job_logs(self._job_id))
         info = self._info()
@@ -49,7 +52,9 @@ class JobOutput:
         try:
             return self._client.get_job_info(self._job_id)
         except RuntimeError as error:
-            raise LaunchError(f"job {self._job_id}: Ray does not know it, or cannot be reached: {error}") from error
+            raise LaunchError(
+                f"job {self._job_id}: Ray does not know it, or cannot be reached: {error}"
+            ) from error
 
     async def _tail(self) -> None:
         """Write what is new of the output that Ray sends, which it always sends from the start."""

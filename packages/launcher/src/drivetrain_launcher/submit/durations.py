@@ -24,7 +24,11 @@ def duration_seconds(text: str) -> int:
     form = _CLOCK.fullmatch(stripped) or _PARTS.fullmatch(stripped)
     seconds = 0
     if form is not None:
-        seconds = sum(int(count or 0) * unit for count, unit in zip(form.groups(), _SECONDS.values(), strict=True))
+        seconds = sum(
+            int(count or 0) * unit for count, unit in zip(form.groups(), _SECONDS.values(), strict=True)
+        )
     if seconds < 1:
-        raise LaunchError(f"time {text!r}: say hours, minutes and seconds, 12:00:00, or units, 90m, 12h or 1d12h")
+        raise LaunchError(
+            f"time {text!r}: say hours, minutes and seconds, 12:00:00, or units, 90m, 12h or 1d12h"
+        )
     return seconds

@@ -51,7 +51,9 @@ def plan_job(
     wants_cpu = _wants_cpu(settings)
     processes, accelerators, notes = _processes_and_accelerators(arguments, launch, settings)
     _check_counts(arguments)
-    _check_launch(launch, arguments, processes, "cpu" if wants_cpu else settings["state"].device, accelerators)
+    _check_launch(
+        launch, arguments, processes, "cpu" if wants_cpu else settings["state"].device, accelerators
+    )
     line = plan_launch_line(
         arguments.layers,
         (arguments.script, *arguments.arguments),
@@ -114,7 +116,7 @@ def _processes_and_accelerators(
     if asked is not None:
         return processes, asked, ()
     if processes is not None:
-        note = f"{processes} accelerators on each node, one for each process; --accelerators-per-node sets another number"
+        note = f"{processes} accelerators on each node, one a process; --accelerators-per-node sets another number"
         return processes, processes, (note,)
     note = "no accelerator is requested; --accelerators-per-node N requests N on each node"
     return None, 0, (note,)
@@ -166,8 +168,8 @@ def _shutdown_timeout(arguments: SubmitArguments, launch: LaunchSettings) -> flo
     if seconds > arguments.save_seconds:
         entry = said["shutdown_timeout_seconds"]
         raise LaunchError(
-            f"shutdown_timeout_seconds={seconds:g} from {entry.source}: the cluster kills the job after --save-seconds "
-            f"{arguments.save_seconds}; say at least as many of these"
+            f"shutdown_timeout_seconds={seconds:g} from {entry.source}: the cluster kills the job after "
+            f"--save-seconds {arguments.save_seconds}; say at least as many of these"
         )
     return seconds
 
@@ -178,8 +180,8 @@ def _time_limit(arguments: SubmitArguments) -> int | None:
     seconds = duration_seconds(arguments.time)
     if seconds <= arguments.save_seconds:
         raise LaunchError(
-            f"--time {arguments.time}: leaves no time to train before the last --save-seconds {arguments.save_seconds}; "
-            "say a longer time, or fewer seconds to save"
+            f"--time {arguments.time}: leaves no time to train before the last --save-seconds "
+            f"{arguments.save_seconds}; say a longer time, or fewer seconds to save"
         )
     return seconds
 
@@ -195,8 +197,8 @@ def _environment(line: LaunchLine, variables: Mapping[str, str]) -> dict[str, st
     for name, value in variables.items():
         if line.environment.get(name, value) != value:
             raise LaunchError(
-                f"--env {name}={value}: contradicts {name}={line.environment[name]}, which a setting here says for the "
-                "job; keep one"
+                f"--env {name}={value}: contradicts {name}={line.environment[name]}, which a setting here says for "
+                "the job; keep one"
             )
     return {**line.environment, **variables}
 

@@ -42,8 +42,8 @@ def plan_launch_line(
 ) -> LaunchLine:
     """Plan the launch inside a job.
 
-    Flags stay flags. A setting from a variable or a file becomes a variable of the job: the file need not exist on the
-    cluster, and a change of it does not reach a job that waits in a queue.
+    Flags stay flags. A setting from a variable or a file becomes a variable of the job: the file need not exist on
+    the cluster, and a change of it does not reach a job that waits in a queue.
 
     Args:
         layers: The settings said at submission.

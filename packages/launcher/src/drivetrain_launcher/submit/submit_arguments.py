@@ -48,7 +48,9 @@ class SubmitArguments:
     )
     max_requeues: int = field(
         default=3,
-        metadata={"help": "Number of times that the job starts again after a preemption or the end of its time."},
+        metadata={
+            "help": "Number of times that the job starts again after a preemption or the end of its time."
+        },
     )
     option: tuple[str, ...] = field(
         default=(),

@@ -53,7 +53,9 @@ def _folder(folder: Path) -> Path:
     if folder.is_absolute() and not folder.exists():
         return folder
     what = "is not a folder" if folder.exists() else "does not exist here"
-    raise LaunchError(f"--folder {folder}: {what}; a folder that only the nodes have is named from its root, /...")
+    raise LaunchError(
+        f"--folder {folder}: {what}; a folder that only the nodes have is named from its root, /..."
+    )
 
 
 def _check_script(arguments: SubmitArguments, settings: dict[str, Any], folder: Path) -> None:
@@ -69,8 +71,8 @@ def _check_script(arguments: SubmitArguments, settings: dict[str, Any], folder: 
     known = {flag.name for flag in (*flags(LaunchSettings, "launch"), *flags(SubmitArguments, "launch"))}
     if misplaced := misplaced_flags(arguments.arguments, known - {"--script", "--arguments"}, source or ""):
         say(
-            f"{', '.join(misplaced)} after {arguments.script} is for the script; put flags of submit and launch before "
-            f"the script: drivetrain submit --on {arguments.on} [flags] {arguments.script}"
+            f"{', '.join(misplaced)} after {arguments.script} is for the script; put flags of submit and launch "
+            f"before the script: drivetrain submit --on {arguments.on} [flags] {arguments.script}"
         )
 
 

@@ -12,7 +12,9 @@ from drivetrain_launcher.submit.job_record import find_record
 class CancelArguments:
     """The arguments of `drivetrain job cancel`."""
 
-    job: str = field(metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."})
+    job: str = field(
+        metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."}
+    )
     on: str | None = field(
         default=None, metadata={"help": "Cluster of the job; unset: found in its record in the log folder."}
     )

@@ -12,7 +12,9 @@ from drivetrain_launcher.submit.submitter import follow_job
 class FollowArguments:
     """The arguments of `drivetrain job follow`."""
 
-    job: str = field(metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."})
+    job: str = field(
+        metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."}
+    )
     log_dir: Path = field(
         default=Path("logs"), metadata={"help": "Folder of the job's output, as it was at submission."}
     )
