@@ -12,6 +12,7 @@ from threading import Timer
 
 import pytest
 
+from drivetrain_config import environ
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.clusters.ray import Ray
 from requests_of_jobs import TRAPS, make_request
@@ -73,6 +74,8 @@ def local_ray() -> Iterator[LocalRay]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        # Ray takes the loopback for no address of a Linux node, and listens on all others, unless it is told this.
+        env=environ.child_environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0"),
     )
     assert process.stdin is not None
     assert process.stdout is not None

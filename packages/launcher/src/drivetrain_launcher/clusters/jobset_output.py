@@ -28,7 +28,7 @@ class JobSetOutput:
     """The output of a JobSet, of which each line is written once.
 
     Args:
-        job: The JobSet.
+        job: The name of the JobSet.
         num_nodes: The number of its pods.
         write: Takes the output.
     """

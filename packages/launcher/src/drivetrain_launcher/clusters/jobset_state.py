@@ -1,4 +1,4 @@
-"""What a JobSet and its pods are doing, out of what the cluster says of them. Pure."""
+"""The states of a JobSet and of its pods, out of what the cluster says of them. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodState:
-    """A pod.
+    """The state of a pod.
 
     Attributes:
         name: The name of the pod.
@@ -18,7 +18,7 @@ class PodState:
         is_running: Whether its container runs.
         exit_code: The exit code of its container; None while it has none.
         ended_at: When its container ended, as the cluster writes times; empty while it has not.
-        waits_for: Why it has not started; empty if it has.
+        waits_for: The reason why it has not started; empty if it has.
     """
 
     name: str
@@ -32,11 +32,11 @@ class PodState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSetState:
-    """A JobSet.
+    """The state of a JobSet.
 
     Attributes:
-        end: How it ended; None while it has not.
-        message: What the cluster says of its end.
+        end: The kind of its end; None while it has not ended.
+        message: The sentence of the cluster about its end.
         restarts: The number of times that it has started again.
     """
 

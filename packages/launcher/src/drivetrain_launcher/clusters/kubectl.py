@@ -32,11 +32,11 @@ _HINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectName:
-    """A JobSet.
+    """The name of a JobSet.
 
     Attributes:
-        namespace: Its namespace.
-        name: Its name.
+        namespace: The namespace that it is in.
+        name: The name in that namespace.
     """
 
     namespace: str
@@ -44,7 +44,7 @@ class ObjectName:
 
     @classmethod
     def parse(cls, job_id: str) -> "ObjectName":
-        """Read "NAMESPACE/NAME".
+        """Read a name from the text "NAMESPACE/NAME".
 
         Raises:
             LaunchError: The text is not of this form, and so might be read by kubectl as something else.

@@ -1,4 +1,4 @@
-"""One start of a job on Ray: all its nodes, from their placement to their end."""
+"""A start of a job on Ray: all its nodes, from their placement to their end."""
 
 import time
 from collections.abc import Callable
@@ -29,11 +29,11 @@ _MARGIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """How a start ended.
+    """The end of a start.
 
     Attributes:
         exit_code: The exit code of the node that failed first; 0 if none failed.
-        lost: What became of the nodes that were lost; empty if none was.
+        lost: The sentence about the node that was lost first; empty if none was.
         has_saved: Whether ranks have saved and want to be started again.
     """
 
@@ -46,7 +46,7 @@ class Attempt:
     """The nodes of one start of a job.
 
     Args:
-        job: The job.
+        job: The job to start.
         number: The number of earlier starts.
         write: Takes the output of all nodes.
     """

@@ -93,7 +93,7 @@ class RayJob:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What is reserved on each node, as Ray names resources."""
+        """The resources to reserve on each node, by Ray's names."""
         found: dict[str, float] = {"CPU": self.cpus_per_node}
         if self.memory_bytes_per_node:
             found["memory"] = self.memory_bytes_per_node
@@ -107,7 +107,7 @@ class RayPlan:
     """A job, and how it is handed to Ray.
 
     Attributes:
-        job: The job.
+        job: The job itself.
         address: The address of the cluster's dashboard; None for the one that Ray finds by itself.
         python: The Python in which the job's driver runs, on the cluster's head node.
         upload: The folder to copy to all nodes; None if they share it.

@@ -15,7 +15,7 @@ class JobOutput:
 
     Args:
         client: Ray's client of the Jobs API.
-        job_id: The job.
+        job_id: The job, as the Jobs API names it.
         write: Takes the output.
     """
 

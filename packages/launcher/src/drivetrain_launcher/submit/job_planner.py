@@ -25,7 +25,7 @@ class PlannedJob:
     """A request, and what a user should know about it.
 
     Attributes:
-        request: The request.
+        request: The request to the cluster.
         notes: Decisions made by default, each a sentence.
     """
 

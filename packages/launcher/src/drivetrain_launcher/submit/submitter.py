@@ -21,9 +21,9 @@ def submit_job(cluster: Cluster, name: str, submission: Submission) -> JobRecord
     """Write the files of a submission, submit it, and record the job.
 
     Args:
-        cluster: The cluster.
+        cluster: The cluster to submit to.
         name: The name of the cluster.
-        submission: What the cluster planned.
+        submission: The plan of the cluster.
 
     Raises:
         LaunchError: The cluster's command or library is not installed, or the cluster refused the job.
