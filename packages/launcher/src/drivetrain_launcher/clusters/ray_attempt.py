@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import ray
@@ -49,12 +51,14 @@ class Attempt:
         job: The job to start.
         number: The number of earlier starts.
         write: Takes the output of all nodes.
+        cancelled: Set once the job is cancelled; the nodes are then told to save.
     """
 
-    def __init__(self, job: RayJob, number: int, write: Callable[[str], None]) -> None:
+    def __init__(self, job: RayJob, number: int, write: Callable[[str], None], cancelled: Event) -> None:
         self._job = job
         self._number = number
         self._write = write
+        self._cancelled = cancelled
         self._group: Any = None
         self._nodes: list[Any] = []
         # The output that each node still yields, and its text behind the last end of a line.
@@ -71,18 +75,9 @@ class Attempt:
             LaunchError: The cluster did not have the resources in time.
         """
         try:
-            self._place()
-            self._start()
+            if self._place():
+                self._start()
             self._drain(self._deadline())
-            return self._end()
-        finally:
-            self._release()
-
-    def stop(self) -> AttemptEnd:
-        """Tell all nodes to save, wait for their end, and return it."""
-        try:
-            self._stop_all()
-            self._drain(float("inf"))
             return self._end()
         finally:
             self._release()
@@ -91,29 +86,26 @@ class Attempt:
         limit = self._job.time_limit_seconds
         return float("inf") if limit is None else time.monotonic() + limit - self._job.save_seconds
 
-    def _place(self) -> None:
-        """Reserve the resources of all nodes together."""
+    def _place(self) -> bool:
+        """Reserve the resources of all nodes together; return False if the job was cancelled meanwhile."""
         job = self._job
         self._group = placement_group([job.bundle] * job.num_nodes, strategy=_strategy(job))
-        ready, began = self._group.ready(), time.monotonic()
-        while True:
+        ready, began, told = self._group.ready(), time.monotonic(), 0.0
+        while not self._cancelled.is_set():
+            with suppress(GetTimeoutError):
+                ray.get(ready, timeout=_POLL_SECONDS)
+                return True
             waited = time.monotonic() - began
-            most = (
-                _TELL_SECONDS if job.wait_seconds is None else min(_TELL_SECONDS, job.wait_seconds - waited)
-            )
-            try:
-                ray.get(ready, timeout=max(most, 0.1))
-                return
-            except GetTimeoutError:
-                pass
             what = f"{job.num_nodes} x {job.bundle}; the cluster has {ray.cluster_resources()}"
-            waited = time.monotonic() - began
             if job.wait_seconds is not None and waited >= job.wait_seconds:
                 raise LaunchError(
                     f"no place for {what}, after {waited:.0f} s; ask for less, or for longer with "
                     "--option wait-seconds=N"
                 )
-            say(f"waiting for {what}")
+            if waited >= told + _TELL_SECONDS:
+                told = waited
+                say(f"waiting for {what}")
+        return False
 
     def _start(self) -> None:
         job = self._job
@@ -159,13 +151,16 @@ class Attempt:
             for rank in [rank for rank, stream in self._streams.items() if stream in ready]:
                 self._take(rank)
             now = time.monotonic()
-            if self._stop_at == float("inf") and (now > deadline or self._lost or any(self._codes.values())):
+            if self._stop_at == float("inf") and (now > deadline or self._must_stop()):
                 self._stop_all()
             if now > self._stop_at + _MARGIN_SECONDS + (0 if self._has_failed() else self._job.save_seconds):
                 left = ", ".join(map(str, self._streams))
                 self._write(f"drivetrain: node {left} did not end in time and was killed\n")
                 self._streams.clear()
                 self._codes.setdefault(self._job.num_nodes, 1)
+
+    def _must_stop(self) -> bool:
+        return self._cancelled.is_set() or bool(self._lost) or any(self._codes.values())
 
     def _has_failed(self) -> bool:
         """Return whether a node failed, so that no other can save: its collectives wait for the one that is gone."""

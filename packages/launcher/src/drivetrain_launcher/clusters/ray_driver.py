@@ -6,6 +6,8 @@ It starts a launcher on each node, and starts all again after a node was lost or
 import logging
 import signal
 import sys
+from functools import partial
+from threading import Event
 from types import FrameType
 
 import ray
@@ -17,24 +19,20 @@ from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 
 
-class _Stopped(BaseException):
-    """The job was cancelled: Ray has sent SIGTERM."""
-
-
 def main() -> int:
     """Run the job that the environment holds, and return its exit code."""
     job = RayJob.decode(environ.read(JOB_VARIABLE) or "")
     # The nodes hand their output to this process themselves, in whole lines; Ray would fold those that are alike.
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
-    signal.signal(signal.SIGTERM, _raise_stopped)  # after Ray, which sets a handler of its own
+    # A handler that raised would do so in the middle of Ray's own code. Set after Ray, which sets one too.
+    cancelled = Event()
+    signal.signal(signal.SIGTERM, partial(_cancel, cancelled))
     number = 0
     while True:
-        attempt = Attempt(job, number, _write)
-        try:
-            end = attempt.run()
-        except _Stopped:
-            say("cancelled: the ranks have time to save")
-            return attempt.stop().exit_code or 128 + signal.SIGTERM
+        end = Attempt(job, number, _write, cancelled).run()
+        if cancelled.is_set():
+            say("the job was cancelled")
+            return end.exit_code or 128 + signal.SIGTERM
         if not (end.lost or end.has_saved):
             return end.exit_code
         why = end.lost or "all ranks have saved"
@@ -45,6 +43,11 @@ def main() -> int:
         say(f"{why}; the job starts again, {number} of {job.max_requeues} times")
 
 
+def _cancel(cancelled: Event, number: int, frame: FrameType | None) -> None:
+    del number, frame
+    cancelled.set()
+
+
 def _last_code(end: AttemptEnd) -> int:
     return SAVED_EXIT_CODE if end.has_saved else end.exit_code or 1
 
@@ -52,12 +55,6 @@ def _last_code(end: AttemptEnd) -> int:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _raise_stopped(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise _Stopped
 
 
 if __name__ == "__main__":
