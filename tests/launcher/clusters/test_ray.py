@@ -1,5 +1,6 @@
 """A real Ray cluster of two nodes on the loopback, to which `drivetrain submit` sends real jobs."""
 
+import re
 import shutil
 import signal
 import socket
@@ -180,6 +181,19 @@ def test_a_job_whose_node_is_lost_starts_again_and_resumes(
     assert "the job starts again, 1 of 3 times" in output
     assert "[node 0] done at 400\n" in output
     assert "starts at 0" not in output
+
+
+@slow
+def test_a_job_saves_before_the_end_of_its_time_and_resumes(submitted: Callable, script: Callable) -> None:
+    script(TRAIN, "train.py")
+    limits = ("--time", "100s", "--save-seconds", "30", "--max-requeues", "1")
+    output, code = rest_of(submitted(*limits, "train.py", "100000"))
+    assert code == 75, output
+    assert "all ranks have saved; the job starts again, 1 of 1 times\n" in output
+    assert "all ranks have saved; the job has started again 1 times, and does so no more\n" in output
+    starts = re.findall(r"\[node 0\] rank 0 of 2 starts at (\d+) ", output)
+    assert starts[0] == "0"
+    assert int(starts[1]) > 0
 
 
 @slow
