@@ -55,6 +55,10 @@ class JobSetOutput:
             is_new = state.restarts not in read_attempts and len(started) == self._num_nodes
             if is_new or (state.restarts in read_attempts and any(pod.is_running for pod in pods)):
                 self._tell_restart(state, is_new=is_new)
+                if not is_new:
+                    time.sleep(
+                        _POLL_SECONDS
+                    )  # the connection broke, or the cluster has not yet noticed the end
                 read_attempts.add(state.restarts)
                 self._stream(state.restarts, pods)
             elif state.end is not None:
@@ -136,7 +140,8 @@ class JobSetOutput:
             self._write(line)
             return
         pod, stamp = form["pod"], form["time"]
-        if stamp <= before.get(pod, ""):
+        # Without the Z, times of different precision are in the order of their text.
+        if stamp.removesuffix("Z") <= before.get(pod, "").removesuffix("Z"):
             return
         self._newest[pod] = stamp
         mark = f"[node {ranks.get(pod, 0)}] " if self._num_nodes > 1 else ""
