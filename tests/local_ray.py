@@ -8,7 +8,7 @@ import sys
 from ray.cluster_utils import Cluster
 
 ADDRESS = "127.0.0.1"
-SMALL = {"num_cpus": 2, "object_store_memory": 80_000_000, "node_ip_address": ADDRESS}
+SMALL = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80_000_000, "node_ip_address": ADDRESS}
 
 
 def main(port: int, folder: str) -> None:

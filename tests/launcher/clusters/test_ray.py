@@ -197,6 +197,25 @@ def test_a_job_saves_before_the_end_of_its_time_and_resumes(submitted: Callable,
 
 
 @slow
+def test_each_node_gets_the_accelerators_that_ray_bound_to_it(
+    local_ray: LocalRay, started: Callable, script: Callable
+) -> None:
+    """Ray's GPUs are counts that a node is said to have: what it binds is told by variables."""
+    script(
+        "import os\n"
+        "print('devices', os.environ['DRIVETRAIN_RAY_DEVICES'], os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n",
+        "show.py",
+    )
+    nodes = ("--num-nodes", "2", "--accelerators-per-node", "1")
+    output, code = rest_of(started("submit", "--on", "ray", *nodes, *local_ray.options, "show.py"))
+    assert code == 0, output
+    for rank in (0, 1):
+        found = re.search(rf"\[node {rank}\] devices (\d) (\d)\n", output)
+        assert found is not None, output
+        assert found[1] == found[2]
+
+
+@slow
 def test_ctrl_c_leaves_the_job_running_and_cancel_ends_it(
     submitted: Callable, script: Callable, drivetrain: Callable, tmp_path: Path
 ) -> None:
