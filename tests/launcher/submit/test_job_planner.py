@@ -66,7 +66,6 @@ def test_the_number_of_nodes_is_left_to_the_cluster() -> None:
         ({"launch": {"processes_per_node": "2"}}, 4, (2, 4)),
         ({"launch": {"processes_per_node": "2"}}, 0, (2, 0)),
         ({"launch": {"processes_per_node": "2"}, "state": {"device": "cpu"}}, None, (2, 0)),
-        ({"launch": {"processes_per_node": "2"}, "run": {"cpu": True}}, None, (2, 0)),
     ],
 )
 def test_accelerators_are_one_for_each_process_unless_said(
@@ -74,6 +73,12 @@ def test_accelerators_are_one_for_each_process_unless_said(
 ) -> None:
     request = planned(said=said, accelerators_per_node=accelerators).request
     assert (request.processes_per_node, request.accelerators_per_node) == expected
+
+
+def test_a_run_for_the_cpu_requests_no_accelerators() -> None:
+    pytest.importorskip("drivetrain", reason="the section run is not installed beside the launcher")
+    request = planned(said={"launch": {"processes_per_node": "2"}, "run": {"cpu": True}}).request
+    assert (request.processes_per_node, request.accelerators_per_node) == (2, 0)
 
 
 def test_what_was_decided_is_told() -> None:
@@ -85,7 +90,7 @@ def test_what_was_decided_is_told() -> None:
     ("said", "changes", "message"),
     [
         (
-            {"run": {"cpu": True}},
+            {"state": {"device": "cpu"}},
             {"accelerators_per_node": 4},
             "--accelerators-per-node 4: the run is for the CPU",
         ),
@@ -133,11 +138,11 @@ def test_what_contradicts_or_would_fail_on_a_node_is_refused(
 def test_a_variable_that_contradicts_a_setting_is_refused() -> None:
     from drivetrain_config import environ
 
-    with environ.exported(DRIVETRAIN_RUN__SEED="1"):
+    with environ.exported(DRIVETRAIN_STATE__DEBUG="true"):
         with pytest.raises(
-            LaunchError, match="--env DRIVETRAIN_RUN__SEED=2: contradicts DRIVETRAIN_RUN__SEED=1"
+            LaunchError, match="--env DRIVETRAIN_STATE__DEBUG=false: contradicts DRIVETRAIN_STATE__DEBUG=true"
         ):
-            planned(variables={"DRIVETRAIN_RUN__SEED": "2"})
+            planned(variables={"DRIVETRAIN_STATE__DEBUG": "false"})
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\udc80"])

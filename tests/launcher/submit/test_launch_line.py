@@ -1,5 +1,6 @@
 """The line, as the launcher inside the job will read it: parsed by the launcher's own parser."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.submit.launch_line import LaunchLine, as_text, plan_launch_line
 from requests_of_jobs import hostile
 
+needs_umbrella = pytest.mark.skipif(
+    find_spec("drivetrain") is None, reason="the section run is not installed"
+)
+
 PARSER = build_parser("launch", LaunchArguments, "")
 
 
@@ -32,6 +37,7 @@ def read_in_the_job(line: LaunchLine) -> LaunchArguments:
         return PARSER.parse(line.command[2:])
 
 
+@needs_umbrella
 def test_flags_files_and_variables_reach_the_job_in_their_order(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -51,6 +57,7 @@ def test_flags_files_and_variables_reach_the_job_in_their_order(tmp_path: Path) 
     assert found["launch"].shutdown_timeout_seconds == 120
 
 
+@needs_umbrella
 def test_a_negated_switch_stays_negated() -> None:
     line = line_of(Layers.read(command_line={"run": {"cpu": False}}))
     assert "--no-cpu" in line.command
