@@ -188,3 +188,18 @@ def test_a_value_that_the_command_refuses_is_told() -> None:
 
 def test_no_section_is_said_of_when_nothing_is() -> None:
     assert launch("train.py").layers.entries.keys() == Layers.read().entries.keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedArguments:
+    script: str = field(metadata={"positional": True, "help": "What to run."})
+    rest: tuple[str, ...] = field(default=(), metadata={"rest": True, "help": "Its own arguments."})
+    option: tuple[str, ...] = field(default=(), metadata={"repeated": True, "help": "An option, each time."})
+
+
+def test_a_repeated_flag_keeps_each_value_as_it_is() -> None:
+    parser = build_parser("copy", RepeatedArguments, "Copy it.")
+    found = parser.parse(["--option", "a=b,c", "--option=--x=1", "s.py", "--option", "theirs"])
+    assert found.option == ("a=b,c", "--x=1")
+    assert found.rest == ("--option", "theirs")
+    assert parser.parse(["s.py"]).option == ()

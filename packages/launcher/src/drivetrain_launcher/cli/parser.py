@@ -6,7 +6,8 @@ A command's arguments are a frozen dataclass. Each field becomes a flag, like th
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`;
 - a field with metadata `{"positional": True}` is a positional argument; the last one takes several if it is a tuple;
 - a field with metadata `{"rest": True}`, a tuple of strings, takes all tokens after the positional arguments,
-  unchanged.
+  unchanged;
+- a field with metadata `{"repeated": True}`, a tuple of strings, has a flag that may be given several times.
 """
 
 import sys
@@ -53,6 +54,7 @@ class CommandParser:
         groups: The flags by section; the command's own flags under an empty name.
         flags: Every flag by name; a switch also under its `--no-` name.
         positionals: The names of the fields that are positional arguments, in order.
+        repeated: The names of the fields whose flag may be given several times.
         rest: The name of the field for the rest of the command line, if any.
         layers: The name of the field for the settings of all sections, if any.
     """
@@ -64,6 +66,7 @@ class CommandParser:
     groups: Mapping[str, tuple[Flag, ...]]
     flags: Mapping[str, Flag]
     positionals: tuple[str, ...]
+    repeated: tuple[str, ...]
     rest: str | None
     layers: str | None
 
@@ -82,7 +85,12 @@ class CommandParser:
         if len(plain) > len(self.positionals) and not self.takes_several:
             raise UsageError(f"{plain[len(self.positionals)]!r}: not expected here; {_SEE_HELP}")
         own = {**said.pop(_OWN, {}), **dict(zip(self.positionals, plain, strict=False))}
-        values = {name: self._converted(name, text) for name, text in own.items() if name in self.types}
+        # A value of a repeated flag is not converted: a comma in it is part of it.
+        values = {
+            name: tuple(text) if name in self.repeated else self._converted(name, text)
+            for name, text in own.items()
+            if name in self.types
+        }
         if self.takes_several:
             # Not converted: a comma in a word is part of it, and would divide the value of a flag.
             values[self.positionals[-1]] = tuple(plain[len(self.positionals) - 1 :])
@@ -169,6 +177,9 @@ class CommandParser:
             near = get_close_matches(str(value), flag.choices, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
+        if flag.section == _OWN and flag.field in self.repeated:
+            said.setdefault(_OWN, {}).setdefault(flag.field, []).append(value)
+            return
         said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
 
     def _unknown(self, written: str) -> str:
@@ -242,6 +253,7 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
     types = get_type_hints(arguments)
     described = fields(arguments)
     positionals = tuple(field.name for field in described if field.metadata.get("positional"))
+    repeated = tuple(field.name for field in described if field.metadata.get("repeated"))
     rest = next((field.name for field in described if field.metadata.get("rest")), None)
     layers = next((field.name for field in described if types[field.name] is Layers), None)
     special = {*positionals, rest, layers}
@@ -271,6 +283,7 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
         groups=groups,
         flags=found,
         positionals=positionals,
+        repeated=repeated,
         rest=rest,
         layers=layers,
     )
