@@ -1,7 +1,6 @@
 """This machine as a cluster: jobs that run in the background, and start again after a save."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,6 +12,9 @@ from drivetrain_launcher.clusters.system_command import run_command
 from drivetrain_launcher.errors import LaunchError
 
 _LOOK_SECONDS = 0.2
+# Numbers of POSIX: importing signal here would keep a script from importing a module of that name of its own.
+_SIGTERM = 15
+_SIGKILL = 9
 
 
 class Local:
@@ -85,7 +87,7 @@ class Local:
                 write(output.read())
                 return int(code.read_text())
             if not runs:
-                return 128 + signal.SIGKILL
+                return 128 + _SIGKILL
             time.sleep(_LOOK_SECONDS)
 
     def cancel(self, job_id: str) -> None:
@@ -96,7 +98,7 @@ class Local:
         """
         if not _runs(job_id):
             raise LaunchError(f"local: job {job_id}: no process of this machine has this number; the job has ended")
-        os.kill(int(job_id), signal.SIGTERM)
+        os.kill(int(job_id), _SIGTERM)
 
 
 def _runs(job_id: str) -> bool:

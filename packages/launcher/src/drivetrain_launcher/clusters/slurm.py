@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from drivetrain_launcher.clusters.output_tail import OutputTail
 from drivetrain_launcher.clusters.protocol import JobPlacement, JobRequest, Submission
@@ -12,6 +13,8 @@ from drivetrain_launcher.clusters.system_command import run_command
 from drivetrain_launcher.errors import LaunchError
 
 _LOOK_SECONDS = 2.0
+# A job in one of these is cancelled by a user, or starts again by itself.
+_STAYS = frozenset({"CANCELLED", "PENDING", "REQUEUED", "PREEMPTED", "REQUEUE_HOLD"})
 # A job that ended is in one of these states, unless it is requeued.
 _ENDED = frozenset(
     {
@@ -20,6 +23,29 @@ _ENDED = frozenset(
     }
 )  # fmt: skip
 _JOB_ID = re.compile(r"\d+")
+_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What Slurm knows of a job.
+
+    Attributes:
+        state: The state, such as "RUNNING".
+        may_requeue: Whether Slurm may start the job again.
+        wait_status: The exit code or signal of the job's script, as `wait` returns it.
+    """
+
+    state: str
+    may_requeue: bool
+    wait_status: int
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for the shell: 128 + the signal's number for a signal, 1 if Slurm ended the job."""
+        if number := self.wait_status & 0x7F:
+            return 128 + number
+        return self.wait_status >> 8 or (0 if self.state == "COMPLETED" else 1)
 
 
 class Slurm:
@@ -44,8 +70,7 @@ class Slurm:
             LaunchError: Slurm refused.
         """
         job = _show_job(placement.job_id)
-        state = job.get("JobState", "")
-        if state in ("CANCELLED", "PENDING", "REQUEUED", "PREEMPTED") or job.get("Requeue") == "0":
+        if not job.may_requeue or job.state in _STAYS:
             return False
         run_command("scontrol", "requeue", placement.job_id)
         return True
@@ -78,15 +103,13 @@ class Slurm:
         """
         output = OutputTail(output_file(submission, job_id))
         while True:
-            job = _show_job(job_id)
+            state = _show_job(job_id).state
             write(output.read())
-            if job.get("JobState") in _ENDED and job.get("EndTime", "Unknown") != "Unknown":
-                time.sleep(_LOOK_SECONDS)  # a job that requeues itself looks ended for a moment
-                job = _show_job(job_id)
-                write(output.read())
-                if job.get("JobState") in _ENDED:
-                    return _exit_code(job)
             time.sleep(_LOOK_SECONDS)
+            # Twice, since a job that is requeued may look ended for a moment.
+            if state in _ENDED and (job := _show_job(job_id)).state in _ENDED:
+                write(output.read())
+                return job.exit_code
 
     def cancel(self, job_id: str) -> None:
         """End the job; it is not requeued.
@@ -104,15 +127,12 @@ def _check_id(job_id: str) -> None:
         raise LaunchError(f"slurm: job {job_id!r}: Slurm numbers its jobs")
 
 
-def _show_job(job_id: str) -> dict[str, str]:
-    """Return what Slurm knows of a job, by its names for it."""
+def _show_job(job_id: str) -> SlurmJob:
+    """Ask for a job's state in columns of fixed width, which no name of a job can imitate."""
     _check_id(job_id)
-    words = run_command("scontrol", "show", "job", "--oneliner", job_id).split()
-    return {name: text for name, mark, text in (word.partition("=") for word in words) if mark}
-
-
-def _exit_code(job: Mapping[str, str]) -> int:
-    code, _, number = job.get("ExitCode", "0:0").partition(":")
-    if int(number or 0):
-        return 128 + int(number)
-    return int(code) or (0 if job.get("JobState") == "COMPLETED" else 1)
+    columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
+    rows = run_command("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--Format", columns).splitlines()
+    if not rows:
+        raise LaunchError(f"slurm: job {job_id}: Slurm does not know it, or has forgotten it since it ended")
+    words = rows[0].split()
+    return SlurmJob(state=words[0], may_requeue=words[1] != "0", wait_status=int(words[2]))

@@ -1,6 +1,5 @@
 """Run a cluster's command, as words that no shell reads."""
 
-import subprocess
 from pathlib import Path
 
 from drivetrain_launcher.errors import LaunchError
@@ -19,6 +18,8 @@ def run_command(*words: str, folder: Path | None = None) -> str:
         LaunchError: The program is not installed, does not end within two minutes, or fails; the message holds what
             it said.
     """
+    import subprocess  # takes tens of milliseconds, which a launcher that only looks for a cluster saves
+
     try:
         done = subprocess.run(
             words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -1,0 +1,75 @@
+"""What a launcher does for the cluster's job that it is part of: find node 0, and start the job again after a save."""
+
+from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.clusters.registry import make_cluster
+from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.launch_plan import LaunchPlan
+from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
+
+
+def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
+    """Check that node 0's name has an address, and warn on node 0 if it is not this machine's.
+
+    Raises:
+        LaunchError: The name does not resolve; the message says what it was read from.
+    """
+    if plan.num_nodes == 1:
+        return
+    import socket  # takes tens of milliseconds
+
+    host = plan.master_addr
+    told = host if host != place.master_addr else f"{host}, read from {place.source('master_addr')}"
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name ({error}): mend the "
+            "name's entry in DNS or /etc/hosts, or export MASTER_ADDR in the job with an address of node 0"
+        ) from None
+    if place.task_rank == 0 and not any(_is_own(family, address) for family, _, _, _, address in found):
+        say(
+            f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
+            "it, export MASTER_ADDR in the job with an address of this machine"
+        )
+
+
+def requeue_after(code: object, plan: LaunchPlan) -> int:
+    """Have the cluster start the job again if all ranks have saved; only the launcher of task 0 asks.
+
+    Args:
+        code: The exit code of the ranks of this launcher, or the value with which the script called `sys.exit`.
+        plan: The plan that was run.
+
+    Returns:
+        The exit code for the shell.
+    """
+    shown = code if isinstance(code, int) else 1
+    place = plan.placement
+    if shown != RESUME_EXIT_CODE or place is None or place.task_rank > 0:
+        return shown
+    job = f"{place.cluster} job {place.job_id}"
+    if plan.max_requeues is not None and place.restart_count >= plan.max_requeues:
+        say(
+            f"{job} has been started again {place.restart_count} times, the most that max_requeues={plan.max_requeues} "
+            "allows: submit it again to go on"
+        )
+        return shown
+    try:
+        if make_cluster(place.cluster).requeue(place):
+            say(f"{job} is in the queue again, and goes on from what was saved")
+    except LaunchError as error:
+        say(f"{job} was not put into the queue again: {error}")
+    return shown
+
+
+def _is_own(family: int, address: object) -> bool:
+    """Return whether an address is one of this machine, which alone can listen there."""
+    import socket
+
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0) if isinstance(address, tuple) else address)
+        except OSError:
+            return False
+    return True
