@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from drivetrain_launcher.clusters.job_variables import JobVariables, job_port, visible_devices
 from drivetrain_launcher.clusters.local_script import JOB_VARIABLE, RESTARTS_VARIABLE, job_file, plan_local
@@ -110,4 +111,13 @@ def _runs(job_id: str) -> bool:
         return False
     except PermissionError:
         raise LaunchError(f"local: job {job_id}: the process is another user's") from None
-    return True
+    return _is_script(Path("/proc", job_id))
+
+
+def _is_script(process: Path) -> bool:
+    """Return whether a process runs a job's script: its number may be another's by now; True if nothing tells."""
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # not Linux
+    return any(word.endswith(b".sh") for word in words)  # a process that nobody has waited for has no words

@@ -1,11 +1,18 @@
 """What a launcher does for the cluster's job that it is part of: find node 0, and start the job again after a save."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import make_cluster
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
+
+if TYPE_CHECKING:
+    from threading import Event
 
 
 def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
@@ -35,7 +42,11 @@ def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
 
 
 def requeue_after(code: object, plan: LaunchPlan) -> int:
-    """Have the cluster start the job again if all ranks have saved; only the launcher of task 0 asks.
+    """Have the cluster start the job again if all ranks have saved. Called by every launcher of the job.
+
+    The launcher of task 0 asks the cluster. Those of other tasks stay until the cluster stops them, or until the time
+    that ranks have to save is over: a cluster may stop a job as soon as one of its tasks ends with an error, and that
+    must not be before task 0 has asked.
 
     Args:
         code: The exit code of the ranks of this launcher, or the value with which the script called `sys.exit`.
@@ -44,23 +55,50 @@ def requeue_after(code: object, plan: LaunchPlan) -> int:
     Returns:
         The exit code for the shell.
     """
-    shown = code if isinstance(code, int) else 1
+    shown = code if isinstance(code, int) else int(code is not None)
     place = plan.placement
-    if shown != RESUME_EXIT_CODE or place is None or place.task_rank > 0:
+    if shown != RESUME_EXIT_CODE or place is None:
         return shown
+    with _stop_noted() as stop:
+        if place.task_rank == 0:
+            _requeue(place, plan.max_requeues)
+        elif may_requeue(place, plan.max_requeues):
+            stop.wait(plan.shutdown_timeout_seconds)
+    return shown
+
+
+def may_requeue(place: JobPlacement, max_requeues: int | None) -> bool:
+    """Return whether a job may be started once more."""
+    return max_requeues is None or place.restart_count < max_requeues
+
+
+def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
     job = f"{place.cluster} job {place.job_id}"
-    if plan.max_requeues is not None and place.restart_count >= plan.max_requeues:
+    if not may_requeue(place, max_requeues):
         say(
-            f"{job} has been started again {place.restart_count} times, the most that max_requeues={plan.max_requeues} "
-            "allows: submit it again to go on"
+            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} allows no more: "
+            "submit it again to go on"
         )
-        return shown
+        return
     try:
         if make_cluster(place.cluster).requeue(place):
             say(f"{job} is in the queue again, and goes on from what was saved")
     except LaunchError as error:
         say(f"{job} was not put into the queue again: {error}")
-    return shown
+
+
+@contextmanager
+def _stop_noted() -> Generator["Event"]:
+    """Run the block with SIGTERM noted in an event, in place of ending this process."""
+    import signal  # late, so that a script may have a module of this name
+    from threading import Event
+
+    stop = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_own(family: int, address: object) -> bool:
