@@ -1,5 +1,6 @@
 """Jobs on this machine, run for real: a shell, a command, signals."""
 
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -64,7 +65,7 @@ def test_a_cancelled_job_saves_and_stays_ended(tmp_path: Path) -> None:
         time.sleep(0.02)
     Local().cancel(job)
     assert follow(submission, job) == (75, "saved\n")
-    with pytest.raises(LaunchError, match=f"job {job}: no process of this machine"):
+    with pytest.raises(LaunchError, match=f"job {job}: no job of this machine"):
         Local().cancel(job)
 
 
@@ -88,3 +89,12 @@ def test_what_this_machine_does_not_do_is_refused(tmp_path: Path, changes: dict[
 def test_an_id_that_is_no_process_is_refused(job: str) -> None:
     with pytest.raises(LaunchError, match="the id of a job is the number of its process"):
         Local().cancel(job)
+
+
+def test_a_number_that_another_program_has_by_now_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+        with pytest.raises(LaunchError, match="no job of this machine has this number"):
+            Local().cancel(str(other.pid))
+        assert other.poll() is None
+        assert other.stdin is not None
+        other.stdin.write(b"\n")

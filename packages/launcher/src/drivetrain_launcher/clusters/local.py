@@ -97,8 +97,8 @@ class Local:
         Raises:
             LaunchError: There is no such process, or it is another user's.
         """
-        if not _runs(job_id):
-            raise LaunchError(f"local: job {job_id}: no process of this machine has this number; the job has ended")
+        if not _runs(job_id) or _is_another_program(job_id):
+            raise LaunchError(f"local: job {job_id}: no job of this machine has this number; it has ended")
         os.kill(int(job_id), _SIGTERM)
 
 
@@ -111,13 +111,22 @@ def _runs(job_id: str) -> bool:
         return False
     except PermissionError:
         raise LaunchError(f"local: job {job_id}: the process is another user's") from None
-    return _is_script(Path("/proc", job_id))
+    return _state(job_id) not in ("Z", "X")  # ended, but nobody has waited for it
 
 
-def _is_script(process: Path) -> bool:
-    """Return whether a process runs a job's script: its number may be another's by now; True if nothing tells."""
+def _state(job_id: str) -> str:
+    """Return the letter of a process's state; empty if the system does not tell."""
     try:
-        words = (process / "cmdline").read_bytes().split(b"\0")
-    except FileNotFoundError:
-        return not Path("/proc/self").exists()  # not Linux
-    return any(word.endswith(b".sh") for word in words)  # a process that nobody has waited for has no words
+        # The name in parentheses may hold anything.
+        return Path("/proc", job_id, "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_another_program(job_id: str) -> bool:
+    """Return whether a number belongs to a process that runs no script of a job, as after the job has ended."""
+    try:
+        words = Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(words) and not any(word.endswith(b".sh") for word in words)
