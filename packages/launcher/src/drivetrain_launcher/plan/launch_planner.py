@@ -69,7 +69,8 @@ def plan_launch(
 
 def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
     """Return the plan of a task that the cluster started as one rank."""
-    _check_address(place)
+    if settings.master_addr is None:
+        _check_address(place)
     environment = dict(plan.environment)
     if host.accelerator is not None and place.devices is not None and len(place.devices) == 1:
         # The task sees its own accelerator alone, as the first, whatever its local rank.

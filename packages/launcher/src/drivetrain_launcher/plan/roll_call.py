@@ -122,12 +122,13 @@ class StaticNodes(RendezvousHandler):
                 f"this node was told of {meeting.num_nodes} nodes, but another of the run {meeting.run_id!r} of {count}: "
                 "say the same --num-nodes on all, or another --master-port for another run"
             )
-        other = store.compare_set(f"node/{self._rank}", "", me).decode()
-        if other != me:
+        if store.add(f"taken/{self._rank}", 1) > 1:
+            other = store.get(f"node/{self._rank}").decode()
             raise LaunchError(
                 f"--node-rank {self._rank}: another node came with this rank ({other}; this one is {me}): say another "
                 "rank on each node, or another --master-port for another run"
             )
+        store.set(f"node/{self._rank}", me)
         verdict = self._judge(store) if self._rank == 0 else self._hear(store)
         if verdict != _ALL:
             raise LaunchError(verdict)
