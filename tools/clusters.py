@@ -3,8 +3,8 @@
 python tools/clusters.py [--nodes 3] [COMMAND...]
 
 It needs Debian's slurm-wlm, and no other right than to run it: all files are in a folder that is removed at the end,
-all daemons listen on loopback, and nothing outside is changed. The nodes are 127.0.0.2, 127.0.0.3 and so on, names that
-resolve anywhere. Each has four cores and two accelerators that are files, so that Slurm binds tasks to them.
+all daemons listen on loopback, and nothing outside is changed. The nodes are 127.0.0.2, 127.0.0.3 and so on, names
+that resolve anywhere. Each has four cores and two accelerators that are files, so that Slurm binds tasks to them.
 """
 
 import argparse
@@ -91,7 +91,9 @@ def slurm_cluster(*, num_nodes: int = 3) -> Generator[SlurmCluster]:
     """
     # The path of a socket has at most 107 characters: no folder of a test is that short.
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True))
+        )
         names = tuple(f"127.0.0.{number}" for number in range(2, 2 + num_nodes))
         _write_files(folder, names)
         variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}
@@ -114,9 +116,7 @@ def _write_files(folder: Path, names: tuple[str, ...]) -> None:
     key.chmod(0o400)
     (folder / "state").mkdir()
     ports = _free_ports(1 + len(names))
-    nodes = "".join(
-        _NODE.format(name=name, port=port) for name, port in zip(names, ports[1:], strict=True)
-    )
+    nodes = "".join(_NODE.format(name=name, port=port) for name, port in zip(names, ports[1:], strict=True))
     head = _CONF.format(folder=folder, port=ports[0], user=getpass.getuser())
     (folder / "slurm.conf").write_text(f"{head}{nodes}{_PARTITIONS}")
     for number, device in enumerate(("null", "zero")):  # Slurm takes nothing but devices for accelerators
@@ -171,7 +171,11 @@ def _ask(cluster: SlurmCluster, *words: str) -> str:
 
 
 def _idle_nodes(cluster: SlurmCluster) -> int:
-    return _ask(cluster, "sinfo", "--noheader", "--Node", "--partition=normal", "--format=%T").split().count("idle")
+    return (
+        _ask(cluster, "sinfo", "--noheader", "--Node", "--partition=normal", "--format=%T")
+        .split()
+        .count("idle")
+    )
 
 
 def _end_jobs(cluster: SlurmCluster) -> None:

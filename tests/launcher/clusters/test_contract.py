@@ -20,10 +20,17 @@ class SlurmContract(ClusterContract):
         return Slurm()
 
     def jobs(self) -> Sequence[Sequence[Mapping[str, str]]]:
-        return (slurm_job(), slurm_job((2, 2)), slurm_job((3, 1, 2), step=4), slurm_job((1,), CUDA_VISIBLE_DEVICES="0"))
+        return (
+            slurm_job(),
+            slurm_job((2, 2)),
+            slurm_job((3, 1, 2), step=4),
+            slurm_job((1,), CUDA_VISIBLE_DEVICES="0"),
+        )
 
     def request(self, directory: Path) -> JobRequest:
-        return JobRequest(name="train", command=("drivetrain", "launch", "train.py"), folder=directory, num_nodes=2)
+        return JobRequest(
+            name="train", command=("drivetrain", "launch", "train.py"), folder=directory, num_nodes=2
+        )
 
     def words(self, submission: Submission) -> tuple[str, ...]:
         (script,) = submission.files.values()
@@ -57,7 +64,9 @@ class LocalContract(ClusterContract):
         return tuple(shlex.split(before.partition("export DRIVETRAIN_LOCAL_JOB_RESTARTS=$restarts\n")[2]))
 
 
-@pytest.mark.parametrize("contract", [SlurmContract(), MpiContract(), LocalContract()], ids=["slurm", "mpi", "local"])
+@pytest.mark.parametrize(
+    "contract", [SlurmContract(), MpiContract(), LocalContract()], ids=["slurm", "mpi", "local"]
+)
 def test_a_cluster_passes_the_contract(contract: ClusterContract, tmp_path: Path) -> None:
     assert len(contract.check_all(tmp_path)) == 9
 
@@ -72,7 +81,11 @@ class Careless(Slurm):
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
         place = super().placement(environment)
-        return place if place is None else super().placement({**environment, "SLURM_NODEID": "0"} | _first(environment))
+        return (
+            place
+            if place is None
+            else super().placement({**environment, "SLURM_NODEID": "0"} | _first(environment))
+        )
 
 
 def _first(environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,9 @@ JOBS = st.integers(1, 2**31)
 
 
 @given(JOBS, st.integers(1, 1490), st.integers(0, 12), st.integers(0, 12))
-def test_steps_of_jobs_of_one_time_have_ports_of_their_own(job: int, later: int, step: int, other: int) -> None:
+def test_steps_of_jobs_of_one_time_have_ports_of_their_own(
+    job: int, later: int, step: int, other: int
+) -> None:
     assert job_port(str(job), step) != job_port(str(job + later), other)
 
 
@@ -26,7 +28,9 @@ def test_a_port_is_no_clients_port(job: str, step: int) -> None:
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "٣"])
 def test_a_value_that_is_no_integer_is_an_error_with_name_and_value(text: str) -> None:
     read = JobVariables("slurm", {"SLURM_NODEID": text, "SLURM_JOB_ID": "1"})
-    with pytest.raises(LaunchError, match="slurm: SLURM_NODEID(='.+': must be an integer| is not set, but SLURM_JOB_ID)"):
+    with pytest.raises(
+        LaunchError, match=r"slurm: SLURM_NODEID(='.+': must be an integer| is not set, but SLURM_JOB_ID)"
+    ):
         read.integer("SLURM_NODEID")
 
 

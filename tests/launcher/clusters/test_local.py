@@ -23,9 +23,7 @@ def submit(request: JobRequest) -> tuple[Submission, str]:
 
 def request(folder: Path, source: str, *arguments: str, **changes: object) -> JobRequest:
     command = (sys.executable, "-S", "-c", source, *arguments)
-    made = JobRequest(
-        name="a job; $(touch owned)", command=command, folder=folder, log_dir=folder / "logs"
-    )
+    made = JobRequest(name="a job; $(touch owned)", command=command, folder=folder, log_dir=folder / "logs")
     return replace(made, **changes)
 
 
@@ -48,7 +46,9 @@ def test_a_job_starts_again_after_a_save_and_its_words_reach_no_shell(tmp_path: 
 
 
 def test_a_job_starts_again_at_most_as_often_as_asked(tmp_path: Path) -> None:
-    submission, job = submit(request(tmp_path, "print('starts', flush=True); raise SystemExit(75)", max_requeues=1))
+    submission, job = submit(
+        request(tmp_path, "print('starts', flush=True); raise SystemExit(75)", max_requeues=1)
+    )
     assert follow(submission, job) == (75, "starts\nstarts\n")
 
 
@@ -80,7 +80,9 @@ def test_a_cancelled_job_saves_and_stays_ended(tmp_path: Path) -> None:
         ({"environment": {"a-b": ""}}, "'a-b' is no name of a variable"),
     ],
 )
-def test_what_this_machine_does_not_do_is_refused(tmp_path: Path, changes: dict[str, object], why: str) -> None:
+def test_what_this_machine_does_not_do_is_refused(
+    tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
     with pytest.raises(LaunchError, match=f"local: .*{why}"):
         Local().plan(replace(request(tmp_path, ""), **changes))
 

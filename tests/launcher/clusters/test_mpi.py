@@ -20,7 +20,8 @@ import torch
 with connect(device="cpu") as context:
     place = context.topology
     total = int(reduce(context, torch.tensor(place.rank + 1)))
-    print("rank", place.rank, place.local_rank, "of", place.world_size, place.local_world_size, "sum", total, flush=True)
+    print("rank", place.rank, place.local_rank, "of", place.world_size, place.local_world_size, "sum", total,
+          flush=True)
 """
 
 
@@ -32,7 +33,9 @@ def ranks(done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.slow
 def test_one_task_a_rank_runs_the_script_in_place(mpirun: Callable, script: Callable) -> None:
     script(SHOW)
-    assert ranks(mpirun("-np", "3", *LAUNCH, "script.py")) == [f"rank {rank} {rank} of 3 3 sum 6" for rank in range(3)]
+    assert ranks(mpirun("-np", "3", *LAUNCH, "script.py")) == [
+        f"rank {rank} {rank} of 3 3 sum 6" for rank in range(3)
+    ]
 
 
 @pytest.mark.slow
@@ -55,16 +58,32 @@ def test_hydras_nodes_meet_where_they_are_told(tmp_path: Path, script: Callable,
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("mpiexec.mpich not installed: apt-get install mpich")
     script(SHOW)
-    nodes = ("-hosts", "127.0.0.2,127.0.0.3", "-launcher", "fork", "-ppn", str(per_node), "-np", str(2 * per_node))
+    nodes = (
+        "-hosts",
+        "127.0.0.2,127.0.0.3",
+        "-launcher",
+        "fork",
+        "-ppn",
+        str(per_node),
+        "-np",
+        str(2 * per_node),
+    )
     words = ("mpiexec.mpich", *nodes, *LAUNCH, "script.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    asked = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 150}
+    asked = {
+        "cwd": tmp_path,
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "text": True,
+        "timeout": 150,
+    }
     untold = subprocess.run(words, env=environment, check=False, **asked)
     assert "nothing tells the 2 nodes (PMI_SIZE and MPI_LOCALNRANKS) where node 0 is" in untold.stderr
     told = subprocess.run(words, env={**environment, "MASTER_ADDR": "127.0.0.2"}, check=False, **asked)
     total = sum(range(2 * per_node + 1))
     assert ranks(told) == [
-        f"rank {rank} {rank % per_node} of {2 * per_node} {per_node} sum {total}" for rank in range(2 * per_node)
+        f"rank {rank} {rank % per_node} of {2 * per_node} {per_node} sum {total}"
+        for rank in range(2 * per_node)
     ]
 
 

@@ -48,7 +48,9 @@ def test_hydra_does_not_tell_where_node_0_is() -> None:
 
 
 def test_jobs_have_ports_of_their_own_where_mpirun_names_them() -> None:
-    first, second = (mpi_placement(open_mpi_job(PMIX_NAMESPACE=name)[0]) for name in ("1734017025", "1734017026"))
+    first, second = (
+        mpi_placement(open_mpi_job(PMIX_NAMESPACE=name)[0]) for name in ("1734017025", "1734017026")
+    )
     assert first is not None
     assert second is not None
     assert first.master_port != second.master_port
@@ -62,9 +64,15 @@ def test_jobs_have_ports_of_their_own_where_mpirun_names_them() -> None:
         ({**open_mpi_job(1, 2)[0], "OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two'"),
         # 3 + 2 ranks, as the first node sees it; 3 + 1, as the second does.
         ({**hydra_job(1, 3)[0], "PMI_SIZE": "5"}, "different numbers of ranks, and Hydra does not tell"),
-        ({**open_mpi_job(2, 1)[1], "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_MCA_orte_num_nodes=2: the nodes have different"),
+        (
+            {**open_mpi_job(2, 1)[1], "OMPI_COMM_WORLD_SIZE": "4"},
+            "OMPI_MCA_orte_num_nodes=2: the nodes have different",
+        ),
         # --map-by node: rank 1 is the first of the second node.
-        ({**open_mpi_job(2, 2)[1], "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "the ranks go round the nodes.*--map-by slot"),
+        (
+            {**open_mpi_job(2, 2)[1], "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "the ranks go round the nodes.*--map-by slot",
+        ),
         ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"}, "PMIX_RANK=1 was set by a PMIx starter"),
         ({**open_mpi_job(2, 2)[0], "SLURM_JOB_NODELIST": "n["}, "SLURM_JOB_NODELIST='n.': a bracket"),
     ],
@@ -74,6 +82,9 @@ def test_what_a_rank_cannot_know_is_an_error_with_names_and_values(task: dict[st
         mpi_placement(task)
 
 
-@pytest.mark.parametrize("task", [{"PMI_RANK": "0", "PMI_SIZE": "2"}, {"PMIX_RANK": "0", "SLURM_STEP_ID": "0", "PMIX_NAMESPACE": "x"}])
+@pytest.mark.parametrize(
+    "task",
+    [{"PMI_RANK": "0", "PMI_SIZE": "2"}, {"PMIX_RANK": "0", "SLURM_STEP_ID": "0", "PMIX_NAMESPACE": "x"}],
+)
 def test_a_task_of_srun_with_its_own_pmi_is_not_mpis(task: dict[str, str]) -> None:
     assert mpi_placement(task) is None

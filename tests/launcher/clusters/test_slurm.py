@@ -23,8 +23,8 @@ import torch
 with connect(device="cpu") as context:
     place = context.topology
     total = int(reduce(context, torch.tensor(place.rank + 1)))
-    print("rank", place.rank, place.local_rank, "of", place.world_size, place.local_world_size, "node", place.node_rank,
-          place.num_nodes, "sum", total, os.environ["MASTER_ADDR"], flush=True)
+    print("rank", place.rank, place.local_rank, "of", place.world_size, place.local_world_size, "node",
+          place.node_rank, place.num_nodes, "sum", total, os.environ["MASTER_ADDR"], flush=True)
 """
 # As many steps as two ranks have batches; the signal comes while they go on.
 TRAIN = """
@@ -86,7 +86,9 @@ def test_one_task_a_node_starts_the_ranks_of_its_node(in_slurm: Callable, script
 
 
 @pytest.mark.slow
-def test_one_task_a_node_agrees_on_ranks_where_ranks_may_restart(in_slurm: Callable, script: Callable) -> None:
+def test_one_task_a_node_agrees_on_ranks_where_ranks_may_restart(
+    in_slurm: Callable, script: Callable
+) -> None:
     script(SHOW)
     flags = ("--processes-per-node", "1", "--max-restarts", "1")
     done = in_slurm("srun", "-N2", "--ntasks-per-node=1", *LAUNCH, *flags, "script.py")
@@ -101,7 +103,9 @@ def test_one_task_a_rank_runs_the_script_in_place(
     in_slurm: Callable, script: Callable, distribution: str
 ) -> None:
     script(SHOW)
-    done = in_slurm("srun", "-N2", "--ntasks-per-node=2", f"--distribution={distribution}", *LAUNCH, "script.py")
+    done = in_slurm(
+        "srun", "-N2", "--ntasks-per-node=2", f"--distribution={distribution}", *LAUNCH, "script.py"
+    )
     assert ranks(done) == [
         f"rank {rank} {rank % 2} of 4 2 node {rank // 2} 2 sum 10 127.0.0.2" for rank in range(4)
     ]
@@ -119,7 +123,9 @@ def test_nodes_may_have_different_numbers_of_tasks(in_slurm: Callable, script: C
 
 
 @pytest.mark.slow
-def test_the_shell_of_a_batch_job_is_one_process(in_slurm: Callable, script: Callable, tmp_path: Path) -> None:
+def test_the_shell_of_a_batch_job_is_one_process(
+    in_slurm: Callable, script: Callable, tmp_path: Path
+) -> None:
     script("import os\nprint('alone', os.environ['WORLD_SIZE'], flush=True)")
     launch = " ".join((*LAUNCH, "script.py"))
     (tmp_path / "job.sh").write_text(f"#!/bin/sh\n#SBATCH -N2 --ntasks-per-node=2 -o out.txt\n{launch}\n")
@@ -140,13 +146,13 @@ def test_the_plan_shows_the_cluster_and_its_variables(in_slurm: Callable, script
 @pytest.mark.parametrize(
     ("slurm_flags", "flags", "why"),
     [
-        (("-N2",), ("--num-nodes", "3"), "launch.num_nodes=3 (--num-nodes on the command line) contradicts the job that "
-         "slurm started, which has 2 (SLURM_STEP_NUM_NODES)"),
+        (("-N2",), ("--num-nodes", "3"), "launch.num_nodes=3 (--num-nodes on the command line) contradicts the job "
+         "that slurm started, which has 2 (SLURM_STEP_NUM_NODES)"),
         (("-N1", "--gpus-per-node=1"), ("--num-processes", "2"), "2 processes on this node (num_processes=2 from "
          "--num-processes on the command line, over 1 nodes), but slurm bound this task to 1 accelerators, "
          "CUDA_VISIBLE_DEVICES=0"),
-        (("-N1", "-n2"), ("--max-restarts", "2"), "launch.max_restarts=2 (--max-restarts on the command line): slurm has "
-         "started one task per rank, SLURM_STEP_NUM_TASKS=2"),
+        (("-N1", "-n2"), ("--max-restarts", "2"), "launch.max_restarts=2 (--max-restarts on the command line): slurm "
+         "has started one task per rank, SLURM_STEP_NUM_TASKS=2"),
     ],
     ids=["nodes", "accelerators", "restarts"],
 )  # fmt: skip
@@ -160,7 +166,9 @@ def test_a_flag_that_contradicts_the_job_names_both_sources(
 
 
 @pytest.mark.slow
-def test_a_node_that_never_comes_is_named_with_its_host(in_slurm: Callable, script: Callable, tmp_path: Path) -> None:
+def test_a_node_that_never_comes_is_named_with_its_host(
+    in_slurm: Callable, script: Callable, tmp_path: Path
+) -> None:
     script("")
     launch = " ".join((*LAUNCH, "--rdzv-timeout-seconds", "20", "--processes-per-node", "1", "script.py"))
     (tmp_path / "task.sh").write_text(f"[ $SLURM_NODEID = 1 ] && exec sleep 60\nexec {launch}\n")
@@ -172,7 +180,9 @@ def test_a_node_that_never_comes_is_named_with_its_host(in_slurm: Callable, scri
 
 def request(folder: Path, *flags: str, **changes: object) -> JobRequest:
     command = (*LAUNCH, "--cpu", *flags)
-    made = JobRequest(name="it's; touch owned", command=command, folder=folder, num_nodes=2, log_dir=folder / "logs")
+    made = JobRequest(
+        name="it's; touch owned", command=command, folder=folder, num_nodes=2, log_dir=folder / "logs"
+    )
     return replace(made, **changes)
 
 
@@ -249,7 +259,7 @@ def test_the_exit_code_of_a_job_is_that_of_its_ranks(script: Callable, tmp_path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 def test_slurms_refusal_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="sbatch: .*invalid partition"):
+    with pytest.raises(LaunchError, match=r"sbatch: .*invalid partition"):
         submit(request(tmp_path, "script.py", options={"partition": "nowhere"}))
     with pytest.raises(LaunchError, match=r"squeue: .*Invalid job id|job 999999: Slurm does not know it"):
         Slurm().cancel("999999")

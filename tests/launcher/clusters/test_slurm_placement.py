@@ -19,7 +19,13 @@ def test_a_placement_says_where_each_value_was_read() -> None:
     task = slurm_job((2, 2), CUDA_VISIBLE_DEVICES="1", SLURM_RESTART_COUNT="3")[3]
     place = slurm_placement(task)
     assert place is not None
-    assert (place.job_id, place.num_nodes, place.node_rank, place.local_task, place.task_rank) == ("42", 2, 1, 1, 3)
+    assert (place.job_id, place.num_nodes, place.node_rank, place.local_task, place.task_rank) == (
+        "42",
+        2,
+        1,
+        1,
+        3,
+    )
     assert (place.devices, place.restart_count, place.hosts) == (("1",), 3, ("n1", "n2"))
     assert place.source("node_rank") == "SLURM_NODEID"
     assert place.source("devices") == "CUDA_VISIBLE_DEVICES"
@@ -54,14 +60,21 @@ def test_a_rank_that_mpirun_started_in_a_slurm_job_is_mpis() -> None:
 def test_an_address_that_the_job_exports_is_taken() -> None:
     place = slurm_placement(slurm_job(MASTER_ADDR="10.0.0.1", MASTER_PORT="4000")[1])
     assert place is not None
-    assert (place.master_addr, place.master_port, place.source("master_port")) == ("10.0.0.1", 4000, "MASTER_PORT")
+    assert (place.master_addr, place.master_port, place.source("master_port")) == (
+        "10.0.0.1",
+        4000,
+        "MASTER_PORT",
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
         ({"SLURM_NTASKS": "3"}, "SLURM_NTASKS=3, SLURM_STEP_NUM_TASKS=4 contradict each other"),
-        ({"SLURM_STEP_NUM_TASKS": "5"}, "SLURM_STEP_NUM_TASKS=5, SLURM_STEP_TASKS_PER_NODE=2,2.* make 4 tasks"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "5"},
+            "SLURM_STEP_NUM_TASKS=5, SLURM_STEP_TASKS_PER_NODE=2,2.* make 4 tasks",
+        ),
         ({"SLURM_STEP_NUM_NODES": "3"}, "SLURM_STEP_NUM_NODES=3, SLURM_STEP_NODELIST=n1,n2.*names 2 nodes"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "the counts are of 3 nodes"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two': 'two' is no count"),
@@ -88,12 +101,14 @@ def test_what_the_user_asked_for_counts_only_where_slurm_does_not_say_what_it_di
     place = slurm_placement({**old, "SLURM_NTASKS_PER_NODE": "2"})
     assert place is not None
     assert place.tasks_per_node == 2
-    with pytest.raises(LaunchError, match="SLURM_STEP_NUM_TASKS=4, SLURM_NTASKS_PER_NODE=3.* make 6 tasks"):
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS=4, SLURM_NTASKS_PER_NODE=3.* make 6 tasks"):
         slurm_placement({**old, "SLURM_NTASKS_PER_NODE": "3"})
 
 
 def test_a_variable_that_is_missing_is_named_with_others_that_are_there() -> None:
     task = slurm_job()[0]
     del task["SLURM_NODEID"]
-    with pytest.raises(LaunchError, match="SLURM_NODEID is not set, but SLURMD_NODENAME, SLURM_JOBID, .* more are"):
+    with pytest.raises(
+        LaunchError, match=r"SLURM_NODEID is not set, but SLURMD_NODENAME, SLURM_JOBID, .* more are"
+    ):
         slurm_placement(task)

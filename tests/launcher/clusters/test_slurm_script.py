@@ -15,7 +15,9 @@ from drivetrain_launcher.errors import LaunchError
 REQUEST = JobRequest(name="train", command=("drivetrain", "launch", "train.py"), folder=Path("/data/run"))
 # Anything that a word of a process can hold; the shell's characters often.
 WORDS = st.text(
-    alphabet=st.one_of(st.sampled_from("$`\"'\\;&|<>(){}[]*?~!#%^ \t\n-="), st.characters(exclude_categories=["Cs", "Cc"])),
+    alphabet=st.one_of(
+        st.sampled_from("$`\"'\\;&|<>(){}[]*?~!#%^ \t\n-="), st.characters(exclude_categories=["Cs", "Cc"])
+    ),
     max_size=12,
 )
 LINES = WORDS.filter(lambda word: all(ord(each) >= 32 and ord(each) != 127 for each in word))

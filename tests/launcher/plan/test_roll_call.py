@@ -4,8 +4,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import pytest
-
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes
 from processes import free_port
@@ -43,18 +41,24 @@ def test_every_node_that_came_names_those_that_are_missing() -> None:
     said = outcomes([StaticNodes(place, rank=rank) for rank in (0, 2)])
     for text in said:
         assert text.startswith(f"2 of 3 nodes came to 127.0.0.1:{place.port} within 3 s: node 0 (a1) on ")
-        assert re.search(r"node 2 \(a3\) on .*process \d+\. Missing: node 1 \(a2\); look at the output there", text)
+        assert re.search(
+            r"node 2 \(a3\) on .*process \d+\. Missing: node 1 \(a2\); look at the output there", text
+        )
 
 
 def test_a_node_whose_node_0_never_comes_says_so() -> None:
     place = meeting(timeout_seconds=1)
     (said,) = outcomes([StaticNodes(place, rank=1)])
-    assert said.startswith(f"the 3 nodes did not meet at 127.0.0.1:{place.port} within 1 s: node 1, this one, could not")
+    assert said.startswith(
+        f"the 3 nodes did not meet at 127.0.0.1:{place.port} within 1 s: node 1, this one, could not"
+    )
 
 
 def test_two_nodes_with_the_same_rank_are_told() -> None:
     place = meeting(timeout_seconds=3)
-    said = sorted(outcomes([StaticNodes(place, rank=0), *(StaticNodes(replace(place), rank=1) for _ in range(2))]))
+    said = sorted(
+        outcomes([StaticNodes(place, rank=0), *(StaticNodes(replace(place), rank=1) for _ in range(2))])
+    )
     assert [text.partition(" ")[0] for text in said] == ["--node-rank", "2", "2"]
     assert "--node-rank 1: another node came with this rank" in said[0]
     assert "2 of 3 nodes came" in said[1]

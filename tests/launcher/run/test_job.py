@@ -45,7 +45,8 @@ def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 @pytest.mark.parametrize(
-    ("state", "is_asked"), [("RUNNING 1 0", True), ("CANCELLED 1 0", False), ("RUNNING 0 0", False), ("PENDING 1 0", False)]
+    ("state", "is_asked"),
+    [("RUNNING 1 0", True), ("CANCELLED 1 0", False), ("RUNNING 0 0", False), ("PENDING 1 0", False)],
 )
 def test_task_0_alone_asks_slurm_for_a_job_that_may_run_again(
     slurm_commands: Callable[[str], Path], state: str, is_asked: bool
@@ -58,9 +59,13 @@ def test_task_0_alone_asks_slurm_for_a_job_that_may_run_again(
 
 
 @pytest.mark.parametrize("code", [0, 1, 143, None, "a message"])
-def test_a_run_that_has_not_saved_is_not_started_again(slurm_commands: Callable[[str], Path], code: object) -> None:
+def test_a_run_that_has_not_saved_is_not_started_again(
+    slurm_commands: Callable[[str], Path], code: object
+) -> None:
     asked = slurm_commands("RUNNING 1 0")
-    assert requeue_after(code, plan_of(slurm_job()[0])) == (code if isinstance(code, int) else int(code is not None))
+    assert requeue_after(code, plan_of(slurm_job()[0])) == (
+        code if isinstance(code, int) else int(code is not None)
+    )
     assert not asked.exists()
 
 
@@ -81,7 +86,10 @@ def test_a_refusal_is_said_and_keeps_the_exit_code(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert requeue_after(75, plan_of(slurm_job()[0])) == 75
-    assert "was not put into the queue again: squeue: the command is not installed here" in capsys.readouterr().err
+    assert (
+        "was not put into the queue again: squeue: the command is not installed here"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_stop_while_a_launcher_waits_for_task_0_ends_the_wait() -> None:
@@ -91,8 +99,8 @@ def test_a_stop_while_a_launcher_waits_for_task_0_ends_the_wait() -> None:
         "from drivetrain_launcher import LaunchPlan, LaunchTarget\n"
         "from drivetrain_launcher.clusters.slurm_placement import slurm_placement\n"
         "from drivetrain_launcher.run.job import requeue_after\n"
-        "plan = LaunchPlan(mode='elastic', target=LaunchTarget(name='x'), placement=slurm_placement(slurm_job()[1]),\n"
-        "                  shutdown_timeout_seconds=600)\n"
+        "plan = LaunchPlan(mode='elastic', target=LaunchTarget(name='x'), \n"
+        "                  placement=slurm_placement(slurm_job()[1]), shutdown_timeout_seconds=600)\n"
         "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "sys.exit(requeue_after(75, plan))\n"
     )
@@ -113,10 +121,14 @@ def test_node_0_says_if_its_address_is_another_machines(capsys: pytest.CaptureFi
         plan = plan_of(slurm_job(MASTER_ADDR=address)[0])
         assert plan.placement is not None
         check_address(plan, plan.placement)
-        assert (f"node 0 is {address}, read from MASTER_ADDR, but this machine" in capsys.readouterr().err) == is_said
+        assert (
+            f"node 0 is {address}, read from MASTER_ADDR, but this machine" in capsys.readouterr().err
+        ) == is_said
 
 
-def test_a_port_in_use_is_named_with_what_it_follows_from(drivetrain_with_torch: Callable, script: Callable) -> None:
+def test_a_port_in_use_is_named_with_what_it_follows_from(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
     script("")
     with socket.socket() as other:
         other.bind(("", 0))
@@ -124,7 +136,10 @@ def test_a_port_in_use_is_named_with_what_it_follows_from(drivetrain_with_torch:
         task = slurm_job(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(other.getsockname()[1]))[0]
         done = drivetrain_with_torch("launch", "--cpu", "script.py", environment=task)
     assert done.returncode == 2
-    assert f"--master-port {task['MASTER_PORT']}, which follows from MASTER_PORT: the port is in use" in done.stderr
+    assert (
+        f"--master-port {task['MASTER_PORT']}, which follows from MASTER_PORT: the port is in use"
+        in done.stderr
+    )
 
 
 def test_a_cluster_may_be_named_or_ignored(drivetrain: Callable, script: Callable) -> None:

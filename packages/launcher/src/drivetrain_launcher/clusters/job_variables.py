@@ -82,7 +82,12 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], st
 
     A variable that is set but empty, or that says "NoDevFiles" as Slurm does, binds the task to no accelerator.
     """
-    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"):
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+        "ASCEND_RT_VISIBLE_DEVICES",
+    ):
         if name in environment:
             text = environment[name]
             found = () if text in ("NoDevFiles", "-1") else tuple(each.strip() for each in text.split(","))

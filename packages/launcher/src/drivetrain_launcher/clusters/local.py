@@ -1,4 +1,4 @@
-"""This machine as a cluster: jobs that run in the background, and start again after a save."""
+"""The cluster of this machine alone: jobs that run in the background, and start again after a save."""
 
 import os
 import time

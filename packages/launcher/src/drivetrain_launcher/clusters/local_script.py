@@ -79,15 +79,24 @@ def _limit(request: JobRequest) -> tuple[str, ...]:
     seconds = request.time_limit_seconds - request.save_seconds
     if seconds <= 0:
         raise LaunchError(
-            f"local: time_limit_seconds={request.time_limit_seconds}: leaves no time to train, since the job is told to "
+            f"local: time_limit_seconds={request.time_limit_seconds}: leaves no time to train, since the job "
+            "is told to "
             f"save save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
         )
-    return ("timeout", "--foreground", "--preserve-status", f"--kill-after={request.save_seconds}", str(seconds))
+    return (
+        "timeout",
+        "--foreground",
+        "--preserve-status",
+        f"--kill-after={request.save_seconds}",
+        str(seconds),
+    )
 
 
 def _check(request: JobRequest) -> None:
     if not request.command:
-        raise LaunchError("local: the job has no command: say what to run, such as drivetrain launch train.py")
+        raise LaunchError(
+            "local: the job has no command: say what to run, such as drivetrain launch train.py"
+        )
     if request.num_nodes != 1:
         raise LaunchError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
     for what, value in (
@@ -96,9 +105,13 @@ def _check(request: JobRequest) -> None:
         ("options", ", ".join(request.options)),
     ):
         if value:
-            raise LaunchError(f"local: {what}={value}: this machine is not divided between jobs; leave it out")
+            raise LaunchError(
+                f"local: {what}={value}: this machine is not divided between jobs; leave it out"
+            )
     if any("\0" in word for word in (*request.command, *request.environment.values())):
-        raise LaunchError("local: a word of the command or a variable holds a null character, which no command can")
+        raise LaunchError(
+            "local: a word of the command or a variable holds a null character, which no command can"
+        )
     for name in request.environment:
         if not _NAME.fullmatch(name):
             raise LaunchError(f"local: {name!r} is no name of a variable: letters, digits and _ are allowed")

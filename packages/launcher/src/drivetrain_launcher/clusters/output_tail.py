@@ -8,7 +8,7 @@ class OutputTail:
     """A file whose new text is read bit by bit; it may not exist yet.
 
     Args:
-        path: The file.
+        path: The file to read.
     """
 
     def __init__(self, path: Path) -> None:

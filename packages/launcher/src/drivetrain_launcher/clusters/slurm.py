@@ -28,7 +28,7 @@ _WIDTH = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What Slurm knows of a job.
+    """The state of a job, as Slurm knows it.
 
     Attributes:
         state: The state, such as "RUNNING".
@@ -131,7 +131,9 @@ def _show_job(job_id: str) -> SlurmJob:
     """Ask for a job's state in columns of fixed width, which no name of a job can imitate."""
     _check_id(job_id)
     columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
-    rows = run_command("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--Format", columns).splitlines()
+    rows = run_command(
+        "squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--Format", columns
+    ).splitlines()
     if not rows:
         raise LaunchError(f"slurm: job {job_id}: Slurm does not know it, or has forgotten it since it ended")
     words = rows[0].split()

@@ -81,14 +81,13 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 def _refuse_heterogeneous(read: JobVariables) -> None:
     if (size := read.optional_integer("SLURM_HET_SIZE")) is not None and size > 1:
         raise LaunchError(
-            f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; submit a "
+            f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; "
+            "submit a "
             "job of one part, or say --cluster none and give the ranks with --node-rank and --master-addr"
         )
 
 
-def _expanded(
-    read: JobVariables, expand: Callable[[str], _Expanded], *names: str
-) -> tuple[_Expanded, str]:
+def _expanded(read: JobVariables, expand: Callable[[str], _Expanded], *names: str) -> tuple[_Expanded, str]:
     text, name = read.text(*names)
     try:
         return expand(text), name
@@ -101,8 +100,8 @@ def _tasks(
 ) -> tuple[tuple[int, ...], int, str, str]:
     """Return the number of tasks of each node, their sum, and the variables of both.
 
-    SLURM_NTASKS_PER_NODE is what the user asked for, which srun may not have kept; it counts only where Slurm does not
-    say what it did.
+    SLURM_NTASKS_PER_NODE is what the user asked for, which srun may not have kept; it counts only where Slurm does
+    not say what it did.
     """
     num_tasks, tasks_from = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
     per_node = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

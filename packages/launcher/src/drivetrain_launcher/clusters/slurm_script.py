@@ -11,16 +11,62 @@ from drivetrain_launcher.errors import LaunchError
 # The options of sbatch that a request may add; the others are set by the request's own fields, or change what a
 # script is.
 OPTIONS = frozenset(
-    {
-        "account", "begin", "cluster-constraint", "clusters", "comment", "constraint", "contiguous", "core-spec",
-        "cpus-per-gpu", "deadline", "delay-boot", "dependency", "distribution", "exclude", "exclusive", "extra-node-info",
-        "gid", "gpu-bind", "gpu-freq", "gpus-per-task", "gres", "gres-flags", "hint", "ignore-pbs", "kill-on-invalid-dep",
-        "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "network", "nice",
-        "nodelist", "overcommit", "oversubscribe", "partition", "power", "prefer", "priority", "profile", "propagate", "qos",
-        "reboot", "reservation", "spread-job", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "uid",
-        "use-min-nodes", "wckey",
-    }
-)  # fmt: skip
+    [
+        "account",
+        "begin",
+        "comment",
+        "constraint",
+        "contiguous",
+        "core-spec",
+        "cpus-per-gpu",
+        "deadline",
+        "delay-boot",
+        "dependency",
+        "distribution",
+        "exclude",
+        "exclusive",
+        "extra-node-info",
+        "gid",
+        "gpu-bind",
+        "gpu-freq",
+        "gpus-per-task",
+        "gres",
+        "gres-flags",
+        "hint",
+        "ignore-pbs",
+        "kill-on-invalid-dep",
+        "licenses",
+        "mail-type",
+        "mail-user",
+        "mcs-label",
+        "mem-bind",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "network",
+        "nice",
+        "nodelist",
+        "overcommit",
+        "oversubscribe",
+        "partition",
+        "power",
+        "prefer",
+        "priority",
+        "profile",
+        "propagate",
+        "qos",
+        "reboot",
+        "reservation",
+        "spread-job",
+        "switches",
+        "thread-spec",
+        "threads-per-core",
+        "time-min",
+        "tmp",
+        "uid",
+        "use-min-nodes",
+        "wckey",
+    ]
+)
 # sbatch's option -> the request that sets it.
 _OURS = {
     "job-name": "the job's name",
@@ -69,7 +115,8 @@ def plan_slurm(request: JobRequest) -> Submission:
         "",
         *(f"export {name}={shlex.quote(text)}" for name, text in _environment(request).items()),
         "",
-        f"exec srun --ntasks={request.num_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 {shlex.join(request.command)}",
+        f"exec srun --ntasks={request.num_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 "
+        f"{shlex.join(request.command)}",
         "",
     ]
     return Submission(
@@ -109,7 +156,10 @@ def _options(request: JobRequest, slug: str) -> list[str]:
     if request.time_limit_seconds is not None:
         hours, rest = divmod(request.time_limit_seconds, 3600)
         options.append(f"--time={hours}:{rest // 60:02}:{rest % 60:02}")
-    return [*options, *(f"--{name}={text}" if text else f"--{name}" for name, text in request.options.items())]
+    return [
+        *options,
+        *(f"--{name}={text}" if text else f"--{name}" for name, text in request.options.items()),
+    ]
 
 
 def _environment(request: JobRequest) -> dict[str, str]:
@@ -120,21 +170,31 @@ def _environment(request: JobRequest) -> dict[str, str]:
     if request.processes_per_node is not None:
         added["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
     if request.cpus_per_node is not None:
-        added["SRUN_CPUS_PER_TASK"] = str(request.cpus_per_node)  # srun takes it from sbatch no more since 22.05
+        added["SRUN_CPUS_PER_TASK"] = str(
+            request.cpus_per_node
+        )  # srun takes it from sbatch no more since 22.05
     return {**added, **request.environment}
 
 
 def _check(request: JobRequest) -> None:
     if not request.command:
-        raise LaunchError("slurm: the job has no command: say what each node runs, such as drivetrain launch train.py")
+        raise LaunchError(
+            "slurm: the job has no command: say what each node runs, such as drivetrain launch train.py"
+        )
     texts = {"name": request.name, "folder": str(request.folder), "log_dir": str(request.log_dir)}
     for what, text in {**texts, **request.options}.items():
         if any(ord(character) < 32 or ord(character) == 127 for character in text):
-            raise LaunchError(f"slurm: {what}={text!r}: Slurm takes no control characters there; leave them out")
+            raise LaunchError(
+                f"slurm: {what}={text!r}: Slurm takes no control characters there; leave them out"
+            )
     if set("%\\") & set(str(request.log_dir)):
-        raise LaunchError(f"slurm: log_dir={str(request.log_dir)!r}: Slurm replaces % and \\ there; say another folder")
+        raise LaunchError(
+            f"slurm: log_dir={str(request.log_dir)!r}: Slurm replaces % and \\ there; say another folder"
+        )
     if any("\0" in word for word in (*request.command, *request.environment.values())):
-        raise LaunchError("slurm: a word of the command or a variable holds a null character, which no command can")
+        raise LaunchError(
+            "slurm: a word of the command or a variable holds a null character, which no command can"
+        )
     for name in request.environment:
         if not _NAME.fullmatch(name):
             raise LaunchError(f"slurm: {name!r} is no name of a variable: letters, digits and _ are allowed")

@@ -22,7 +22,13 @@ def run_command(*words: str, folder: Path | None = None) -> str:
 
     try:
         done = subprocess.run(
-            words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except FileNotFoundError as error:
         if folder is not None and not folder.is_dir():

@@ -55,8 +55,8 @@ class CountedNodes(RendezvousHandler):
     """Torch's handler of nodes that agree on their ranks, with an error that says who came if some are missing.
 
     Args:
-        handler: Torch's handler.
-        store: Its store.
+        handler: The handler that torch made.
+        store: The store of the handler.
         meeting: The meeting, the same on all nodes.
     """
 
@@ -68,7 +68,7 @@ class CountedNodes(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks use the launcher's store, as torch's handler says."""
+        """True if ranks use the launcher's store, as torch's handler says."""
         return self._handler.use_agent_store
 
     def get_backend(self) -> str:

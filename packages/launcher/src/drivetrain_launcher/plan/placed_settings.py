@@ -38,7 +38,9 @@ def place_layers(layers: Layers, place: JobPlacement) -> Layers:
     return Layers({**layers.entries, **entries})
 
 
-def asked_processes(settings: LaunchSettings, sources: Mapping[str, Source], place: JobPlacement) -> tuple[int, str]:
+def asked_processes(
+    settings: LaunchSettings, sources: Mapping[str, Source], place: JobPlacement
+) -> tuple[int, str]:
     """Return the number of processes on this node that the job or the user has asked for, and what says so.
 
     Returns:
@@ -61,7 +63,7 @@ def check_devices(place: JobPlacement, *, processes: int, source: str, wants_cpu
     Args:
         place: The place of this process in a job.
         processes: The number of processes on this node.
-        source: What the number follows from.
+        source: The settings or variables that the number follows from.
         wants_cpu: Whether the run uses no accelerator.
 
     Raises:
@@ -73,7 +75,8 @@ def check_devices(place: JobPlacement, *, processes: int, source: str, wants_cpu
     if processes > (bound := len(place.devices)):
         raise LaunchError(
             f"{processes} processes on this node ({source}), but {place.cluster} bound this task to {bound} "
-            f"accelerators, {place.source('devices')}={','.join(place.devices)}: start at most {bound}, ask the cluster "
+            f"accelerators, {place.source('devices')}={','.join(place.devices)}: start at most {bound}, ask "
+            "the cluster "
             "for more, or say --cpu to train on the CPU"
         )
 
@@ -142,7 +145,8 @@ def _check_per_rank(said: Said, place: JobPlacement) -> None:
         if entry is not None and str(entry.value) not in ("0", "", "()"):
             raise LaunchError(
                 f"{_SECTION}.{name}={entry.value} ({entry.source}): {place.cluster} has started one task per rank, "
-                f"{place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no launcher starts "
+                f"{place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no "
+                "launcher starts "
                 "ranks; start one task per node instead, or leave it out"
             )
 
@@ -153,7 +157,8 @@ def _contradiction(name: str, entry: Entry, place: JobPlacement, value: str, att
         "node_rank": "leave it out",
     }.get(name, "leave it out, or ask the cluster for it")
     return LaunchError(
-        f"{_SECTION}.{name}={entry.value} ({entry.source}) contradicts the job that {place.cluster} started, which has "
+        f"{_SECTION}.{name}={entry.value} ({entry.source}) contradicts the job that {place.cluster} started, "
+        "which has "
         f"{value} ({place.source(attribute)}): {remedy}; --cluster none ignores the job"
     )
 

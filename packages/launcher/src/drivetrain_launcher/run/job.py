@@ -1,4 +1,4 @@
-"""What a launcher does for the cluster's job that it is part of: find node 0, and start the job again after a save."""
+"""Serve the cluster's job that a launcher is part of: find node 0, and start the job again after a save."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -31,7 +31,8 @@ def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
-            f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name ({error}): mend the "
+            f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
+            f"({error}): mend the "
             "name's entry in DNS or /etc/hosts, or export MASTER_ADDR in the job with an address of node 0"
         ) from None
     if place.task_rank == 0 and not any(_is_own(family, address) for family, _, _, _, address in found):
@@ -76,7 +77,8 @@ def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
     job = f"{place.cluster} job {place.job_id}"
     if not may_requeue(place, max_requeues):
         say(
-            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} allows no more: "
+            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} "
+            "allows no more: "
             "submit it again to go on"
         )
         return

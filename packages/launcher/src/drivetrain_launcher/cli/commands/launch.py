@@ -61,9 +61,7 @@ def run(arguments: LaunchArguments) -> int:
         sources = resolve(LaunchSettings, section="launch", layers=layers).sources
         count, source = asked_processes(launch, sources, placement)
         check_devices(placement, processes=count, source=source, wants_cpu=device == "cpu")
-    plan = plan_launch(
-        launch, target, detect_host(device), handed_down=layers.to_json(), placement=placement
-    )
+    plan = plan_launch(launch, target, detect_host(device), handed_down=layers.to_json(), placement=placement)
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0
