@@ -147,7 +147,7 @@ class ClusterContract(ABC):
                 assert source, f"the source of {name} is empty"
 
     def check_no_variable_is_missing_unnoticed(self, directory: Path) -> None:
-        """Check that a task which lacks a variable is in no job, has a valid place, or gets an error that names one."""
+        """Check that a task which lacks a variable is in no job, has a valid place, or is told a name."""
         del directory
         for environment in self._environments():
             for missing in environment:

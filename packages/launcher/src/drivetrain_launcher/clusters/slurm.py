@@ -13,8 +13,8 @@ from drivetrain_launcher.clusters.system_command import run_command
 from drivetrain_launcher.errors import LaunchError
 
 _LOOK_SECONDS = 2.0
-# A job in one of these is cancelled by a user, or starts again by itself.
-_STAYS = frozenset({"CANCELLED", "PENDING", "REQUEUED", "PREEMPTED", "REQUEUE_HOLD"})
+# A job in another state was cancelled by a user, or starts again by itself.
+_MAY_GO_ON = "RUNNING,SUSPENDED,TIMEOUT"
 # A job that ended is in one of these states, unless it is requeued.
 _ENDED = frozenset(
     {
@@ -69,8 +69,8 @@ class Slurm:
         Raises:
             LaunchError: Slurm refused.
         """
-        job = _show_job(placement.job_id)
-        if not job.may_requeue or job.state in _STAYS:
+        rows = _ask(placement.job_id, states=_MAY_GO_ON)
+        if not rows or not rows[0].may_requeue:
             return False
         run_command("scontrol", "requeue", placement.job_id)
         return True
@@ -128,13 +128,27 @@ def _check_id(job_id: str) -> None:
 
 
 def _show_job(job_id: str) -> SlurmJob:
-    """Ask for a job's state in columns of fixed width, which no name of a job can imitate."""
-    _check_id(job_id)
-    columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
-    rows = run_command(
-        "squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--Format", columns
-    ).splitlines()
+    rows = _ask(job_id, states="all")
     if not rows:
         raise LaunchError(f"slurm: job {job_id}: Slurm does not know it, or has forgotten it since it ended")
-    words = rows[0].split()
-    return SlurmJob(state=words[0], may_requeue=words[1] != "0", wait_status=int(words[2]))
+    return rows[0]
+
+
+def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
+    """Ask for a job in columns of fixed width, which no name of a job can imitate.
+
+    Args:
+        job_id: The number of the job.
+        states: The states to look for. A job that ends is COMPLETING as long as its processes run, whatever ends it,
+            but found by the state that it will have.
+
+    Returns:
+        The job; nothing if it is in no such state.
+    """
+    _check_id(job_id)
+    columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
+    output = run_command(
+        "squeue", "--noheader", f"--states={states}", f"--jobs={job_id}", "--Format", columns
+    )
+    rows = [line.split() for line in output.splitlines() if line.strip()]
+    return [SlurmJob(state=row[0], may_requeue=row[1] != "0", wait_status=int(row[2])) for row in rows]

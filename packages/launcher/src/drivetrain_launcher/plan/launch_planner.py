@@ -33,8 +33,8 @@ def plan_launch(
         LaunchError: If the launch is impossible, such as with too few accelerators or without a node rank. The
             message gives the numbers and a remedy.
     """
-    is_task = placement is not None and placement.is_one_task_per_rank
-    count, notes = (placement.tasks_per_node, ()) if is_task else _processes_per_node(settings, host)
+    task = placement if placement is not None and placement.is_one_task_per_rank else None
+    count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())
     environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
     environment |= _visible(settings, host)
     threads = _threads(settings, host, count)
@@ -60,8 +60,8 @@ def plan_launch(
         max_requeues=settings.max_requeues,
         notes=notes,
     )
-    if is_task:
-        return _task(plan, settings, placement, host)
+    if task is not None:
+        return _task(plan, settings, task, host)
     if plan.mode == "in place":
         return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
     return _meeting(plan, settings)

@@ -142,7 +142,7 @@ class StaticNodes(RendezvousHandler):
         """Wait for all nodes, and tell them who came. Called on node 0 only."""
         meeting = self._meeting
         keys = [f"node/{rank}" for rank in range(meeting.num_nodes)]
-        verdict = _ALL
+        verdict, came = _ALL, list[int]()
         try:
             store.wait(keys, timedelta(seconds=meeting.timeout_seconds))
         except DistStoreError:

@@ -1,7 +1,5 @@
 """Serve the cluster's job that a launcher is part of: find node 0, and start the job again after a save."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
@@ -35,7 +33,7 @@ def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
             f"({error}): mend the "
             "name's entry in DNS or /etc/hosts, or export MASTER_ADDR in the job with an address of node 0"
         ) from None
-    if place.task_rank == 0 and not any(_is_own(family, address) for family, _, _, _, address in found):
+    if place.task_rank == 0 and not any(_is_own(family, str(address[0])) for family, *_, address in found):
         say(
             f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
             "it, export MASTER_ADDR in the job with an address of this machine"
@@ -60,11 +58,11 @@ def requeue_after(code: object, plan: LaunchPlan) -> int:
     place = plan.placement
     if shown != RESUME_EXIT_CODE or place is None:
         return shown
-    with _stop_noted() as stop:
-        if place.task_rank == 0:
-            _requeue(place, plan.max_requeues)
-        elif may_requeue(place, plan.max_requeues):
-            stop.wait(plan.shutdown_timeout_seconds)
+    stop = _note_stop()
+    if place.task_rank == 0:
+        _requeue(place, plan.max_requeues)
+    elif may_requeue(place, plan.max_requeues):
+        stop.wait(plan.shutdown_timeout_seconds)
     return shown
 
 
@@ -89,27 +87,31 @@ def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
         say(f"{job} was not put into the queue again: {error}")
 
 
-@contextmanager
-def _stop_noted() -> Generator["Event"]:
-    """Run the block with SIGTERM noted in an event, in place of ending this process."""
+def _note_stop() -> "Event":
+    """Have SIGTERM set an event from now on, in place of ending this process, which is about to end anyway.
+
+    A cluster sends it to every task once task 0 has asked; by then nothing is left to stop.
+    """
     import signal  # late, so that a script may have a module of this name
     from threading import Event
 
     stop = Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+    def note(number: int, frame: object) -> None:
+        del number, frame
+        stop.set()
+
+    signal.signal(signal.SIGTERM, note)
+    return stop
 
 
-def _is_own(family: int, address: object) -> bool:
+def _is_own(family: int, host: str) -> bool:
     """Return whether an address is one of this machine, which alone can listen there."""
     import socket
 
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind((address[0], 0) if isinstance(address, tuple) else address)
+            probe.bind((host, 0))
         except OSError:
             return False
     return True
