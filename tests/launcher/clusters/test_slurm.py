@@ -218,6 +218,37 @@ def test_a_job_that_is_signalled_saves_is_requeued_and_ends_as_one_that_was_not(
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("commands")
+def test_a_preempted_job_saves_and_goes_on_after_the_other(
+    in_slurm: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script(TRAIN)
+    (tmp_path / "run").mkdir()
+    made = request(
+        tmp_path, "--processes-per-node", "1", "script.py", "run", "wait", options={"exclusive": ""}
+    )
+    submission, job = submit(replace(made, num_nodes=3))
+    shown: list[str] = []
+
+    def preempt() -> None:
+        ends = time.monotonic() + 120
+        while "".join(shown).count("trains") < 3 and time.monotonic() < ends:
+            time.sleep(0.1)
+        # The ranks wait at their third step until the signal, which comes with this job, has arrived.
+        threading.Timer(8, (tmp_path / "run/told").touch).start()
+        in_slurm("srun", "--partition=urgent", "-N3", "--exclusive", "true")
+
+    teller = threading.Thread(target=preempt)
+    teller.start()
+    code = Slurm().follow(job, submission, shown.append)
+    teller.join()
+    output = "".join(shown)
+    assert code == 0, output
+    assert output.count("resumes at 3") == 3
+    assert (tmp_path / "run/end.txt").exists()
+
+
 def _signal_once(run: Callable, job: str, folder: Path, shown: list[str]) -> None:
     """Send SIGTERM to the tasks of a job once both ranks train, as Slurm does before the time limit."""
     ends = time.monotonic() + 120
