@@ -15,6 +15,10 @@ from drivetrain_launcher.clusters.protocol import JobRequest, Submission
 from drivetrain_launcher.clusters.slurm import Slurm
 from drivetrain_launcher.errors import LaunchError
 
+pytestmark = pytest.mark.timeout(
+    600
+)  # jobs wait in a queue, start twice, and share the cores with other tests
+
 LAUNCH = (sys.executable, "-m", "drivetrain_launcher", "launch")
 SHOW = """
 import os
