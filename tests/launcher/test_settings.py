@@ -26,6 +26,7 @@ def test_defaults_are_allowed() -> None:
         ("monitor_interval_seconds", float("nan")),
         ("shutdown_timeout_seconds", float("inf")),
         ("max_restarts", -1),
+        ("max_requeues", -1),
         ("threads_per_process", 0),
     ],
 )

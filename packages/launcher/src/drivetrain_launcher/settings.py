@@ -38,6 +38,20 @@ class LaunchSettings:
         default=None,
         metadata={"help": "Port on master_addr; unset: any free port on one node, 29500 on several."},
     )
+    cluster: str = field(
+        default="auto",
+        metadata={
+            "help": "Cluster whose job this is, by the name of its plug-in; auto: found by the variables that only a "
+            "cluster's job has; none: all is given by settings."
+        },
+    )
+    max_requeues: int | None = field(
+        default=None,
+        metadata={
+            "help": "Maximum number of times that a cluster's job is started again after all ranks have saved on "
+            "a signal; unset: no limit, 0: never."
+        },
+    )
     rdzv_backend: RendezvousBackend = field(
         default="static",
         metadata={
@@ -110,6 +124,7 @@ class LaunchSettings:
             ("processes_per_node", 1),
             ("num_nodes", 1),
             ("max_restarts", 0),
+            ("max_requeues", 0),
             ("threads_per_process", 1),
         ):
             value = getattr(self, name)

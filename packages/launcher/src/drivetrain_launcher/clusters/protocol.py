@@ -21,12 +21,15 @@ class JobPlacement:
         local_task: The index of this task on its node, from 0.
         num_tasks: The number of tasks on all nodes together.
         task_rank: The index of this task among all of them, from 0.
-        master_addr: The host name or address of node 0.
+        master_addr: The host name or address of node 0; empty if the cluster tells no task where node 0 is, so that
+            the user must.
         master_port: A port for the rendezvous that other jobs on the node are unlikely to use.
         devices: The accelerators that the cluster bound this task to, as its visibility variable names them; None if
             it bound none.
+        hosts: The host name of each node by its rank, where the cluster states them; else empty.
         restart_count: The number of times that the cluster has requeued the job.
-        sources: The environment variable that each attribute was read from, for error messages.
+        sources: The environment variables that each attribute was read from, for error messages, such as
+            {"num_nodes": "SLURM_STEP_NUM_NODES"}.
     """
 
     cluster: str
@@ -40,13 +43,21 @@ class JobPlacement:
     master_addr: str
     master_port: int
     devices: tuple[str, ...] | None = None
+    hosts: tuple[str, ...] = ()
     restart_count: int = 0
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def is_one_task_per_rank(self) -> bool:
-        """True if the cluster starts each rank itself, so that a launcher runs its script in place."""
-        return self.tasks_per_node > 1
+        """True if the cluster starts each rank itself, so that a launcher runs its script in place.
+
+        The same on all tasks, also where some nodes have one task and others several.
+        """
+        return self.num_tasks > self.num_nodes
+
+    def source(self, attribute: str) -> str:
+        """Return the variables that an attribute was read from, or the cluster's name if none is stated."""
+        return self.sources.get(attribute, self.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

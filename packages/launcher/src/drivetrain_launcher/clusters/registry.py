@@ -1,6 +1,6 @@
 """The clusters that installed packages announce by entry points, and the one whose job this process is in."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import cast
 
@@ -24,7 +24,7 @@ def make_cluster(name: str) -> Cluster:
     """
     for point in entry_points(CLUSTERS_GROUP):
         if point.name == name:
-            return cast("Cluster", point.load()())
+            return cast("Callable[[], Cluster]", point.load())()
     near = get_close_matches(name, cluster_names(), n=1)
     hint = f"; did you mean {near[0]}" if near else ""
     raise LaunchError(

@@ -5,6 +5,7 @@ All functions are pure, so that a plan for ten thousand ranks can be built and r
 
 from dataclasses import replace
 
+from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
@@ -12,7 +13,12 @@ from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
 
 def plan_launch(
-    settings: LaunchSettings, target: LaunchTarget, host: Host, *, handed_down: str | None = None
+    settings: LaunchSettings,
+    target: LaunchTarget,
+    host: Host,
+    *,
+    handed_down: str | None = None,
+    placement: JobPlacement | None = None,
 ) -> LaunchPlan:
     """Plan a launch on this node.
 
@@ -21,12 +27,14 @@ def plan_launch(
         target: The script, module or program to run.
         host: The description of this node.
         handed_down: The settings for the workers, as written by `Layers.to_json`.
+        placement: The place of this process in a cluster's job, whose values the settings hold already.
 
     Raises:
         LaunchError: If the launch is impossible, such as with too few accelerators or without a node rank. The
             message gives the numbers and a remedy.
     """
-    count, notes = _processes_per_node(settings, host)
+    task = placement if placement is not None and placement.is_one_task_per_rank else None
+    count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())
     environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
     environment |= _visible(settings, host)
     threads = _threads(settings, host, count)
@@ -48,11 +56,46 @@ def plan_launch(
         shutdown_timeout_seconds=settings.shutdown_timeout_seconds,
         log_dir=settings.log_dir,
         environment=environment,
+        placement=placement,
+        max_requeues=settings.max_requeues,
         notes=notes,
     )
+    if task is not None:
+        return _task(plan, settings, task, host)
     if plan.mode == "in place":
         return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
     return _meeting(plan, settings)
+
+
+def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
+    """Return the plan of a task that the cluster started as one rank."""
+    if settings.master_addr is None:
+        _check_address(place)
+    environment = dict(plan.environment)
+    if host.accelerator is not None and place.devices is not None and len(place.devices) == 1:
+        # The task sees its own accelerator alone, as the first, whatever its local rank.
+        environment["DRIVETRAIN_STATE__DEVICE"] = f"{host.accelerator}:0"
+    return replace(
+        plan,
+        mode="in place",
+        num_nodes=place.num_nodes,
+        node_rank=place.node_rank,
+        rdzv_id=settings.rdzv_id or place.job_id,
+        master_addr=settings.master_addr or place.master_addr,
+        master_port=settings.master_port or place.master_port,
+        environment=environment,
+    )
+
+
+def _check_address(place: JobPlacement) -> None:
+    if not place.master_addr:
+        raise LaunchError(
+            f"{place.cluster}: nothing tells the {place.num_nodes} nodes ({place.source('num_nodes')}) where "
+            "node 0 is: "
+            "say --master-addr HOST, the host of rank 0, or set MASTER_ADDR for all ranks (mpirun -x "
+            "MASTER_ADDR=HOST, "
+            "mpiexec -genv MASTER_ADDR HOST)"
+        )
 
 
 def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tuple[str, ...]]:
@@ -114,6 +157,8 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
             master_addr=settings.master_addr or "127.0.0.1",
             master_port=settings.master_port or 0,
         )
+    if settings.master_addr is None and plan.placement is not None:
+        _check_address(plan.placement)
     if settings.master_addr is None:
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or "

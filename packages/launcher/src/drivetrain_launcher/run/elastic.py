@@ -31,8 +31,8 @@ from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
+from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
 from drivetrain_launcher.run.failures import (
-    RESUME_EXIT_CODE,
     RankFailure,
     describe_others,
     describe_root,
@@ -251,6 +251,8 @@ def _why_no_meeting(plan: LaunchPlan, error: Exception) -> str:
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         free = "leave it out for any free one" if plan.num_nodes == 1 else "say another on every node"
         port = f"--master-port {plan.master_port}"
+        if plan.placement is not None and plan.master_port == plan.placement.master_port:
+            port += f", which follows from {plan.placement.source('master_port')}"
         return f"{port}: the port is in use on this machine, most likely by another run; {free}"
     if plan.num_nodes == 1:
         return (

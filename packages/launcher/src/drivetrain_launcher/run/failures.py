@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -36,8 +38,6 @@ _SIGNALS = {
 }
 
 
-# The exit code of a rank that has saved on a signal and asks for a restart: EX_TEMPFAIL of sysexits.h.
-RESUME_EXIT_CODE = 75
 # The meaning of drivetrain's own exit codes.
 _EXIT_CODES = {
     124: "its watchdog ended it; the table above names the rank that all waited for",
