@@ -19,7 +19,7 @@ from typing import Any, get_origin, get_type_hints
 from drivetrain_config import Flag, Layers, flags, sections
 from drivetrain_config.conversion import convert
 from drivetrain_launcher.cli.accelerate_flags import Said, add_meanings, word_of
-from drivetrain_launcher.cli.flag_aliases import ours, refusal
+from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal
 from drivetrain_launcher.errors import UsageError
 
 # The key of the command's own flags, among the names of sections.
@@ -169,6 +169,9 @@ class CommandParser:
             near = get_close_matches(str(value), flag.choices, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
+        if isinstance(value, str) and (meant := node_range(name, value)) is not None:
+            said.setdefault(flag.section, {}).update(meant)
+            return
         said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
 
     def _unknown(self, written: str) -> str:

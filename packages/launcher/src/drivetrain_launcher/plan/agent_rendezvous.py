@@ -12,13 +12,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from drivetrain_launcher.membership.decision import Limits
+from drivetrain_launcher.membership.handler import ElasticNodes, Meeting
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
+
+# The first round of an elastic run begins with fewer than its most nodes when none has come for this long.
+_GATHER_SECONDS = 5.0
 
 
 def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     """Return the handler from which torch's agent gets ranks and a store."""
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
+    if plan.min_nodes is not None:
+        return ElasticNodes(_elastic_meeting(plan, plan.min_nodes))
     host = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     seconds = round(plan.rdzv_timeout_seconds)
     # The two backends use different names for the timeout.
@@ -36,6 +43,22 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
             max_nodes=plan.num_nodes,
             **wishes,
         )
+    )
+
+
+def _elastic_meeting(plan: LaunchPlan, min_nodes: int) -> Meeting:
+    return Meeting(
+        address=plan.master_addr,
+        port=plan.master_port,
+        run_id=plan.rdzv_id,
+        processes=plan.processes_per_node,
+        limits=Limits(
+            min_nodes=min_nodes,
+            max_nodes=plan.num_nodes,
+            silence_seconds=plan.node_silence_seconds,
+            gather_seconds=_GATHER_SECONDS,
+            wait_seconds=plan.rdzv_timeout_seconds,
+        ),
     )
 
 

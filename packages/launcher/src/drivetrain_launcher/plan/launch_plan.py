@@ -53,7 +53,9 @@ class LaunchPlan:
     Attributes:
         mode: "in place" runs the script in the launcher's own process; "elastic" starts processes with torch's agent.
         target: The script, module or program to run.
-        num_nodes: The number of nodes.
+        num_nodes: The number of nodes; the most of an elastic run.
+        min_nodes: The fewest nodes of an elastic run; None if the number is fixed.
+        node_silence_seconds: The time without a sign of life after which an elastic run goes on without a node.
         node_rank: The rank of this node; None if the rendezvous decides.
         processes_per_node: The number of processes on each node.
         rdzv_backend: The rendezvous backend, "static" or "c10d".
@@ -73,6 +75,8 @@ class LaunchPlan:
     mode: Literal["in place", "elastic"]
     target: LaunchTarget
     num_nodes: int = 1
+    min_nodes: int | None = None
+    node_silence_seconds: float = 6.0
     node_rank: int | None = 0
     processes_per_node: int = 1
     rdzv_backend: RendezvousBackend = "static"
@@ -142,6 +146,11 @@ class LaunchPlan:
             f"{self.world_size} process{'es' if self.world_size > 1 else ''} {how}: "
             f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} x {self.processes_per_node}",
         ]
+        if self.min_nodes is not None:
+            lines.append(
+                f"elastic: goes on with {self.min_nodes} to {self.num_nodes} nodes; one that is silent for "
+                f"{self.node_silence_seconds:g} s is left behind"
+            )
         if self.mode == "elastic":
             port = self.master_port or "any free port"
             lines.append(
