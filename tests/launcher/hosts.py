@@ -18,6 +18,7 @@ import pytest
 _PREFIX = f"dt{os.getpid() % 10_000}"
 _BRIDGE = f"{_PREFIX}br"
 _NAMES = ("a", "b", "c")
+_HERE = Path(__file__).parent
 
 
 def _run(*command: str, check: bool = True) -> str:
@@ -80,6 +81,7 @@ class Host:
         self._link = f"{_PREFIX}{name}v"
         self._folder = folder
         self._launchers: list[Launcher] = []
+        self._relay: subprocess.Popen[bytes] | None = None
 
     def make(self, hosts_file: str) -> None:
         """Make the namespace and its link to the bridge."""
@@ -142,13 +144,30 @@ class Host:
         """Bring the link up again."""
         _run("ip", "link", "set", self._link, "up")
 
-    def slow(self, *netem: str) -> None:
-        """Delay or lose what this host sends, in words of `tc netem`."""
-        _run("ip", "netns", "exec", self._space, "tc", "qdisc", "replace", "dev", "eth0", "root", "netem", *netem)
+    def slow(self, *, delay_seconds: float, loss: float) -> None:
+        """Delay what passes the link, in both directions, and lose a part of it; a relay stands in for `tc netem`."""
+        near, far = f"{_PREFIX}{self.name}x", f"{_PREFIX}{self.name}y"
+        _run("ip", "link", "set", self._link, "nomaster")
+        _run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        _run("ip", "link", "set", near, "up")
+        _run("ip", "link", "set", far, "master", _BRIDGE, "up")
+        _run("ip", "netns", "exec", self._space, sys.executable, str(_HERE / "checksums.py"), "eth0")
+        self._relay = subprocess.Popen(
+            [sys.executable, str(_HERE / "slow_link.py"), self._link, near, str(delay_seconds), str(loss), "3"],
+            stdout=subprocess.PIPE,
+        )
+        assert self._relay.stdout is not None
+        assert self._relay.stdout.readline() == b"ready\n"
 
     def remove(self) -> None:
         """Kill what runs and remove the namespace."""
         self.kill()
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.wait()
+            assert self._relay.stdout is not None
+            self._relay.stdout.close()
+            _run("ip", "link", "del", f"{_PREFIX}{self.name}x", check=False)
         for launcher in self._launchers:
             launcher.process.wait(60)
         _run("ip", "netns", "del", self._space, check=False)

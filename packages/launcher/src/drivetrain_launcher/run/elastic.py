@@ -89,12 +89,13 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
     try:
         result = cast("RunResult | None", agent.run())
     except (SignalException, RunOverError) as stop:
+        if isinstance(stop, RunOverError):
+            say(str(stop))
         if agent.has_saved:
             say(_SAVED)
             return RESUME_EXIT_CODE
         if isinstance(stop, SignalException):
             raise
-        say(str(stop))
         return stop.exit_code
     finally:
         if isinstance(spec.rdzv_handler, ElasticNodes):
