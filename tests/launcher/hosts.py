@@ -95,6 +95,7 @@ class Host:
         _run(*inside, "link", "set", "lo", "up")
         _run(*inside, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _run(*inside, "link", "set", "eth0", "up")
+        _run("ip", "netns", "exec", self._space, sys.executable, str(_HERE / "checksums.py"), "eth0")
 
     def start(self, *command: str, environment: dict[str, str]) -> Launcher:
         """Start `drivetrain ARGUMENTS...` on this host."""
@@ -151,7 +152,6 @@ class Host:
         _run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
         _run("ip", "link", "set", near, "up")
         _run("ip", "link", "set", far, "master", _BRIDGE, "up")
-        _run("ip", "netns", "exec", self._space, sys.executable, str(_HERE / "checksums.py"), "eth0")
         self._relay = subprocess.Popen(
             [sys.executable, str(_HERE / "slow_link.py"), self._link, near, str(delay_seconds), str(loss), "3"],
             stdout=subprocess.PIPE,

@@ -82,7 +82,12 @@ def test_ranks_that_restart_on_one_node_restart_on_all() -> None:
 
 def test_ranks_that_failed_for_good_end_the_run_with_their_exit_code() -> None:
     state = then(running(1, 2), peer(1), peer(2, left="failed", exit_code=5))
-    assert (state.closed, state.exit_code) == ("the ranks of node 1 (host b) failed with exit code 5", 5)
+    assert (state.closed, state.exit_code) == ("the ranks of node 1 (host b) ended with exit code 5", 5)
+
+
+def test_a_failure_on_a_node_that_takes_no_part_does_not_end_the_run_unless_it_leads() -> None:
+    assert not then(running(1, 3), peer(1), peer(2, left="failed", exit_code=1), peer(3)).closed
+    assert then(RunState(), peer(1, left="failed", exit_code=1)).closed
 
 
 @pytest.mark.parametrize(("number", "ends"), [(1, True), (2, False)])

@@ -54,17 +54,25 @@ def decide(
     """
     if state.closed:
         return state
-    failed = next((peer for peer in peers if peer.status.left == "failed"), None)
+    leader = peers[0] if peers else None
+    failed = next(
+        (
+            peer
+            for peer in peers
+            if peer.status.left == "failed" and (peer is leader or state.rank_of(peer.node.number) is not None)
+        ),
+        None,
+    )
     if failed is not None:
         who, code = state.name_of(failed.node), failed.status.exit_code
         return replace(
             state,
-            closed=f"the ranks of {who} failed with exit code {code}",
+            closed=f"the ranks of {who} ended with exit code {code}",
             change="failed",
             exit_code=code or 1,
         )
-    if peers and peers[0].status.left == "stopped":
-        who = state.name_of(peers[0].node)
+    if leader is not None and leader.status.left == "stopped":
+        who = state.name_of(leader.node)
         return replace(
             state, closed=f"{who}, which hosts the store of the run, was stopped", change="left", exit_code=1
         )

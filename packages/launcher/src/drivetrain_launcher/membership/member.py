@@ -153,7 +153,7 @@ class Member:
 
     def _end_ranks_after(self, seconds: float, *, limit: float) -> None:
         """End the ranks if this process stood still for so long that the others may have gone on without it."""
-        if seconds > limit and not self._ended:
+        if seconds > limit and len(self._state.members) > 1 and not self._ended:
             self._was_frozen = True
             self._fence()
 
