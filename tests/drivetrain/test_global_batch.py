@@ -39,7 +39,10 @@ def test_a_batch_that_cannot_be_split_is_warned_of_with_both_numbers(
     if not warned:
         assert said == []
         return
-    assert "a step of 4 micro-batches cannot be split evenly over 3 processes, so it takes 3, 1 on each" in said[0]
+    assert (
+        "a step of 4 micro-batches cannot be split evenly over 3 processes, so it takes 3, 1 on each"
+        in said[0]
+    )
     assert "the global batch is 0.75 times what it was" in said[0]
 
 

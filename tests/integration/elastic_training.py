@@ -1,6 +1,6 @@
 """A training run for elastic launches: it logs each micro-batch that it reads, with its loss, and saves as it goes.
 
-    python elastic_training.py PROJECT LOG MEANT_FOR PAUSE_SECONDS
+python elastic_training.py PROJECT LOG MEANT_FOR PAUSE_SECONDS
 """
 
 import json
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain import Accelerator
 from drivetrain_checkpoint import NoCheckpointError
 
-SAMPLES, MICRO_BATCH, MICRO_BATCHES, EPOCHS = 96, 2, 2, 5
+SAMPLES, MICRO_BATCH, MICRO_BATCHES, EPOCHS = 96, 2, 2, 25
 
 
 class Sines(Dataset[tuple[torch.Tensor, int]]):
@@ -43,7 +43,11 @@ def main(project: Path, log: Path, meant_for: int, pause_seconds: float) -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(Sines(), batch_size=MICRO_BATCH, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    step, began, port = 0, time.time(), os.environ["MASTER_PORT"]  # the ranks of a round share a store of their own
+    step, began, port = (
+        0,
+        time.time(),
+        os.environ["MASTER_PORT"],
+    )  # the ranks of a round share a store of their own
     with suppress(NoCheckpointError):
         step = accelerator.load_state()
     print(f"begins at step {step} with {accelerator.num_processes} processes", flush=True)

@@ -1,6 +1,6 @@
 """Have an interface send whole checksums in frames of the link's size, as a relay of raw frames needs it.
 
-    python checksums.py INTERFACE
+python checksums.py INTERFACE
 """
 
 import array

@@ -153,7 +153,15 @@ class Host:
         _run("ip", "link", "set", near, "up")
         _run("ip", "link", "set", far, "master", _BRIDGE, "up")
         self._relay = subprocess.Popen(
-            [sys.executable, str(_HERE / "slow_link.py"), self._link, near, str(delay_seconds), str(loss), "3"],
+            [
+                sys.executable,
+                str(_HERE / "slow_link.py"),
+                self._link,
+                near,
+                str(delay_seconds),
+                str(loss),
+                "3",
+            ],
             stdout=subprocess.PIPE,
         )
         assert self._relay.stdout is not None
@@ -175,8 +183,8 @@ class Host:
         shutil.rmtree(Path("/etc/netns") / self._space, ignore_errors=True)
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
+@pytest.fixture(name="hosts")
+def hosts_fixture(tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
     """Make hosts a, b and c on one network; all see the folder `tmp_path`."""
     if not can_make_hosts():
         pytest.skip("needs root and iproute2, to make network namespaces")

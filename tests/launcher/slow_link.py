@@ -1,6 +1,6 @@
 """A slow and lossy link, for kernels without `tc netem`: frames go from one interface to another with a delay.
 
-    python slow_link.py FIRST SECOND DELAY_SECONDS LOSS SEED
+python slow_link.py FIRST SECOND DELAY_SECONDS LOSS SEED
 """
 
 import heapq

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_launcher.membership.decision import Limits, Peer, decide, is_alive
-from drivetrain_launcher.membership.run_state import Leave, Node, NodeStatus, RunState
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, Node, NodeStatus
 
 LIMITS = Limits(min_nodes=2, max_nodes=3, silence_seconds=6, gather_seconds=5, wait_seconds=60)
 HOSTS = "abcdef"
@@ -21,33 +21,37 @@ def peer(
 
 
 def then(
-    state: RunState, *peers: Peer, limits: Limits = LIMITS, gathering: float = 0, quiet: float = 0
-) -> RunState:
+    state: ElasticState, *peers: Peer, limits: Limits = LIMITS, gathering: float = 0, quiet: float = 0
+) -> ElasticState:
     return decide(state, peers, limits, gathering_seconds=gathering, quiet_seconds=quiet)
 
 
-def running(*numbers: int, number: int = 1) -> RunState:
+def running(*numbers: int, number: int = 1) -> ElasticState:
     members = tuple(peer(each).node for each in numbers)
-    return RunState(round=number, members=members, ranks_port=1)
+    return ElasticState(round=number, members=members, ranks_port=1)
 
 
 def test_the_first_round_begins_with_the_most_nodes_at_once_and_with_fewer_when_no_other_comes() -> None:
     two = (peer(1), peer(2))
-    assert then(RunState(), *two, quiet=4.9).round == 0
-    assert then(RunState(), *two, quiet=5).members == (two[0].node, two[1].node)
-    assert then(RunState(), *two, peer(3)).world_size == 24
-    assert then(RunState(), peer(1), quiet=50).round == 0
+    assert then(ElasticState(), *two, quiet=4.9).round == 0
+    assert then(ElasticState(), *two, quiet=5).members == (two[0].node, two[1].node)
+    assert then(ElasticState(), *two, peer(3)).world_size == 24
+    assert then(ElasticState(), peer(1), quiet=50).round == 0
 
 
 def test_the_leader_has_the_first_rank_even_if_it_came_last() -> None:
-    late = RunState(round=2, members=(peer(3).node, peer(1).node), is_over=True)
+    late = ElasticState(round=2, members=(peer(3).node, peer(1).node), is_over=True)
     state = then(late, peer(1, ready=3), peer(3, ready=3))
     assert [node.number for node in state.members] == [1, 3]
 
 
 def test_a_silent_node_ends_the_round_which_goes_on_without_it_once_the_others_are_ready() -> None:
     over = then(running(1, 2, 3), peer(1), peer(2, silent=6.4), peer(3))
-    assert (over.is_over, over.change, over.reason) == (True, "lost", "node 1 (host b) has been silent for 6 s")
+    assert (over.is_over, over.change, over.reason) == (
+        True,
+        "lost",
+        "node 1 (host b) has been silent for 6 s",
+    )
     assert then(over, peer(1, ready=2), peer(2, silent=7), peer(3)) == over
     state = then(over, peer(1, ready=2), peer(2, silent=7), peer(3, ready=2))
     assert (state.round, [node.number for node in state.members], state.is_over) == (2, [1, 3], False)
@@ -87,7 +91,7 @@ def test_ranks_that_failed_for_good_end_the_run_with_their_exit_code() -> None:
 
 def test_a_failure_on_a_node_that_takes_no_part_does_not_end_the_run_unless_it_leads() -> None:
     assert not then(running(1, 3), peer(1), peer(2, left="failed", exit_code=1), peer(3)).closed
-    assert then(RunState(), peer(1, left="failed", exit_code=1)).closed
+    assert then(ElasticState(), peer(1, left="failed", exit_code=1)).closed
 
 
 @pytest.mark.parametrize(("number", "ends"), [(1, True), (2, False)])
@@ -135,7 +139,7 @@ def test_whatever_happens_a_round_has_the_leader_first_and_only_nodes_that_live_
     played: list[tuple[int, str]], least: int, more: int
 ) -> None:
     limits = replace(LIMITS, min_nodes=least, max_nodes=least + more)
-    state, peers = RunState(), [peer(1)]
+    state, peers = ElasticState(), [peer(1)]
     for index, what in played:
         if index >= len(peers):
             peers.append(peer(len(peers) + 1, ready=state.round + 1))
@@ -159,7 +163,7 @@ def test_whatever_happens_a_round_has_the_leader_first_and_only_nodes_that_live_
             assert state.members[0].number == 1
 
 
-def changed(one: Peer, what: str, state: RunState) -> Peer:
+def changed(one: Peer, what: str, state: ElasticState) -> Peer:
     status = one.status
     if what == "ready":
         return replace(one, silent_seconds=0, status=replace(status, ready=state.round + 1, finished=0))

@@ -156,5 +156,7 @@ def test_an_elastic_plan_has_both_numbers_of_nodes_and_says_so() -> None:
 
 def test_a_range_of_nodes_with_static_rendezvous_is_refused() -> None:
     settings = LaunchSettings(num_nodes=4, min_nodes=1, node_rank=0, master_addr="a")
-    with pytest.raises(LaunchError, match=r"--num-nodes 1:4: nodes come and go only with --rdzv-backend c10d"):
+    with pytest.raises(
+        LaunchError, match=r"--num-nodes 1:4: nodes come and go only with --rdzv-backend c10d"
+    ):
         plan_launch(settings, TARGET, Host())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.conftest import clean_environment
-from launcher.hosts import Host, Launcher, hosts  # noqa: F401 - a fixture
+from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
 from launcher.run.test_elastic import wait_for_end
 from processes import free_port
 
@@ -41,7 +41,6 @@ while not Path("enough").exists():
     time.sleep(0.05)
 """
 MakeHosts = Callable[[int], list[Host]]
-
 
 
 def start(host: Host, script: Callable, *flags: str, nodes: str = "1:3") -> Launcher:
@@ -137,7 +136,9 @@ def test_a_host_that_is_cut_off_ends_its_ranks_and_says_why_while_the_others_go_
     made[1].cut()
     say_measured("cut off, noticed by the others", launchers[0].wait_for("going on with 2 of 3 nodes"))
     assert launchers[1].end() == 1
-    assert "the host of the store of this run (10.213.7.1:29500) has been silent for 6 s" in launchers[1].output
+    assert (
+        "the host of the store of this run (10.213.7.1:29500) has been silent for 6 s" in launchers[1].output
+    )
     wait_until_empty([made[1]])
     made[1].mend()
     again = start(made[1], script)
@@ -210,7 +211,9 @@ def test_a_run_with_too_few_hosts_waits_for_more_and_then_ends(
     launchers = start_all(made, script, "--rdzv-timeout-seconds", "15", nodes="2:3")
     made[1].kill()
     assert launchers[0].end() == 1
-    assert "1 of at least 2 nodes came within 15 s (node 1 (host b) has been silent for" in launchers[0].output
+    assert (
+        "1 of at least 2 nodes came within 15 s (node 1 (host b) has been silent for" in launchers[0].output
+    )
     wait_until_empty(made)
 
 

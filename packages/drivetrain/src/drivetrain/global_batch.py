@@ -33,8 +33,8 @@ class ScaledAccumulation:
         if self.is_exact:
             return f"{self.steps} x {self.processes} processes, the {whole} micro-batches of {meant}"
         return (
-            f"{self.steps} x {self.processes} processes = {self.steps * self.processes} micro-batches, the nearest to "
-            f"the {whole} of {meant}"
+            f"{self.steps} x {self.processes} processes = {self.steps * self.processes} micro-batches, the nearest "
+            f"to the {whole} of {meant}"
         )
 
 
@@ -57,9 +57,9 @@ def warn_if_changed(scaled: ScaledAccumulation) -> None:
     if not scaled.is_exact:
         whole = scaled.asked * scaled.meant_for
         logger.warning(
-            "gradient_accumulation_steps=%s for %s processes: a step of %s micro-batches cannot be split evenly over %s "
-            "processes, so it takes %s, %s on each: the global batch is %.3g times what it was, and losses differ from "
-            "those of a run of %s; a multiple of %s micro-batches in a step would keep it",
+            "gradient_accumulation_steps=%s for %s processes: a step of %s micro-batches cannot be split evenly over "
+            "%s processes, so it takes %s, %s on each: the global batch is %.3g times what it was, and losses differ "
+            "from those of a run of %s; a multiple of %s micro-batches in a step would keep it",
             *(scaled.asked, scaled.meant_for, whole, scaled.processes, scaled.steps * scaled.processes),
             *(scaled.steps, scaled.steps * scaled.processes / whole, scaled.meant_for, scaled.processes),
         )

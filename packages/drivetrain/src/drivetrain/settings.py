@@ -32,8 +32,8 @@ class RunSettings:
     accumulation_world_size: int | None = field(
         default=None,
         metadata={
-            "help": "Number of processes that gradient_accumulation_steps is meant for; with another number, as in an "
-            "elastic run, it is scaled to keep the global batch; unset: it is the same for any number."
+            "help": "Number of processes that gradient_accumulation_steps is meant for; on another number, as in "
+            "an elastic run, it is scaled to keep the global batch; unset: it is the same for any number."
         },
     )
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(

@@ -39,7 +39,9 @@ class LaunchSettings:
     )
     node_silence_seconds: float = field(
         default=6.0,
-        metadata={"help": "Seconds without a sign of life after which an elastic run goes on without a machine."},
+        metadata={
+            "help": "Seconds without a sign of life after which an elastic run goes on without a machine."
+        },
     )
     node_rank: int | None = field(
         default=None,
@@ -132,7 +134,7 @@ class LaunchSettings:
                 raise ValueError(f"{name}={value!r}: must be at least {least}")
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
             raise ValueError(
-                f"min_nodes={self.min_nodes!r}: num_nodes={self.num_nodes} is the most that take part; say at most that"
+                f"min_nodes={self.min_nodes!r}: num_nodes={self.num_nodes} is the most that take part"
             )
         if self.num_processes is not None and self.num_processes % self.num_nodes:
             raise ValueError(

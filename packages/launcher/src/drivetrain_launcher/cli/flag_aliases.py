@@ -93,8 +93,8 @@ def node_range(name: str, value: str) -> dict[str, str] | None:
     """Return the fields that a range of nodes sets, as in torchrun's `--nnodes 1:4`; None if it is no range.
 
     Args:
-        name: Our flag.
-        value: Its value as written.
+        name: The flag in our spelling.
+        value: The value as written.
     """
     least, colon, most = value.partition(":")
     if name != "--num-nodes" or not colon:

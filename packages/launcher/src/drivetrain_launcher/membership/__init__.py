@@ -1,1 +1,1 @@
-"""Which nodes take part in an elastic run: they come, fall silent, leave and come back while the run goes on."""
+"""The membership of an elastic run: nodes come, fall silent, leave and come back while the run goes on."""

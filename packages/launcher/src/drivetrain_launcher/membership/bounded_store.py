@@ -1,4 +1,4 @@
-"""A connection to the store whose calls end in time: torch's own wait forever for a host that is frozen or cut off."""
+"""A connection to the store whose calls end in time: torch's own wait forever for a host that is frozen."""
 
 import time
 from collections.abc import Callable
@@ -74,7 +74,9 @@ class BoundedStore:
             try:
                 store = connect() if store is None else store
                 future.set_result(function(store))
-            except RuntimeError as error:  # what torch raises for connections that break, and for waits that end
+            except (
+                RuntimeError
+            ) as error:  # what torch raises for connections that break, and for waits that end
                 future.set_exception(error)
 
 

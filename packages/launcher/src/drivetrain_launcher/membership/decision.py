@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain_launcher.membership.run_state import Node, NodeStatus, RunState
+from drivetrain_launcher.membership.elastic_state import ElasticState, Node, NodeStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What the leader knows about a node.
+    """The knowledge of the leader about a node.
 
     Attributes:
-        node: The node.
-        status: Its last status.
+        node: The node that this is about.
+        status: The last status of the node.
         silent_seconds: The time since that status came.
     """
 
@@ -41,8 +41,13 @@ class Peer:
 
 
 def decide(
-    state: RunState, peers: Sequence[Peer], limits: Limits, *, gathering_seconds: float, quiet_seconds: float
-) -> RunState:
+    state: ElasticState,
+    peers: Sequence[Peer],
+    limits: Limits,
+    *,
+    gathering_seconds: float,
+    quiet_seconds: float,
+) -> ElasticState:
     """Return the next state of a run; the same one if nothing changes.
 
     Args:
@@ -59,7 +64,8 @@ def decide(
         (
             peer
             for peer in peers
-            if peer.status.left == "failed" and (peer is leader or state.rank_of(peer.node.number) is not None)
+            if peer.status.left == "failed"
+            and (peer is leader or state.rank_of(peer.node.number) is not None)
         ),
         None,
     )
@@ -81,7 +87,7 @@ def decide(
     return _gather(state, peers, limits, gathering_seconds, quiet_seconds)
 
 
-def _watch(state: RunState, peers: Sequence[Peer], limits: Limits) -> RunState:
+def _watch(state: ElasticState, peers: Sequence[Peer], limits: Limits) -> ElasticState:
     """Return the state after a look at the nodes of a running round."""
     members = [peer for peer in peers if state.rank_of(peer.node.number) is not None]
     unfinished = [peer for peer in members if peer.status.finished < state.round]
@@ -112,12 +118,12 @@ def _watch(state: RunState, peers: Sequence[Peer], limits: Limits) -> RunState:
 
 
 def _gather(
-    state: RunState,
+    state: ElasticState,
     peers: Sequence[Peer],
     limits: Limits,
     gathering_seconds: float,
     quiet_seconds: float,
-) -> RunState:
+) -> ElasticState:
     """Return a new round if all nodes that live are ready and suffice; else the state as it is."""
     alive = [peer for peer in peers if is_alive(peer, limits)]
     ready = [peer for peer in alive if peer.status.ready > state.round]
@@ -137,7 +143,7 @@ def _gather(
     return state
 
 
-def _age(state: RunState, node: Node) -> tuple[bool, int, int]:
+def _age(state: ElasticState, node: Node) -> tuple[bool, int, int]:
     """Return a key that sorts members of the last round first, in their order, then nodes as they came."""
     rank = state.rank_of(node.number)
     return rank is None, rank or 0, node.number
@@ -153,7 +159,7 @@ def is_alive(peer: Peer, limits: Limits) -> bool:
     return not peer.status.left and not peer.status.finished and not is_silent(peer, limits)
 
 
-def _why_gone(state: RunState, peer: Peer) -> str:
+def _why_gone(state: ElasticState, peer: Peer) -> str:
     who = state.name_of(peer.node)
     if peer.status.left:
         return f"{who} was stopped"

@@ -14,18 +14,17 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
 from drivetrain_launcher.membership.decision import Limits
-from drivetrain_launcher.membership.errors import RunOverError
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, Node, NodeStatus
 from drivetrain_launcher.membership.leader import Leader, is_local
 from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, RUN_KEY, STATUS_KEY, Member
 from drivetrain_launcher.membership.round_store import RoundStore
-from drivetrain_launcher.membership.run_state import Leave, Node, NodeStatus, RunState
 
 _WAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where and how the nodes of an elastic run meet.
+    """The place of an elastic run in the network, and its limits.
 
     Attributes:
         address: The host that hosts the store.
@@ -63,9 +62,9 @@ class ElasticNodes(RendezvousHandler):
         return True
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> ElasticState:
         """The state of the run, as this node knows it."""
-        return RunState() if self._member is None else self._member.state
+        return ElasticState() if self._member is None else self._member.state
 
     @property
     def is_dropped(self) -> bool:
@@ -207,7 +206,11 @@ class ElasticNodes(RendezvousHandler):
         meeting = self._meeting
         try:
             self._server = TCPStore(
-                meeting.address, meeting.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+                meeting.address,
+                meeting.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
             )
         except DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "already in use" not in str(error):

@@ -12,8 +12,8 @@ from torch.distributed import TCPStore
 
 from drivetrain_launcher.membership.bounded_store import BoundedStore
 from drivetrain_launcher.membership.decision import Limits, Peer, decide
+from drivetrain_launcher.membership.elastic_state import ElasticState, Node, NodeStatus
 from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, STATE_KEY, STATUS_KEY
-from drivetrain_launcher.membership.run_state import Node, NodeStatus, RunState
 
 Result = TypeVar("Result")
 
@@ -54,7 +54,7 @@ class Leader:
         self._store = BoundedStore(connect)
         self._address = address
         self._limits = limits
-        self._state = RunState()
+        self._state = ElasticState()
         self._nodes: dict[int, Node] = {}
         self._statuses: dict[int, NodeStatus] = {}
         self._seen: dict[int, float] = {}
@@ -147,7 +147,7 @@ class Leader:
             for peer in self._peers(time.monotonic())
         )
 
-    def _write(self, state: RunState) -> None:
+    def _write(self, state: ElasticState) -> None:
         text = state.to_json()
         self._call(lambda store: store.set(STATE_KEY, text))
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore
 
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, Node, NodeStatus
 from drivetrain_launcher.membership.errors import RunOverError
-from drivetrain_launcher.membership.run_state import Leave, Node, NodeStatus, RunState
 
 Result = TypeVar("Result")
 
@@ -40,7 +40,13 @@ class Member:
     """
 
     def __init__(
-        self, store: BoundedStore, node: Node, *, silence_seconds: float, place: str, fence: Callable[[], None]
+        self,
+        store: BoundedStore,
+        node: Node,
+        *,
+        silence_seconds: float,
+        place: str,
+        fence: Callable[[], None],
     ) -> None:
         self.node = node
         self._store = store
@@ -48,7 +54,7 @@ class Member:
         self._place = place
         self._fence = fence
         self._status = NodeStatus()
-        self._state = RunState()
+        self._state = ElasticState()
         self._lost = ""
         self._was_frozen = False
         self._changed = Condition()
@@ -58,7 +64,7 @@ class Member:
         self._thread.start()
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> ElasticState:
         """The state of the run, as this node knows it."""
         return self._state
 
@@ -147,9 +153,7 @@ class Member:
             waiting = time.monotonic()
             self._now.wait(interval)
             self._now.clear()
-            self._end_ranks_after(
-                time.monotonic() - waiting, limit=self._silence_seconds * _FENCED_FRACTION
-            )
+            self._end_ranks_after(time.monotonic() - waiting, limit=self._silence_seconds * _FENCED_FRACTION)
 
     def _end_ranks_after(self, seconds: float, *, limit: float) -> None:
         """End the ranks if this process stood still for so long that the others may have gone on without it."""
@@ -166,7 +170,7 @@ class Member:
             store.set(f"{STATUS_KEY}{self.node.number}", text)
             return store.get(STATE_KEY)
 
-        state = RunState.from_json(self._store.call(exchange, seconds=self._silence_seconds))
+        state = ElasticState.from_json(self._store.call(exchange, seconds=self._silence_seconds))
         if state != self._state:
             with self._changed:
                 self._state = state

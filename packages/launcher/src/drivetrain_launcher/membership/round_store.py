@@ -19,7 +19,7 @@ class RoundStore(Store):
     """The keys of one round in the store of the run; torch's agent agrees on the ranks and waits at the end with it.
 
     Args:
-        member: The node.
+        member: The node that reads and writes.
         number: The number of the round.
     """
 
@@ -56,7 +56,8 @@ class RoundStore(Store):
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Set several keys."""
-        self._call(lambda store: store.multi_set([self._key(key) for key in keys], values))
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the values of several keys, once all have one."""

@@ -185,7 +185,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _settled(self, result: RunResult, changes: NodeChanges) -> RunResult:
-        """Return the result; a healthy one for ranks that failed because the nodes changed, which costs no restart."""
+        """Return the result; a healthy one if the ranks failed as the nodes changed, which costs no restart."""
         if result.state is WorkerState.SUCCEEDED:
             changes.finished()
         failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]

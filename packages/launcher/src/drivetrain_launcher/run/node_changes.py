@@ -1,4 +1,4 @@
-"""What the agent of an elastic run does when nodes come, go or fall silent."""
+"""The reactions of an elastic run's agent to nodes that come, go or fall silent."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -96,7 +96,9 @@ class NodeChanges:
                 "takes part again"
             )
         elif (state := self._nodes.state).is_over and state.change in ("joined", "left"):
-            say(f"{state.reason}: the ranks have {self._shutdown_seconds:g} s to save before they start again")
+            say(
+                f"{state.reason}: the ranks have {self._shutdown_seconds:g} s to save before they start again"
+            )
 
 
 def _may_be_caused(failure: RankFailure) -> bool:

@@ -1,4 +1,4 @@
-"""What the nodes of an elastic run tell each other: the leader the state of the run, each node its own status.
+"""The messages of an elastic run: the leader tells the state of the run, each node its own status.
 
 Both are small JSON texts in the store, one key for the run and one for each node. A node writes only its own status,
 and the leader, which hosts the store, alone writes the state of the run: so no two ever write the same key.
@@ -6,7 +6,7 @@ and the leader, which hosts the store, alone writes the state of the run: so no 
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 # Why a round ended: a node fell silent, came or left, or the ranks of one failed and are to restart.
 Change = Literal["", "lost", "joined", "left", "failed"]
@@ -40,13 +40,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """What a node says about itself, each time it shows that it is alive.
+    """The status of a node, which it sends each time it shows that it is alive.
 
     Attributes:
         count: The number of times it has said so, which shows to others that it is alive, whatever their clocks say.
         ready: The round that it is ready to take part in; 0 before it is ready for any.
         finished: The round in which all its ranks ended well; 0 for none.
-        left: How the node left; empty while it takes part.
+        left: The way in which the node left; empty while it takes part.
         exit_code: The exit code with which its ranks failed.
         has_seen_end: Whether it knows that the run is over.
     """
@@ -69,7 +69,7 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class ElasticState:
     """The state of a run, as its leader decides it.
 
     Attributes:
@@ -77,9 +77,9 @@ class RunState:
         members: The nodes of that round, in the order of their ranks; the leader is the first.
         ranks_port: The port of the store that the ranks of that round use.
         is_over: Whether that round is over, so that every member stops its ranks and gets ready for the next.
-        change: Why it is over.
+        change: The reason why it is over.
         reason: The same for people, as a sentence.
-        closed: Why the run is over, as a sentence; empty while it goes on.
+        closed: The reason why the run is over, as a sentence; empty while it goes on.
         exit_code: The exit code of a run that is over, for the nodes whose ranks have not ended well.
     """
 
@@ -116,7 +116,8 @@ class RunState:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> "RunState":
+    def from_json(cls, text: bytes | str) -> "ElasticState":
         """Return the state from its text."""
-        values = json.loads(text)
-        return cls(**{**values, "members": tuple(Node(**node) for node in values["members"])})
+        values: dict[str, Any] = json.loads(text)
+        members = tuple(Node(**node) for node in values.pop("members"))
+        return cls(**values, members=members)
