@@ -4,6 +4,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ import os, time
 from pathlib import Path
 print("started rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "process", os.getpid(), flush=True)
 while not Path("enough").exists():
-    if Path("fail" + os.environ["RANK"]).exists():
+    if (fail := Path("fail" + os.environ["RANK"])).exists():
+        fail.unlink()
         raise SystemExit(5)
     time.sleep(0.05)
 """
@@ -266,6 +268,49 @@ def test_the_exit_code_of_a_rank_that_fails_is_that_of_every_launcher(
     assert [node.wait(60) for node in nodes] == [5, 5], outputs
     assert "the ranks of node 1 (host" in outputs[0]
     assert "rank 1 (local rank 0, process" in outputs[1]
+
+
+def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may(
+    started_with_torch: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script(WAITS)
+    nodes = on_loopback(started_with_torch, "--max-restarts", "1")
+    (tmp_path / "fail1").touch()
+    read_until(nodes[1], "restarting all ranks (1 of 1)")
+    assert "node 1 (host" in read_until(nodes[0], "restarts its ranks; going on with 2 nodes (2 processes)")
+    for node in nodes:
+        read_until(node, "of 2 process")
+    (tmp_path / "fail1").touch()
+    assert [node.wait(60) for node in nodes] == [5, 5], [node.stdout.read() for node in nodes]
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_that_says_where_it_was_looked_for(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script(WAITS)
+    done = drivetrain_with_torch(
+        *("launch", "--cpu", "--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "loop"),
+        *("--master-addr", "192.0.2.1", "--rdzv-timeout-seconds", "1", "--nproc-per-node", "1", "script.py"),
+    )
+    assert done.returncode == 2
+    assert "the store of run 'loop' at 192.0.2.1:29500 did not answer within 1 s" in done.stderr
+
+
+def test_a_store_of_another_run_is_told_from_ones_own(
+    started_with_torch: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script(WAITS)
+    port = str(free_port())
+    place = ("--cpu", "--nnodes", "1:2", "--rdzv-backend", "c10d", "--master-addr", "127.0.0.1")
+    both = ("launch", *place, "--master-port", port, "--nproc-per-node", "1", "--rdzv-id")
+    nodes = {name: started_with_torch(*both, name, "script.py") for name in ("one", "two")}
+    refused = next(name for name in cycle(nodes) if nodes[name].poll() is not None)
+    other = "two" if refused == "one" else "one"
+    assert nodes[refused].returncode == 2
+    words = f"--rdzv-id {refused}: the store at 127.0.0.1:{port} belongs to run '{other}'"
+    assert words in nodes[refused].stdout.read()
+    (tmp_path / "enough").touch()
+    assert nodes[other].wait(60) == 0
 
 
 def read_until(process, words: str) -> str:
