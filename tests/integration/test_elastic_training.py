@@ -1,6 +1,7 @@
 """An elastic run whose hosts die, freeze and come back trains what a run that nothing happened to trains."""
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -9,11 +10,13 @@ from shutil import copyfile
 
 import pytest
 
+from drivetrain_checkpoint import RESUME_EXIT_CODE
 from integration.elastic_training import EPOCHS, MICRO_BATCH, MICRO_BATCHES, SAMPLES
 from launcher.conftest import clean_environment
 from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
 
 MEANT_FOR = 3
+SAVE_EVERY = 3  # as elastic_training.py has it
 PER_EPOCH = SAMPLES // (MICRO_BATCH * MICRO_BATCHES * MEANT_FOR)
 
 
@@ -51,6 +54,11 @@ def test_losses_and_samples_are_those_of_a_run_that_nothing_happened_to(
     assert list(elastic) == list(undisturbed) == list(range(EPOCHS * PER_EPOCH))
     worlds = [elastic[step][0]["world"] for step in elastic]
     assert [world for world, _ in groupby(worlds)] == [3, 2, 3, 2, 3]
+    (_, end), (killed, at_kill), (joined, before_join), (frozen, at_freeze), (back, _) = rounds(tmp_path)
+    assert 0 < killed <= end + 1 < killed + 1 + SAVE_EVERY  # lost at most what was not saved yet
+    assert joined == at_kill + 1  # nothing is lost when ranks are told to save
+    assert 0 < frozen <= before_join + 1 < frozen + 1 + SAVE_EVERY
+    assert back == at_freeze + 1
     for step, records in elastic.items():
         assert samples_of(records) == samples_of(undisturbed[step]), step
         assert mean_loss(records) == pytest.approx(mean_loss(undisturbed[step]), rel=1e-4), step
@@ -59,6 +67,40 @@ def test_losses_and_samples_are_those_of_a_run_that_nothing_happened_to(
         assert sorted(sample for step in steps for sample in samples_of(elastic[step])) == list(
             range(SAMPLES)
         )
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_all_ranks_save_and_every_launcher_says_so_when_the_host_of_the_store_is_stopped(
+    hosts: Callable[[int], list[Host]], tmp_path: Path
+) -> None:
+    copyfile(Path(__file__).with_name("elastic_training.py"), tmp_path / "train.py")
+    made = hosts(2)
+    launchers = [start(host) for host in made]
+    launchers[0].wait_for("begins at step 0 with 2 processes")
+    wait_for_steps(tmp_path, 4)
+    launchers[0].process.send_signal(signal.SIGTERM)
+    assert [launcher.end() for launcher in launchers] == [RESUME_EXIT_CODE] * 2, [
+        one.output for one in launchers
+    ]
+    for launcher in launchers:
+        assert (
+            "all ranks have saved; run the same command again to continue (exit code 75)" in launcher.output
+        )
+    assert f"step-{max(read(tmp_path, 'log')) + 1}" in {
+        folder.name for folder in (tmp_path / "project" / "checkpoints").iterdir()
+    }
+
+
+def rounds(folder: Path) -> list[tuple[int, int]]:
+    """Return the first and the last step that rank 0 made in each round, in order."""
+    files = sorted(folder.glob("log.0.*"), key=lambda file: float(file.name.removeprefix("log.0.")))
+    steps = [
+        [json.loads(line)["step"] for line in file.read_text().splitlines() if line.endswith("}")]
+        for file in files
+    ]
+    return [(each[0], each[-1]) for each in steps]
 
 
 def start(host: Host) -> Launcher:

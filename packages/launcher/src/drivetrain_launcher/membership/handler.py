@@ -165,40 +165,51 @@ class ElasticNodes(RendezvousHandler):
 
     def _join(self) -> Member:
         """Connect to the store, or host it, and say who this node is."""
-        meeting = self._meeting
-        seconds = meeting.limits.wait_seconds
+        meeting, seconds = self._meeting, self._meeting.limits.wait_seconds
         if is_local(meeting.address):
             self._lead()
         store = BoundedStore(lambda: self._connect(seconds))
-        node, status = NODE_KEY, NodeStatus().to_json()
-
-        def announce(tcp: TCPStore) -> tuple[str, int]:
-            tcp.wait([RUN_KEY], timedelta(seconds=seconds))
-            run = tcp.get(RUN_KEY).decode()
-            return run, tcp.add(ARRIVED_KEY, 1) if run == meeting.run_id else 0
-
-        try:
-            run, number = store.call(announce, seconds=2 * seconds)
-        except (StoreGoneError, StoreSilentError) as error:
-            raise LaunchError(
-                f"the store of run {meeting.run_id!r} at {meeting.address}:{meeting.port} did not answer within "
-                f"{seconds:g} s: start the launcher on the host with that address, and check that the port is "
-                f"reachable ({error})"
-            ) from error
-        if run != meeting.run_id:
-            raise LaunchError(
-                f"--rdzv-id {meeting.run_id}: the store at {meeting.address}:{meeting.port} belongs to run {run!r}; "
-                "say its name to take part in it, or another --master-port"
-            )
-        this = Node(number=number, host=socket.gethostname(), processes=meeting.processes)
+        number = self._arrive(store, seconds)
+        node = Node(number=number, host=socket.gethostname(), processes=meeting.processes)
+        status = NodeStatus().to_json()
         store.call(lambda tcp: tcp.set(f"{STATUS_KEY}{number}", status), seconds=seconds)
-        store.call(lambda tcp: tcp.set(f"{node}{number}", this.to_json()), seconds=seconds)
+        store.call(lambda tcp: tcp.set(f"{NODE_KEY}{number}", node.to_json()), seconds=seconds)
+        if self._server is not None:
+            self._server.set(RUN_KEY, meeting.run_id)  # the others come from now on: the leader is the first
         return Member(
             store,
-            this,
+            node,
             silence_seconds=meeting.limits.silence_seconds,
             place=f"{meeting.address}:{meeting.port}",
             fence=self._end_ranks,
+        )
+
+    def _arrive(self, store: BoundedStore, seconds: float) -> int:
+        """Return the number of this node in the order of arrival.
+
+        Raises:
+            LaunchError: The store cannot be reached, or belongs to another run.
+        """
+        meeting = self._meeting
+        place = f"{meeting.address}:{meeting.port}"
+
+        def run_of(tcp: TCPStore) -> str:
+            tcp.wait([RUN_KEY], timedelta(seconds=seconds))
+            return tcp.get(RUN_KEY).decode()
+
+        try:
+            # Twice the time: to connect, and for a leader that has just begun to say which run it leads.
+            run = meeting.run_id if self._leader is not None else store.call(run_of, seconds=2 * seconds)
+            if run == meeting.run_id:
+                return store.call(lambda tcp: tcp.add(ARRIVED_KEY, 1), seconds=seconds)
+        except (StoreGoneError, StoreSilentError) as error:
+            raise LaunchError(
+                f"the store of run {meeting.run_id!r} at {place} did not answer within {seconds:g} s: start the "
+                f"launcher on the host with that address, and check that the port is reachable ({error})"
+            ) from error
+        raise LaunchError(
+            f"--rdzv-id {meeting.run_id}: the store at {place} belongs to run {run!r}; say its name to take part in "
+            "it, or another --master-port"
         )
 
     def _lead(self) -> None:
@@ -217,7 +228,6 @@ class ElasticNodes(RendezvousHandler):
                 raise
             return
         self._leader = Leader(lambda: self._connect(60.0), address=meeting.address, limits=meeting.limits)
-        self._server.set(RUN_KEY, meeting.run_id)
 
     def _connect(self, seconds: float) -> TCPStore:
         meeting = self._meeting
