@@ -4,7 +4,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -294,23 +293,6 @@ def test_a_store_that_cannot_be_reached_is_an_error_that_says_where_it_was_looke
     )
     assert done.returncode == 2
     assert "the store of run 'loop' at 192.0.2.1:29500 did not answer within 1 s" in done.stderr
-
-
-def test_a_store_of_another_run_is_told_from_ones_own(
-    started_with_torch: Callable, script: Callable, tmp_path: Path
-) -> None:
-    script(WAITS)
-    port = str(free_port())
-    place = ("--cpu", "--nnodes", "1:2", "--rdzv-backend", "c10d", "--master-addr", "127.0.0.1")
-    both = ("launch", *place, "--master-port", port, "--nproc-per-node", "1", "--rdzv-id")
-    nodes = {name: started_with_torch(*both, name, "script.py") for name in ("one", "two")}
-    refused = next(name for name in cycle(nodes) if nodes[name].poll() is not None)
-    other = "two" if refused == "one" else "one"
-    assert nodes[refused].returncode == 2
-    words = f"--rdzv-id {refused}: the store at 127.0.0.1:{port} belongs to run '{other}'"
-    assert words in nodes[refused].stdout.read()
-    (tmp_path / "enough").touch()
-    assert nodes[other].wait(60) == 0
 
 
 def read_until(process, words: str) -> str:
