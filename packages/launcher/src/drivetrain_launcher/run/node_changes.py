@@ -70,6 +70,8 @@ class NodeChanges:
         Raises:
             RunOverError: The run is over.
         """
+        if self._nodes.is_dropped:  # its ranks were killed because this node was frozen, whatever they ended with
+            return True
         if not all(map(_may_be_caused, failures)):
             return False
         seconds = self._silence_seconds + _NEWS_SECONDS
