@@ -60,3 +60,14 @@ def test_settings_are_read_without_torch() -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "1\n", done.stderr
+
+
+def test_the_fewest_nodes_are_at_most_the_most() -> None:
+    assert LaunchSettings(num_nodes=4, min_nodes=4).min_nodes == 4
+    with pytest.raises(ValueError, match=r"^min_nodes=5: num_nodes=4 is the most that take part"):
+        LaunchSettings(num_nodes=4, min_nodes=5)
+
+
+def test_a_silence_of_no_seconds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^node_silence_seconds=0: a finite number of seconds above 0"):
+        LaunchSettings(node_silence_seconds=0)

@@ -143,3 +143,20 @@ def test_several_nodes_meet_on_torchruns_port() -> None:
     settings = LaunchSettings(num_nodes=2, node_rank=1, master_addr="head", num_processes=8)
     plan = plan_launch(settings, TARGET, Host())
     assert (plan.master_addr, plan.master_port, plan.processes_per_node) == ("head", 29500, 4)
+
+
+def test_an_elastic_plan_has_both_numbers_of_nodes_and_says_so() -> None:
+    settings = LaunchSettings(
+        num_nodes=4, min_nodes=1, rdzv_backend="c10d", rdzv_id="run", master_addr="a", processes_per_node=2
+    )
+    plan = plan_launch(settings, TARGET, Host())
+    assert (plan.mode, plan.min_nodes, plan.num_nodes) == ("elastic", 1, 4)
+    assert "elastic: goes on with 1 to 4 nodes; one that is silent for 6 s is left behind" in str(plan)
+
+
+def test_a_range_of_nodes_with_static_rendezvous_is_refused() -> None:
+    settings = LaunchSettings(num_nodes=4, min_nodes=1, node_rank=0, master_addr="a")
+    with pytest.raises(
+        LaunchError, match=r"--num-nodes 1:4: nodes come and go only with --rdzv-backend c10d"
+    ):
+        plan_launch(settings, TARGET, Host())

@@ -29,6 +29,13 @@ class RunSettings:
     gradient_accumulation_steps: int = field(
         default=1, metadata={"help": "Number of micro-batches in one optimizer step."}
     )
+    accumulation_world_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of processes that gradient_accumulation_steps is meant for; on another number, as in "
+            "an elastic run, it is scaled to keep the global batch; unset: it is the same for any number."
+        },
+    )
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
         default="ignore",
         metadata={
@@ -75,6 +82,10 @@ class RunSettings:
         if self.gradient_accumulation_steps < 1:
             raise ValueError(
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: must be at least 1 micro-batch"
+            )
+        if self.accumulation_world_size is not None and self.accumulation_world_size < 1:
+            raise ValueError(
+                f"accumulation_world_size={self.accumulation_world_size!r}: must be at least 1 process"
             )
         if self.nonfinite_gradients not in ("ignore", "skip", "raise"):
             raise ValueError(

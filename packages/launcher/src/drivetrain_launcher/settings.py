@@ -25,7 +25,23 @@ class LaunchSettings:
         default=None, metadata={"help": "Number of processes on each node, instead of num_processes."}
     )
     num_nodes: int = field(
-        default=1, metadata={"help": "Number of machines; start the launcher on each of them."}
+        default=1,
+        metadata={
+            "help": "Number of machines; start the launcher on each of them. MIN:MAX, such as 1:4, is an elastic run."
+        },
+    )
+    min_nodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Fewest machines that an elastic run goes on with, up to num_nodes; requires c10d; unset: the "
+            "number is fixed."
+        },
+    )
+    node_silence_seconds: float = field(
+        default=6.0,
+        metadata={
+            "help": "Seconds without a sign of life after which an elastic run goes on without a machine."
+        },
     )
     node_rank: int | None = field(
         default=None,
@@ -123,6 +139,7 @@ class LaunchSettings:
             ("num_processes", 1),
             ("processes_per_node", 1),
             ("num_nodes", 1),
+            ("min_nodes", 1),
             ("max_restarts", 0),
             ("max_requeues", 0),
             ("threads_per_process", 1),
@@ -130,6 +147,10 @@ class LaunchSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value!r}: must be at least {least}")
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise ValueError(
+                f"min_nodes={self.min_nodes!r}: num_nodes={self.num_nodes} is the most that take part"
+            )
         if self.num_processes is not None and self.num_processes % self.num_nodes:
             raise ValueError(
                 f"num_processes={self.num_processes!r}: counts the processes of all nodes together, and cannot be "
@@ -144,7 +165,12 @@ class LaunchSettings:
                 )
 
     def _check_seconds(self) -> None:
-        for name in ("rdzv_timeout_seconds", "monitor_interval_seconds", "shutdown_timeout_seconds"):
+        for name in (
+            "node_silence_seconds",
+            "rdzv_timeout_seconds",
+            "monitor_interval_seconds",
+            "shutdown_timeout_seconds",
+        ):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value!r}: a finite number of seconds above 0 is allowed")

@@ -89,6 +89,19 @@ def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
     return (renamed,)
 
 
+def node_range(name: str, value: str) -> dict[str, str] | None:
+    """Return the fields that a range of nodes sets, as in torchrun's `--nnodes 1:4`; None if it is no range.
+
+    Args:
+        name: The flag in our spelling.
+        value: The value as written.
+    """
+    least, colon, most = value.partition(":")
+    if name != "--num-nodes" or not colon:
+        return None
+    return {"num_nodes": most, "min_nodes": least}
+
+
 def refusal(name: str) -> str | None:
     """Return why a flag of Accelerate or torchrun is unsupported, and the alternative; None for any other flag."""
     hyphened = name.replace("_", "-")

@@ -20,7 +20,7 @@ from typing import Any, get_origin, get_type_hints
 from drivetrain_config import Flag, Layers, flags, sections
 from drivetrain_config.conversion import convert
 from drivetrain_launcher.cli.accelerate_flags import Said, add_meanings, word_of
-from drivetrain_launcher.cli.flag_aliases import ours, refusal
+from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal
 from drivetrain_launcher.errors import UsageError
 
 # The key of the command's own flags, among the names of sections.
@@ -179,6 +179,9 @@ class CommandParser:
             raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
         if flag.section == _OWN and flag.field in self.repeated:
             said.setdefault(_OWN, {}).setdefault(flag.field, []).append(value)
+            return
+        if isinstance(value, str) and (meant := node_range(name, value)) is not None:
+            said.setdefault(flag.section, {}).update(meant)
             return
         said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
 

@@ -13,14 +13,21 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from drivetrain_launcher.membership.decision import Limits
+from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes, enter_by_number, missing_numbers
+
+# The first round of an elastic run begins with fewer than its most nodes when none has come for this long.
+_GATHER_SECONDS = 5.0
 
 
 def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     """Return the handler from which torch's agent gets ranks and a store."""
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
+    if plan.min_nodes is not None:
+        return ElasticNodes(_elastic_meeting(plan, plan.min_nodes))
     meeting = Meeting(
         address=plan.master_addr,
         port=plan.master_port,
@@ -110,6 +117,22 @@ class CountedNodes(RendezvousHandler):
     def shutdown(self) -> bool:
         """Close the meeting."""
         return self._handler.shutdown()
+
+
+def _elastic_meeting(plan: LaunchPlan, min_nodes: int) -> ElasticMeeting:
+    return ElasticMeeting(
+        address=plan.master_addr,
+        port=plan.master_port,
+        run_id=plan.rdzv_id,
+        processes=plan.processes_per_node,
+        limits=Limits(
+            min_nodes=min_nodes,
+            max_nodes=plan.num_nodes,
+            silence_seconds=plan.node_silence_seconds,
+            gather_seconds=_GATHER_SECONDS,
+            wait_seconds=plan.rdzv_timeout_seconds,
+        ),
+    )
 
 
 class OneNode(RendezvousHandler):

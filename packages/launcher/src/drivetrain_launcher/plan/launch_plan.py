@@ -54,7 +54,9 @@ class LaunchPlan:
     Attributes:
         mode: "in place" runs the script in the launcher's own process; "elastic" starts processes with torch's agent.
         target: The script, module or program to run.
-        num_nodes: The number of nodes.
+        num_nodes: The number of nodes; the most of an elastic run.
+        min_nodes: The fewest nodes of an elastic run; None if the number is fixed.
+        node_silence_seconds: The time without a sign of life after which an elastic run goes on without a node.
         node_rank: The rank of this node; None if the rendezvous decides.
         processes_per_node: The number of processes on each node.
         rdzv_backend: The rendezvous backend, "static" or "c10d".
@@ -77,6 +79,8 @@ class LaunchPlan:
     mode: Literal["in place", "elastic"]
     target: LaunchTarget
     num_nodes: int = 1
+    min_nodes: int | None = None
+    node_silence_seconds: float = 6.0
     node_rank: int | None = 0
     processes_per_node: int = 1
     rdzv_backend: RendezvousBackend = "static"
@@ -163,6 +167,11 @@ class LaunchPlan:
             lines[-1] = (
                 f"{self.world_size} processes, each started by the cluster and run in its launcher's own process: "
                 f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}, {self.processes_per_node} on this one"
+            )
+        if self.min_nodes is not None:
+            lines.append(
+                f"elastic: goes on with {self.min_nodes} to {self.num_nodes} nodes; one that is silent for "
+                f"{self.node_silence_seconds:g} s is left behind"
             )
         if self.mode == "elastic":
             port = self.master_port or "any free port"

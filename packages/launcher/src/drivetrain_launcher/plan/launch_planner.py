@@ -169,6 +169,11 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
             f"--master-port 0: {settings.num_nodes} nodes must be told the same port; say one, or leave it out for "
             f"{DEFAULT_PORT}"
         )
+    if settings.min_nodes is not None and settings.rdzv_backend != "c10d":
+        raise LaunchError(
+            f"--num-nodes {settings.min_nodes}:{settings.num_nodes}: nodes come and go only with --rdzv-backend c10d "
+            "--rdzv-id NAME; say both on every node, or a single number"
+        )
     if settings.rdzv_backend == "static":
         _check_static(settings)
     elif settings.rdzv_id is None:
@@ -182,6 +187,8 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
     return replace(
         plan,
         num_nodes=settings.num_nodes,
+        min_nodes=settings.min_nodes,
+        node_silence_seconds=settings.node_silence_seconds,
         node_rank=settings.node_rank,
         rdzv_backend=settings.rdzv_backend,
         rdzv_id=settings.rdzv_id or "none",

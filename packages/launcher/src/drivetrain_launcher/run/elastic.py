@@ -29,6 +29,8 @@ from drivetrain_launcher.compat import (
 )
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
+from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
@@ -40,6 +42,7 @@ from drivetrain_launcher.run.failures import (
     read_failure,
     read_process_failure,
 )
+from drivetrain_launcher.run.node_changes import NodeChanges
 from drivetrain_launcher.run.signals import StopSignals
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
@@ -85,12 +88,19 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
     agent = Agent(spec, logs, plan)
     try:
         result = cast("RunResult | None", agent.run())
-    except SignalException:
-        if not agent.has_saved:
+    except (SignalException, RunOverError) as stop:
+        if isinstance(stop, RunOverError):
+            say(str(stop))
+        if agent.has_saved:
+            say(_SAVED)
+            return RESUME_EXIT_CODE
+        if isinstance(stop, SignalException):
             raise
-        say(_SAVED)
-        return RESUME_EXIT_CODE
+        return stop.exit_code
     finally:
+        if isinstance(spec.rdzv_handler, ElasticNodes):
+            code = agent.exit_code or int(sys.exception() is not None)
+            spec.rdzv_handler.leave("failed" if code else "finished", exit_code=code)
         spec.rdzv_handler.shutdown()
     if agent.exit_code == 0 and result is not None and result.state is not WorkerState.SUCCEEDED:
         say(f"torch's agent gave up on the ranks, which are {result.state.name.lower()}")
@@ -133,8 +143,23 @@ class Agent(LocalElasticAgent):
         self._plan = plan
         self._root: RankFailure | None = None
         self._signals = StopSignals()
+        self._changes: NodeChanges | None = None
+        if isinstance(spec.rdzv_handler, ElasticNodes):
+            self._changes = NodeChanges(
+                spec.rdzv_handler,
+                silence_seconds=plan.node_silence_seconds,
+                shutdown_seconds=plan.shutdown_timeout_seconds,
+            )
 
-    # The methods of compat.OVERRIDDEN. torch decorates the first two with a timer, whose type hides their signatures.
+    # The methods of compat.OVERRIDDEN. torch decorates all but `_shutdown` with a timer, whose type hides signatures.
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        rendezvous = cast("Callable[[WorkerGroup], None]", super()._rendezvous)
+        while True:
+            try:
+                return rendezvous(worker_group)
+            except RoundOverError:  # the nodes changed before all of them had started their ranks
+                continue
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root = None
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
@@ -142,15 +167,30 @@ class Agent(LocalElasticAgent):
         # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()
         self._signals.forward_user_signals(pids.values())
+        if self._changes is not None:
+            self._changes.started(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._changes is not None:
+            self._changes.check()
         if self._root is None:
             self._show_first(self._recorded(worker_group))
         monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
         result = monitor(worker_group)
+        if self._changes is not None:
+            result = self._settled(result, self._changes)
         if result.is_failed():
             self._show_all(result, worker_group)
+        return result
+
+    def _settled(self, result: RunResult, changes: NodeChanges) -> RunResult:
+        """Return the result; a healthy one if the ranks failed as the nodes changed, which costs no restart."""
+        if result.state is WorkerState.SUCCEEDED:
+            changes.finished()
+        failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
+        if result.is_failed() and changes.caused(failures):
+            return RunResult(state=WorkerState.HEALTHY)
         return result
 
     def _shutdown(
@@ -160,11 +200,17 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stop the ranks; a second signal during this time kills them."""
         seconds = self._plan.shutdown_timeout_seconds
+        if self._changes is not None:
+            seconds = self._changes.stop_seconds()
         if isinstance(sys.exception(), SignalException):
             say(
                 f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
                 "save; once more kills them"
             )
+            if self._changes is not None:
+                self._changes.leave_by_signal()
+        elif self._changes is not None:
+            self._changes.say_why_restart()
         try:
             self._stop(death_sig, seconds)
         except SignalException:
