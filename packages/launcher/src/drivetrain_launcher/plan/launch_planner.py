@@ -38,7 +38,15 @@ def plan_launch(
                 "--threads-per-process sets another number",
             )
     # These need torch's agent, even for a single process.
-    needs_agent = settings.num_nodes > 1 or settings.max_restarts > 0 or settings.log_dir is not None
+    needs_agent = (
+        settings.num_nodes > 1
+        or settings.max_restarts > 0
+        or settings.log_dir is not None
+        or settings.prefix == "all"
+        or bool(settings.show_ranks)
+        or bool(settings.tail)
+    )
+    _check_shown(settings, count * settings.num_nodes)
     plan = LaunchPlan(
         mode="elastic" if count > 1 or needs_agent else "in place",
         target=target,
@@ -47,12 +55,24 @@ def plan_launch(
         monitor_interval_seconds=settings.monitor_interval_seconds,
         shutdown_timeout_seconds=settings.shutdown_timeout_seconds,
         log_dir=settings.log_dir,
+        prefix=settings.prefix,
+        show_ranks=settings.show_ranks,
+        tail=settings.tail,
         environment=environment,
         notes=notes,
     )
     if plan.mode == "in place":
         return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
     return _meeting(plan, settings)
+
+
+def _check_shown(settings: LaunchSettings, world_size: int) -> None:
+    missing = [rank for rank in settings.show_ranks if rank >= world_size]
+    if missing:
+        raise LaunchError(
+            f"--show-ranks {','.join(map(str, settings.show_ranks))}: with {world_size} processes ranks count from 0 to "
+            f"{world_size - 1}; there is no {', '.join(map(str, missing))}"
+        )
 
 
 def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tuple[str, ...]]:
