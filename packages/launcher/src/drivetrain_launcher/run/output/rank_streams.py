@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import termios
 import tty
 from collections.abc import Mapping
 from contextlib import suppress
@@ -94,7 +95,7 @@ class RankStreams:
             is_leading=leads,
             file=log_file,
         )
-        ours, theirs = self._terminal() if leads and self._terminals[shown_on - 1] else self._pipe()
+        ours, theirs = self._terminal(shown_on) if leads and self._terminals[shown_on - 1] else self._pipe()
         # Both ends stay open here: the rank's does not break if the keeper is killed, ours does not end with the rank.
         self._files += [ours, theirs]
         self._keeper.add_stream(stream, ours)
@@ -107,12 +108,14 @@ class RankStreams:
                 fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return ours, theirs
 
-    def _terminal(self) -> tuple[int, int]:
+    def _terminal(self, shown_on: int) -> tuple[int, int]:
         """Open a pseudo-terminal that changes no byte; a pipe where it would become the launcher's own terminal."""
         if os.getsid(0) == os.getpid() and not _has_terminal():
             return self._pipe()
         ours, theirs = os.openpty()
         tty.setraw(theirs)
+        with suppress(OSError):
+            termios.tcsetwinsize(theirs, termios.tcgetwinsize(shown_on))
         return ours, theirs
 
 

@@ -49,6 +49,10 @@ class Screen:
         if not self._held and b"\x1b" not in data and data.endswith(b"\n") and self._tracker.is_free:
             self._write(data)  # nothing to follow: it stays at the start of a line
             return
+        end = data.rfind(b"\n") + 1
+        if self._held and self._size is None and 0 < end < len(data):
+            self.write_leader(data[:end], now=now)  # what waits stands between two lines
+            data = data[end:]
         self._write(data)
         self._tracker.feed(data)
         if self._held:
