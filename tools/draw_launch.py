@@ -23,7 +23,7 @@ from rich.text import Text
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "launch.svg"
 COLUMNS, ROWS = 104, 40
 WORDS = ("launch", "--cpu", "--num-processes", "2", "train.py")
-SCRIPT = '''
+SCRIPT = """
 import os, sys, time
 from tqdm import tqdm
 
@@ -41,7 +41,7 @@ for step in tqdm(range(40), desc="epoch 1", disable=rank > 0):
     if rank == 1 and step % 4 == 0:
         print(f"step {step}: loaded shard {step // 4}")
     time.sleep(0.15)
-'''
+"""
 
 
 def draw() -> str:

@@ -179,7 +179,12 @@ def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGKILL)
     output = process.stdout.read()  # ends when the last rank has closed it
-    assert output.count(f"drivetrain: the launcher (process {process.pid}) died; its ranks stop, and have 30 s to") == 1
+    assert (
+        output.count(
+            f"drivetrain: the launcher (process {process.pid}) died; its ranks stop, and have 30 s to"
+        )
+        == 1
+    )
     wait_for_end(ranks)
 
 
@@ -255,7 +260,9 @@ def test_the_failing_rank_is_shown_last_and_once_and_restarted_ranks_meet_anew(
     assert sorted(done.stdout.splitlines()) == ["[rank 1] sum 2", "sum 2"]
     told = "drivetrain: rank 1 failed: ValueError: once; the other ranks stop now, and have 30 s to save\n"
     assert done.stderr.count(told) == 1
-    between, traceback, behind = done.stderr.partition(told)[2].partition("drivetrain: rank 1 (local rank 1, process ")
+    between, traceback, behind = done.stderr.partition(told)[2].partition(
+        "drivetrain: rank 1 (local rank 1, process "
+    )
     assert re.fullmatch(r"(drivetrain: the other ranks of this node:\n  rank 0: .*\n)?", between), between
     assert traceback
     assert behind.count("ValueError: once\n") == 1
@@ -287,7 +294,13 @@ def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
     )
     done = drivetrain_with_torch("launch", "--num-processes", "2", "script.py")
     assert done.returncode == 1
-    words = ["drivetrain: rank 1 failed: ValueError: boom", "saving", "saved", "the other ranks of", "Traceback"]
+    words = [
+        "drivetrain: rank 1 failed: ValueError: boom",
+        "saving",
+        "saved",
+        "the other ranks of",
+        "Traceback",
+    ]
     places = [done.stderr.index(word) for word in words]
     assert places == sorted(places), done.stderr
     assert done.stderr.endswith("ValueError: boom\n")
@@ -311,7 +324,15 @@ def test_two_nodes_meet(started_with_torch: Callable, script: Callable, meeting:
         "print(*places, 'and', total)\n"
     )
     shared = ("launch", "--num-nodes", "2", "--num-processes", "4")
-    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-backend", *meeting, "--no-prefix")
+    place = (
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--rdzv-backend",
+        *meeting,
+        "--no-prefix",
+    )
     node_ranks = [("--node-rank", str(node)) if meeting == ("static",) else () for node in (0, 1)]
     nodes = [started_with_torch(*shared, *place, *node_rank, "script.py") for node_rank in node_ranks]
     outputs = [node.stdout.read() for node in nodes]

@@ -87,13 +87,15 @@ class LaunchSettings:
     prefix: OutputPrefix = field(
         default="others",
         metadata={
-            "help": "Lines that begin with their rank, with several processes: those of the others than rank 0, all, or "
-            "none, where each process writes to the launcher's own output."
+            "help": "Lines that begin with their rank, with several processes: those of the ranks other than 0, all, "
+            "or none, where each process writes to the launcher's own output."
         },
     )
     show_ranks: tuple[int, ...] = field(
         default=(),
-        metadata={"help": "Ranks whose output is shown, such as 0 or 0,8; empty: all. --log-dir keeps the others'."},
+        metadata={
+            "help": "Ranks whose output is shown, such as 0 or 0,8; empty: all. --log-dir keeps the others'."
+        },
     )
     tail: int | None = field(
         default=None,

@@ -14,7 +14,9 @@ def write(folder: Path, run: str, attempt: int, rank: int, text: str, name: str 
     (place / name).write_text(text)
 
 
-def test_the_last_lines_of_each_rank_of_the_newest_attempt_are_shown(drivetrain: Callable, tmp_path: Path) -> None:
+def test_the_last_lines_of_each_rank_of_the_newest_attempt_are_shown(
+    drivetrain: Callable, tmp_path: Path
+) -> None:
     logs = tmp_path / "logs"
     write(logs, "none_a", 0, 0, "old\n")
     write(logs, "none_b", 0, 0, "one\ntwo\nthree\n")
@@ -25,7 +27,9 @@ def test_the_last_lines_of_each_rank_of_the_newest_attempt_are_shown(drivetrain:
     assert done.stdout == (
         "==> rank 0, stdout <==\ntwo\nthree\n==> rank 1, stdout <==\n99%\n==> rank 1, stderr <==\na warning\n"
     )
-    assert drivetrain("tail", "--ranks", "0", "--lines", "1", "logs").stdout == "==> rank 0, stdout <==\nthree\n"
+    assert (
+        drivetrain("tail", "--ranks", "0", "--lines", "1", "logs").stdout == "==> rank 0, stdout <==\nthree\n"
+    )
 
 
 @pytest.mark.parametrize(

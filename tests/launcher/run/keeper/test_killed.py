@@ -1,4 +1,4 @@
-"""Nothing is left running, whoever is killed, at whatever moment: launcher, keeper, rank or what a rank has started."""
+"""Nothing is left running, whoever is killed and whenever: launcher, keeper, rank or what a rank has started."""
 
 import os
 import random
@@ -46,7 +46,9 @@ def test_a_killed_launcher_leaves_nothing(started_with_torch: Callable, script: 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("victim", VICTIMS[1:])
-def test_whoever_is_killed_nothing_is_left(started_with_torch: Callable, script: Callable, victim: str) -> None:
+def test_whoever_is_killed_nothing_is_left(
+    started_with_torch: Callable, script: Callable, victim: str
+) -> None:
     play_round(started_with_torch, script, victim, 0.0, torch=False)
 
 
@@ -144,5 +146,3 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-

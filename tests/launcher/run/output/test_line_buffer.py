@@ -11,7 +11,9 @@ from drivetrain_launcher.run.output.line_buffer import (
     whole_characters,
 )
 
-PIECES = st.lists(st.binary(max_size=20) | st.sampled_from([b"\n", b"a\n", b"\xff\n", "é".encode()[:1]]), max_size=30)
+PIECES = st.lists(
+    st.binary(max_size=20) | st.sampled_from([b"\n", b"a\n", b"\xff\n", "é".encode()[:1]]), max_size=30
+)
 
 
 @given(PIECES)
@@ -45,7 +47,19 @@ def test_a_line_without_end_is_handed_on_in_pieces_that_cut_no_character() -> No
 
 def test_the_length_of_whole_characters() -> None:
     text = "aé€😀".encode()
-    assert [whole_characters(text[:end]) for end in range(len(text) + 1)] == [0, 1, 1, 3, 3, 3, 6, 6, 6, 6, 10]
+    assert [whole_characters(text[:end]) for end in range(len(text) + 1)] == [
+        0,
+        1,
+        1,
+        3,
+        3,
+        3,
+        6,
+        6,
+        6,
+        6,
+        10,
+    ]
     assert whole_characters(b"\x80\x80\x80\x80\x80") == 5  # no UTF-8 at all is not waited for
 
 

@@ -1,5 +1,7 @@
 """Prefixes, and colours that can be read by day and by night."""
 
+from itertools import pairwise
+
 import pytest
 
 from drivetrain_launcher.run.output.palette import COLOURS, is_coloured, prefix_of
@@ -27,7 +29,7 @@ def test_neighbours_differ_and_the_host_is_named_where_there_are_several() -> No
     coloured = [prefix_of(rank, is_coloured=True) for rank in range(2 * len(COLOURS))]
     assert all(text.endswith("]\x1b[0m ") for text in coloured)
     used = [text.partition("m")[0] for text in coloured]
-    assert all(first != second for first, second in zip(used, used[1:], strict=False))
+    assert all(first != second for first, second in pairwise(used))
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,12 @@ def test_bars_of_rank_0_stay_whole_on_a_terminal_while_other_ranks_print(
     script(BARS)
     words = ("launch", "--cpu", "--num-processes", "2", "script.py", str(COLUMNS))
     # A fresh interpreter, since a preloaded one has left the terminal's session.
-    output, code = in_a_terminal(
-        sys.executable, tmp_path, users_environment(TERM="xterm-256color"), *words
-    )
+    output, code = in_a_terminal(sys.executable, tmp_path, users_environment(TERM="xterm-256color"), *words)
     rows = rows_of(output)
     assert code == 0, rows
-    assert [row for row in rows if row.startswith("[rank 1]")] == [f"[rank 1] step {step}" for step in range(60)]
+    assert [row for row in rows if row.startswith("[rank 1]")] == [
+        f"[rank 1] step {step}" for step in range(60)
+    ]
     drawn = [row for row in rows if not row.startswith(("[rank 1]", "drivetrain:", " not crowd"))]
     drawn = [row for row in drawn if "threads-per-process" not in row]
     assert [row.split()[0] for row in drawn] == ["outer:", "rich"], rows
@@ -112,7 +112,9 @@ def test_in_pipes_outputs_stay_apart_rank_0_is_unchanged_and_others_are_marked(
         others = [line for line in lines if line.startswith("[rank 1] ")]
         end = ["no newline"] if name == "out" else []
         assert mine == [*(f"{name} 0 {number}" for number in range(3)), *end]
-        assert others == [f"[rank 1] {line}" for line in (*(f"{name} 1 {number}" for number in range(3)), *end)]
+        assert others == [
+            f"[rank 1] {line}" for line in (*(f"{name} 1 {number}" for number in range(3)), *end)
+        ]
 
 
 @pytest.mark.costly
@@ -154,9 +156,7 @@ def test_files_hold_every_byte_of_ranks_that_are_not_shown_whose_last_lines_are_
 
 
 @pytest.mark.costly
-def test_100_megabytes_pass_complete_and_in_order(
-    drivetrain_with_torch: Callable, script: Callable
-) -> None:
+def test_100_megabytes_pass_complete_and_in_order(drivetrain_with_torch: Callable, script: Callable) -> None:
     script(
         "import os, sys\n"
         "line = b'%08d' + b'y' * 991 + b'\\n'\n"
@@ -170,7 +170,9 @@ def test_100_megabytes_pass_complete_and_in_order(
     found = [numbers.fullmatch(line) for line in lines]
     assert all(found)
     assert [each[2] for each in found if each and each[1]] == [f"{number:08d}" for number in range(50_000)]
-    assert [each[2] for each in found if each and not each[1]] == [f"{number:08d}" for number in range(50_000)]
+    assert [each[2] for each in found if each and not each[1]] == [
+        f"{number:08d}" for number in range(50_000)
+    ]
 
 
 @pytest.mark.costly

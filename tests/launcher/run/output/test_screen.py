@@ -34,7 +34,9 @@ class Terminal:
 
     def __init__(self, rows: int = ROWS) -> None:
         self.emulator = pyte.HistoryScreen(COLUMNS, rows, history=10_000, ratio=0.5)
-        self.emulator.set_mode(pyte.modes.LNM)  # a newline goes to the start of the row, as the kernel's terminal has it
+        self.emulator.set_mode(
+            pyte.modes.LNM
+        )  # a newline goes to the start of the row, as the kernel's terminal has it
         self._stream = pyte.ByteStream(self.emulator)
         self.written: list[bytes] = []
         self.screen = Screen(self._write, lambda: Size(COLUMNS, rows))
@@ -77,7 +79,9 @@ def test_lines_stand_above_a_bar(others: list[int]) -> None:
 def test_lines_stand_above_two_bars(others: list[int]) -> None:
     text = play(NESTED, others).text()
     number = sum(others[: len(NESTED)])
-    assert [row for row in text if row.startswith("[rank")] == [f"[rank 1] line {line}" for line in range(number)]
+    assert [row for row in text if row.startswith("[rank")] == [
+        f"[rank 1] line {line}" for line in range(number)
+    ]
     assert text[-2:] == ["outer 2/3", "inner 3/4"]
     assert len(text) == number + 2
 
@@ -101,7 +105,9 @@ def test_it_does_not_matter_where_the_reads_cut_the_bytes(cuts: list[int], other
     drawn = [row for row in text if not row.startswith("[rank")]
     assert drawn[-3:] == ["top 5", "middle 5", "bottom 5"]
     number = sum([0, *others][: len(pieces) + 1])
-    assert [row for row in text if row.startswith("[rank")] == [f"[rank 1] line {line}" for line in range(number)]
+    assert [row for row in text if row.startswith("[rank")] == [
+        f"[rank 1] line {line}" for line in range(number)
+    ]
 
 
 @given(COUNTS)
@@ -188,7 +194,9 @@ def test_in_a_pipe_every_byte_of_every_rank_is_written_in_its_order(parts: list[
     assert output in (leader, leader + b"\n")
 
 
-@pytest.mark.parametrize("text", ["", "short", "x" * 100, "wide 漢字" * 9, "\x1b[31mred\x1b[0m" * 12, "a\tb" * 9])
+@pytest.mark.parametrize(
+    "text", ["", "short", "x" * 100, "wide 漢字" * 9, "\x1b[31mred\x1b[0m" * 12, "a\tb" * 9]
+)
 def test_rows_are_as_wide_as_the_terminal_at_most(text: str) -> None:
     rows = [row.decode() for row in wrap(text.encode(), 20)]
     emulator = pyte.Screen(20, len(rows) + 2)

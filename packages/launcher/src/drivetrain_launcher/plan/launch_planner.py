@@ -70,7 +70,7 @@ def _check_shown(settings: LaunchSettings, world_size: int) -> None:
     missing = [rank for rank in settings.show_ranks if rank >= world_size]
     if missing:
         raise LaunchError(
-            f"--show-ranks {','.join(map(str, settings.show_ranks))}: with {world_size} processes ranks count from 0 to "
+            f"--show-ranks {','.join(map(str, settings.show_ranks))}: {world_size} processes have the ranks 0 to "
             f"{world_size - 1}; there is no {', '.join(map(str, missing))}"
         )
 

@@ -84,7 +84,9 @@ def _kept(plan: LaunchPlan) -> Generator[tuple[Keeper, RankStreams]]:
     terminals, are_same = output_terminals(environ.read("TERM"))
     colours = tuple(
         is_coloured(
-            no_color=environ.read("NO_COLOR"), force_color=environ.read("FORCE_COLOR"), is_terminal=is_terminal
+            no_color=environ.read("NO_COLOR"),
+            force_color=environ.read("FORCE_COLOR"),
+            is_terminal=is_terminal,
         )
         for is_terminal in terminals
     )
@@ -166,8 +168,8 @@ class WorkerLogs(DefaultLogsSpecs):
 class Agent(LocalElasticAgent):
     """An extension of torch's agent that reports failures and stops.
 
-    It tells in a line which rank failed as soon as that is known, since stopping the other ranks, which may be saving,
-    can take long. The traceback comes last, below what the other ranks wrote meanwhile.
+    It tells in a line which rank failed as soon as that is known, since stopping the other ranks, which may be
+    saving, can take long. The traceback comes last, below what the other ranks wrote meanwhile.
 
     Attributes:
         exit_code: The exit code for the shell.
@@ -226,7 +228,9 @@ class Agent(LocalElasticAgent):
         self.has_saved = RESUME_EXIT_CODE in exit_codes(self)
         if (worker_group := self.get_worker_group()).state is not WorkerState.SUCCEEDED:
             # What failed or stopped ranks have started, such as loader workers; each rank leads a session.
-            kill_sessions([cast("int", worker.id) for worker in worker_group.workers if worker.id is not None])
+            kill_sessions(
+                [cast("int", worker.id) for worker in worker_group.workers if worker.id is not None]
+            )
 
     def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
         if HAS_SHUTDOWN_TIMEOUT:
@@ -289,7 +293,11 @@ class Agent(LocalElasticAgent):
         )
         self._root = root
         self._keeper.drain()
-        lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank)) if self._plan.tail_of(root.rank) else []
+        lines = (
+            self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
+            if self._plan.tail_of(root.rank)
+            else []
+        )
         sys.stderr.write(describe_others(root, failures))
         sys.stderr.write(describe_tail(root, lines))
         sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))

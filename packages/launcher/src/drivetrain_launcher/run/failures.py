@@ -206,8 +206,10 @@ def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
     """Show the last lines of a failed rank again; empty if there are none."""
     if not lines:
         return ""
-    head = f"drivetrain: the last {len(lines)} lines of rank {failure.rank}:" if len(lines) > 1 else (
-        f"drivetrain: the last line of rank {failure.rank}:"
+    head = (
+        f"drivetrain: the last {len(lines)} lines of rank {failure.rank}:"
+        if len(lines) > 1
+        else (f"drivetrain: the last line of rank {failure.rank}:")
     )
     return "".join(f"{line}\n" for line in [head, *(f"  {line}" for line in lines)])
 

@@ -1,8 +1,8 @@
 """The keeper process: shows what the ranks write, and ends them if their launcher dies without ending them.
 
 Started by its path, as `python -IS process.py CONNECTION OPTIONS`: it imports the standard library and its own few
-modules, and is ready within milliseconds. It leads a session of its own, so that what ends the launcher's process group
-does not end it too.
+modules, and is ready within milliseconds. It leads a session of its own, so that what ends the launcher's process
+group does not end it too.
 """
 
 import json
@@ -151,7 +151,9 @@ class KeeperProcess:
     def _launcher_died(self) -> None:
         """Ask the ranks to stop, give them time to save while their output is shown, then kill what is left."""
         grace = self._options.grace_seconds
-        self._tell(f"the launcher (process {self._options.launcher}) died; its ranks stop, and have {grace:g} s to save")
+        self._tell(
+            f"the launcher (process {self._options.launcher}) died; its ranks stop, and have {grace:g} s to save"
+        )
         ranks = _Ends(self._ranks)
         ranks.send(signal.SIGTERM)
         deadline = time.monotonic() + grace
@@ -220,7 +222,12 @@ def main(arguments: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher, whose end this process awaits
     said = json.loads(arguments[1])
-    options = KeeperOptions(**{**said, "terminals": tuple(said["terminals"])})
+    options = KeeperOptions(
+        launcher=said["launcher"],
+        grace_seconds=said["grace_seconds"],
+        are_same=said["are_same"],
+        terminals=(said["terminals"][0], said["terminals"][1]),
+    )
     KeeperProcess(socket.socket(fileno=int(arguments[0])), options).run()
 
 

@@ -1,7 +1,7 @@
 """Find and kill what a rank has started: every process of its session.
 
-A rank leads a session of its own, which its loader workers and subprocesses share, whatever process groups they make. A
-process that calls setsid has left it on purpose. Standard library only, as the keeper process imports it without
+A rank leads a session of its own, which its loader workers and subprocesses share, whatever process groups they make.
+A process that calls setsid has left it on purpose. Standard library only, as the keeper process imports it without
 site-packages.
 """
 
@@ -59,7 +59,7 @@ def has_keeper(launcher: int) -> bool:
 
 
 def members_of(leaders: Collection[int]) -> list[int]:
-    """Return the running processes in the sessions of these leaders; those that only wait to be reaped are left out."""
+    """Return the running processes in the sessions of these leaders; a zombie runs no more."""
     sessions = set(leaders)
     return [pid for pid in _processes() if _running_session(pid) in sessions]
 

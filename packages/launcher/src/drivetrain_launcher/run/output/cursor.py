@@ -1,7 +1,7 @@
 """Follow the cursor of rank 0, to know which rows of the terminal its bars may still rewrite.
 
-Only relative positions are known: a bar moves the cursor up, down and to the start of a row. Standard library only, as
-the keeper process imports it without site-packages.
+Only relative positions are known: a bar moves the cursor up, down and to the start of a row. Standard library only,
+as the keeper process imports it without site-packages.
 """
 
 import re
@@ -120,7 +120,6 @@ class CursorTracker:
 
 def _count(numbers: bytes) -> int:
     return max(1, int(numbers)) if numbers.isdigit() else 1
-
 
 
 def _width(text: bytes) -> int:

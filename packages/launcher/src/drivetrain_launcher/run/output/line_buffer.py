@@ -11,7 +11,8 @@ MAX_LINE_BYTES = 8 << 20
 
 # Sequences that a terminal interprets: CSI, OSC, and the shorter ones.
 _SEQUENCE = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]"
+    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b"
+    rb"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]"
 )
 _RESET = b"\x1b[0m"
 

@@ -96,7 +96,7 @@ class RankStreams:
             file=log_file,
         )
         ours, theirs = self._terminal(shown_on) if leads and self._terminals[shown_on - 1] else self._pipe()
-        # Both ends stay open here: the rank's does not break if the keeper is killed, ours does not end with the rank.
+        # Both ends stay open here: the rank's does not break if the keeper is killed, nor ours end with the rank.
         self._files += [ours, theirs]
         self._keeper.add_stream(stream, ours)
         return f"/dev/fd/{theirs}"

@@ -124,7 +124,9 @@ def _insert(rows: Sequence[bytes], tracker: CursorTracker, size: Size) -> bytes:
     down = f"\x1b[{below}B" if below else ""
     up = f"\x1b[{above}A" if above else ""
     # Make room below, scrolling if there is none; then everything keeps its place while the cursor is away.
-    start = f"{down}{chr(27)}D{(chr(27) + 'D') * (count - 1)}\x1b[{below + count}A\x1b7{up}\r\x1b[0m\x1b[{count}L"
+    start = (
+        f"{down}{chr(27)}D{(chr(27) + 'D') * (count - 1)}\x1b[{below + count}A\x1b7{up}\r\x1b[0m\x1b[{count}L"
+    )
     return start.encode() + b"\r\n".join(rows) + f"\x1b8\x1b[{count}B".encode()
 
 
