@@ -67,6 +67,10 @@ def plan_launch(
 
 
 def _check_shown(settings: LaunchSettings, world_size: int) -> None:
+    if settings.tail and settings.prefix == "none":
+        raise LaunchError(
+            f"--tail {settings.tail}: with --prefix none the launcher does not see the output; leave one of them out"
+        )
     missing = [rank for rank in settings.show_ranks if rank >= world_size]
     if missing:
         raise LaunchError(

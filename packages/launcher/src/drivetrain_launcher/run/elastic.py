@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
@@ -133,6 +133,7 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs", keeper: Keeper) -> int:
     except SignalException:
         if not agent.has_saved:
             raise
+        keeper.drain()
         say(_SAVED)
         return RESUME_EXIT_CODE
     finally:
@@ -216,14 +217,14 @@ class Agent(LocalElasticAgent):
         """Stop the ranks; a second signal during this time kills them."""
         seconds = self._plan.shutdown_timeout_seconds
         if isinstance(sys.exception(), SignalException):
-            say(
+            self._keeper.say(
                 f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
                 "save; once more kills them"
             )
         try:
             self._stop(death_sig, seconds)
         except SignalException:
-            say("killing the ranks: what they were saving is left uncommitted")
+            self._keeper.say("killing the ranks: what they were saving is left uncommitted")
             self._stop(signal.SIGKILL, seconds)
         self.has_saved = RESUME_EXIT_CODE in exit_codes(self)
         if (worker_group := self.get_worker_group()).state is not WorkerState.SUCCEEDED:
@@ -238,18 +239,24 @@ class Agent(LocalElasticAgent):
         else:
             super()._shutdown(death_sig)
 
-    def _recorded(self, worker_group: WorkerGroup) -> list[RankFailure]:
-        """Return the exceptions that ranks have recorded so far."""
+    def _failures(self, worker_group: WorkerGroup, codes: Mapping[int, int]) -> list[RankFailure]:
+        """Return the failures so far: exceptions that ranks have recorded, and ends with an exit code.
+
+        Args:
+            worker_group: The ranks of this node.
+            codes: The exit codes of ranks that have ended, by local rank.
+        """
         found: list[RankFailure] = []
         for worker in worker_group.workers:
             record = _read_record(self._logs.error_files.get(worker.local_rank))
-            if record:
+            code = codes.get(worker.local_rank)
+            if record or code not in (None, 0, RESUME_EXIT_CODE):
                 failure = read_failure(
                     record,
                     rank=worker.global_rank,
                     local_rank=worker.local_rank,
                     pid=cast("int", worker.id),
-                    exit_code=None,
+                    exit_code=code,
                     seen=time.time(),
                 )
                 found.append(failure)
@@ -257,47 +264,34 @@ class Agent(LocalElasticAgent):
 
     def _tell_first(self, worker_group: WorkerGroup) -> None:
         """Tell in a line of the first failure; a broken connection is only a consequence of another one."""
-        causes = [failure for failure in self._recorded(worker_group) if not failure.is_aftermath]
+        codes = poll_exit_codes(self)
+        failures = self._failures(worker_group, codes)
+        causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
         if causes:
             self._root = find_root(causes)
-        codes = poll_exit_codes(self)
-        ended = [
-            read_failure(
-                {},
-                rank=worker.global_rank,
-                local_rank=worker.local_rank,
-                pid=cast("int", worker.id),
-                exit_code=codes[worker.local_rank],
-                seen=time.time(),
-            )
-            for worker in worker_group.workers
-            if codes.get(worker.local_rank, 0) not in (0, RESUME_EXIT_CODE)
-        ]
-        known = self._root or (ended[0] if ended else None)
-        if known is not None and self._plan.world_size > 1:
+        has_ended = any(code not in (0, RESUME_EXIT_CODE) for code in codes.values())
+        if failures and (causes or has_ended) and self._plan.world_size > 1:
             self._has_told = True
-            self._keeper.say(announce(known, seconds=self._plan.shutdown_timeout_seconds))
+            seconds = self._plan.shutdown_timeout_seconds
+            self._keeper.say(announce(self._root or find_root(failures), seconds=seconds))
 
     def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
         failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
         # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
+        self._keeper.drain()
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             say(_SAVED)
             self.exit_code = RESUME_EXIT_CODE
             forgo_restarts(self)
             return
         # torch 2.9 omits ranks that failed while they were being stopped.
-        failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
+        recorded = self._failures(worker_group, {})
+        failures += [each for each in recorded if each.rank not in result.failures]
         root = find_root(
             [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
         )
         self._root = root
-        self._keeper.drain()
-        lines = (
-            self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
-            if self._plan.tail_of(root.rank)
-            else []
-        )
+        lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
         sys.stderr.write(describe_others(root, failures))
         sys.stderr.write(describe_tail(root, lines))
         sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))

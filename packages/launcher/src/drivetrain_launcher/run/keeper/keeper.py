@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ class Keeper:
 
     def __exit__(self, *_: object) -> None:
         """End the process."""
-        self._send("end")
+        with suppress(OSError):  # somebody has killed it
+            self._channel.send("end")
         self._channel.connection.close()
         self._process.wait()
 
@@ -82,6 +84,8 @@ class Keeper:
 
     def last_lines(self, rank: int, count: int) -> list[str]:
         """Return the last lines of a rank; none if the process has died meanwhile."""
+        if not count:
+            return []
         answer = self._answer() if self._send("tail", rank=rank, count=count) else None
         return [] if answer is None else list(answer["lines"])
 

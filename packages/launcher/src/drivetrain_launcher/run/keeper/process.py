@@ -49,7 +49,7 @@ class KeeperProcess:
         self._writers[2] = self._writers[1] if options.are_same else Writer(2)
         first = self._screen(1)
         self._screens = {1: first, 2: first if options.are_same else self._screen(2)}
-        self._outputs = RankOutputs(self._screens)
+        self._outputs = RankOutputs(self._screens, tell=self._tell)
         self._ranks: list[int] = []
         self._token = ""
         self._size: Size | None = None
@@ -76,7 +76,9 @@ class KeeperProcess:
 
     def _screen(self, file: int) -> Screen:
         def size() -> Size:
-            columns, rows = os.get_terminal_size(file)
+            columns, rows = 0, 0
+            with suppress(OSError):  # the terminal has been closed
+                columns, rows = os.get_terminal_size(file)
             return Size(columns or 80, rows or 24)
 
         is_terminal = self._options.terminals[file - 1]

@@ -8,7 +8,7 @@ import os
 import struct
 import termios
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from drivetrain_launcher.run.keeper.messages import Stream
 from drivetrain_launcher.run.output.line_buffer import LineBuffer, mark
@@ -28,9 +28,18 @@ class RankOutput:
         file: The file descriptor to read from; this object closes it.
         screen: The output where it is shown; None if it is not shown.
         kept: The last lines of its rank, which the rank's other output may share.
+        tell: The function that shows a line of the launcher's.
     """
 
-    def __init__(self, stream: Stream, file: int, screen: Screen | None, kept: deque[bytes]) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        file: int,
+        screen: Screen | None,
+        *,
+        kept: deque[bytes],
+        tell: Callable[[str], None],
+    ) -> None:
         self.stream = stream
         self.file = file
         self.kept = kept
@@ -38,7 +47,12 @@ class RankOutput:
         self._lines = LineBuffer()
         self._prefix = stream.prefix.encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._copy = os.open(stream.file, flags, 0o666) if stream.file else None
+        self._tell = tell
+        self._copy: int | None = None
+        try:
+            self._copy = os.open(stream.file, flags, 0o666) if stream.file else None
+        except OSError as error:
+            self._give_file_up(error)
         os.set_blocking(file, False)
 
     def read(self, *, now: float) -> bool:
@@ -52,7 +66,12 @@ class RankOutput:
         if not data:
             return False
         if self._copy is not None:
-            _write_all(self._copy, data)
+            try:
+                _write_all(self._copy, data)
+            except OSError as error:  # the disk is full
+                os.close(self._copy)
+                self._copy = None
+                self._give_file_up(error)
         lines = self._lines.feed(data)
         self._keep(lines)
         if self._screen is not None:
@@ -84,6 +103,11 @@ class RankOutput:
         if self._copy is not None:
             os.close(self._copy)
 
+    def _give_file_up(self, error: OSError) -> None:
+        self._tell(
+            f"{self.stream.file}: {error.strerror}; the output is written there no more, the run goes on"
+        )
+
     def _keep(self, lines: bytes) -> None:
         if not lines:
             return
@@ -96,10 +120,12 @@ class RankOutputs:
 
     Args:
         screens: The outputs of the launch by file descriptor.
+        tell: The function that shows a line of the launcher's.
     """
 
-    def __init__(self, screens: Mapping[int, Screen]) -> None:
+    def __init__(self, screens: Mapping[int, Screen], *, tell: Callable[[str], None]) -> None:
         self._screens = screens
+        self._tell = tell
         self._kept: dict[int, deque[bytes]] = {}
         self._outputs: dict[int, RankOutput] = {}
 
@@ -111,7 +137,9 @@ class RankOutputs:
     def add(self, stream: Stream, file: int) -> None:
         """Add an output of a rank."""
         kept = self._kept.setdefault(stream.rank, deque(maxlen=KEPT_LINES))
-        self._outputs[file] = RankOutput(stream, file, self._screens.get(stream.shown_on), kept)
+        self._outputs[file] = RankOutput(
+            stream, file, self._screens.get(stream.shown_on), kept=kept, tell=self._tell
+        )
 
     def read(self, file: int, *, now: float) -> bool:
         """Read one output once; return whether there was anything."""
