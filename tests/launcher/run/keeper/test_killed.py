@@ -60,7 +60,7 @@ def test_200_rounds_with_a_random_victim_at_a_random_moment(
     draw = random.Random(seed)
     for each in range(5):
         # Half of the rounds hit the start, before the ranks have said anything.
-        moment = draw.uniform(-1.0, 1.2)
+        moment = draw.uniform(-3.0, 1.2)
         play_round(started_with_torch, script, draw.choice(VICTIMS), moment, torch=each == 4)
 
 
@@ -104,30 +104,40 @@ def play_round(start: Callable, script: Callable, victim: str, moment: float, *,
         while "running" not in (line := launcher.stdout.readline()) and line:
             pass
     time.sleep(abs(moment))
-    found = victims(launcher.pid, mark)[victim]
+    found = victims(launcher, mark)[victim]
+    assert found or moment  # at other moments it may not have begun, or have ended
     for pid in random.sample(found, min(1, len(found))):
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, signal.SIGKILL)
     launcher.stdout.read()  # ends when nobody holds it, the keeper last
     launcher.wait(60)
-    wait_until(lambda: not any(victims(launcher.pid, mark).values()))
+    wait_until(lambda: not any(victims(launcher, mark).values()))
 
 
-def victims(launcher: int, mark: str) -> dict[str, list[int]]:
+def victims(launcher: subprocess.Popen[str], mark: str) -> dict[str, list[int]]:
     """Return the running processes of a launch by what they are."""
     listed = subprocess.run(
-        ["ps", "-eo", "pid,ppid,sid,stat,args"], capture_output=True, text=True, check=True
+        ["ps", "-ewwo", "pid,sid,stat,args"], capture_output=True, text=True, check=True
     ).stdout.splitlines()[1:]
-    rows = [row.split(None, 4) for row in listed]
-    alive = [(int(pid), int(sid), words) for pid, _, sid, state, words in rows if not state.startswith("Z")]
-    ranks = [pid for pid, sid, words in alive if pid == sid and mark in words and "worker.py" in words]
-    of_round = {pid for pid, _, words in alive if mark in words and "worker.py" in words}
+    rows = [row.split(None, 3) for row in listed]
+    alive = [(int(pid), int(sid), words) for pid, sid, state, words in rows if not state.startswith("Z")]
+    of_ranks = {pid: sid for pid, sid, words in alive if mark in words and "worker.py" in words}
+    ranks = [pid for pid, sid in of_ranks.items() if pid == sid]
+    assert launcher.stdout is not None
+    pipe = os.readlink(f"/proc/self/fd/{launcher.stdout.fileno()}")
     return {
-        "launcher": [pid for pid, _, _ in alive if pid == launcher],
-        "keeper": [pid for pid, _, words in alive if f'"launcher": {launcher},' in words],
+        "launcher": [launcher.pid] if launcher.poll() is None else [],
+        "keeper": [pid for pid, _, words in alive if "keeper/process.py" in words and writes_to(pid, pipe)],
         "rank": ranks,
-        "child": sorted((of_round | {*marked(f"TEST_ROUND={mark}")}) - {*ranks}),
+        "child": sorted((of_ranks.keys() | {*marked(f"TEST_ROUND={mark}")}) - {*ranks}),
     }
+
+
+def writes_to(pid: int, pipe: str) -> bool:
+    """Return whether the output of a process is this pipe."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/1") == pipe
+    return False
 
 
 def marked(text: str) -> list[int]:

@@ -45,7 +45,7 @@ from drivetrain_launcher.run.failures import (
     read_process_failure,
 )
 from drivetrain_launcher.run.keeper.keeper import Keeper, output_terminals
-from drivetrain_launcher.run.keeper.messages import KeeperOptions
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.output.palette import is_coloured
 from drivetrain_launcher.run.output.rank_streams import RankStreams

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drivetrain_launcher.run.keeper.messages import Channel, KeeperOptions, Stream
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperLink, KeeperOptions, Stream
 
 # Run by its path and isolated, so that it starts in some milliseconds.
 _PROCESS = Path(__file__).with_name("process.py")
@@ -23,7 +23,7 @@ class Keeper:
     Use it as a context manager; at the end of the block, the process ends.
 
     Args:
-        options: What the process knows from its start.
+        options: The facts that the process knows from its start.
     """
 
     def __init__(self, options: KeeperOptions) -> None:
@@ -57,7 +57,7 @@ class Keeper:
         """Have an output of a rank shown.
 
         Args:
-            stream: What it is.
+            stream: The description of the output.
             file: The file descriptor to read; stays open here until the next attempt.
         """
         self._streams.append((stream, file))
@@ -101,7 +101,7 @@ class Keeper:
         if self._pids:
             self._channel.send("ranks", pids=self._pids)
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Channel]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], KeeperLink]:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         with theirs:
             process = subprocess.Popen(
@@ -116,7 +116,7 @@ class Keeper:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        return process, Channel(ours)
+        return process, KeeperLink(ours)
 
     def _send(self, kind: str, **content: Any) -> bool:
         """Send a message; return False if the process has died, and start it anew, which tells it all but this."""

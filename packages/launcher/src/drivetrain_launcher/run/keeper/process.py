@@ -18,10 +18,10 @@ from contextlib import suppress
 # Isolated, Python has put nothing of ours on the path.
 sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
 
-from drivetrain_launcher.run.keeper.messages import Channel, KeeperOptions, Stream
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperLink, KeeperOptions, Stream
+from drivetrain_launcher.run.keeper.output_thread import OutputThread
 from drivetrain_launcher.run.keeper.rank_output import RankOutputs
 from drivetrain_launcher.run.keeper.sessions import kill_sessions, leaders_with
-from drivetrain_launcher.run.keeper.writer import Writer
 from drivetrain_launcher.run.output.screen import Screen, Size
 
 _LOOK_SECONDS = 0.25
@@ -39,14 +39,14 @@ class KeeperProcess:
 
     Args:
         connection: The connection to the launcher; its end tells of the launcher's death.
-        options: What the launcher has said at the start.
+        options: The facts that the launcher gave at the start.
     """
 
     def __init__(self, connection: socket.socket, options: KeeperOptions) -> None:
         self._options = options
-        self._channel = Channel(connection)
-        self._writers = {1: Writer(1)}
-        self._writers[2] = self._writers[1] if options.are_same else Writer(2)
+        self._channel = KeeperLink(connection)
+        self._writers = {1: OutputThread(1)}
+        self._writers[2] = self._writers[1] if options.are_same else OutputThread(2)
         first = self._screen(1)
         self._screens = {1: first, 2: first if options.are_same else self._screen(2)}
         self._outputs = RankOutputs(self._screens, tell=self._tell)

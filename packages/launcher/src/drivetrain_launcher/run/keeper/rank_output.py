@@ -10,7 +10,7 @@ import termios
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from drivetrain_launcher.run.keeper.messages import Stream
+from drivetrain_launcher.run.keeper.keeper_messages import Stream
 from drivetrain_launcher.run.output.line_buffer import LineBuffer, mark
 from drivetrain_launcher.run.output.screen import Screen, Size
 
@@ -21,10 +21,10 @@ _KEPT_LINE_BYTES = 2000
 
 
 class RankOutput:
-    """One output of one rank.
+    """An output of a rank.
 
     Args:
-        stream: What it is.
+        stream: The description of the output.
         file: The file descriptor to read from; this object closes it.
         screen: The output where it is shown; None if it is not shown.
         kept: The last lines of its rank, which the rank's other output may share.

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.keeper.keeper import Keeper
-from drivetrain_launcher.run.keeper.messages import Stream
+from drivetrain_launcher.run.keeper.keeper_messages import Stream
 from drivetrain_launcher.run.output.palette import prefix_of
 
 _PIPE_BYTES = 1 << 18

@@ -1,4 +1,4 @@
-"""One output of the launch: rank 0 writes as if it were alone, whole lines of the other ranks stand between.
+"""An output of the launch: rank 0 writes as if it were alone, whole lines of the other ranks stand between.
 
 Standard library only, as the keeper process imports it without site-packages.
 """

@@ -13,7 +13,7 @@ MAX_PENDING_BYTES = 8 << 20
 _WRITE_BYTES = 1 << 18
 
 
-class Writer:
+class OutputThread:
     """The bytes on their way to one output.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the launcher tells the keeper, and how it travels: a line of JSON each, with the files beside it.
+"""The messages from the launcher to its keeper: a line of JSON each, with the files beside it.
 
 Standard library only, as the keeper process imports it without site-packages.
 """
@@ -16,7 +16,7 @@ _MAX_FILES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperOptions:
-    """What the keeper knows from its start.
+    """The facts that the keeper knows from its start.
 
     Attributes:
         launcher: The process id of the launcher.
@@ -38,7 +38,7 @@ class Stream:
     Attributes:
         rank: The global rank.
         shown_on: The file descriptor where it is shown: 1 or 2; 0 if it is not shown.
-        prefix: What stands before each line.
+        prefix: The text before each line.
         is_leading: Whether its bytes are shown unchanged, and the lines of others between them.
         file: The path of the file to write as well; empty for none.
     """
@@ -50,8 +50,8 @@ class Stream:
     file: str = ""
 
 
-class Channel:
-    """One end of the connection between the launcher and its keeper."""
+class KeeperLink:
+    """An end of the connection between the launcher and its keeper."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
