@@ -11,8 +11,10 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 
-import pyte
 import pytest
+
+# A terminal emulator, which is not there where the package is tried alone.
+pyte = pytest.importorskip("pyte")
 
 COLUMNS, ROWS = 90, 16
 
@@ -60,6 +62,7 @@ def rows_of(output: bytes) -> list[str]:
     return [row.rstrip() for row in (*gone, *emulator.display) if row.strip()]
 
 
+@pytest.mark.costly
 def test_bars_of_rank_0_stay_whole_on_a_terminal_while_other_ranks_print(
     script: Callable, tmp_path: Path, users_environment: Callable
 ) -> None:

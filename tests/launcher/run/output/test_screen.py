@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
-import pyte
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_launcher.run.output.screen import LINE_PATIENCE_SECONDS, Screen, Size, wrap
+
+# A terminal emulator, which is not there where the package is tried alone.
+pyte = pytest.importorskip("pyte")
 
 COLUMNS, ROWS = 30, 8
 
