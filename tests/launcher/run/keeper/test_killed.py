@@ -53,6 +53,7 @@ def test_whoever_is_killed_nothing_is_left(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # five rounds, of which one imports torch on both ranks
 @pytest.mark.parametrize("seed", range(40))
 def test_200_rounds_with_a_random_victim_at_a_random_moment(
     started_with_torch: Callable, script: Callable, seed: int
