@@ -28,11 +28,18 @@ def test_defaults_are_allowed() -> None:
         ("max_restarts", -1),
         ("max_requeues", -1),
         ("threads_per_process", 0),
+        ("tail", -1),
+        ("prefix", "some"),
     ],
 )
 def test_a_wrong_value_is_named_first(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}={value!r}: "):
         LaunchSettings(**{field: value})
+
+
+def test_ranks_to_show_count_from_0() -> None:
+    with pytest.raises(ValueError, match=r"^show_ranks=\(0, -1\): ranks count from 0"):
+        LaunchSettings(show_ranks=(0, -1))
 
 
 def test_processes_of_all_nodes_must_split_evenly() -> None:

@@ -28,6 +28,14 @@ def exit_codes(agent: LocalElasticAgent) -> list[int | None]:
     return [handler.proc.returncode for handler in handlers.values()]
 
 
+def poll_exit_codes(agent: LocalElasticAgent) -> dict[int, int]:
+    """Look at the ranks that the agent started last, and return the exit codes of those that ended, by local rank."""
+    context = agent._pcontext  # pyright: ignore[reportPrivateUsage]
+    handlers: Mapping[int, SubprocessHandler] = getattr(context, "subprocess_handlers", {})
+    codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+    return {local_rank: code for local_rank, code in codes.items() if code is not None}
+
+
 def remaining_restarts(agent: LocalElasticAgent) -> int:
     """Return how many times the agent will still restart the ranks after a failure."""
     return agent._remaining_restarts  # pyright: ignore[reportPrivateUsage]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 RendezvousBackend = Literal["static", "c10d"]
+OutputPrefix = Literal["others", "all", "none"]
 
 # The default port for the rendezvous of several nodes, as in torchrun.
 DEFAULT_PORT = 29500
@@ -113,6 +114,26 @@ class LaunchSettings:
         default=None,
         metadata={"help": "Folder for the output of each process, in addition to the terminal."},
     )
+    prefix: OutputPrefix = field(
+        default="others",
+        metadata={
+            "help": "Lines that begin with their rank, with several processes: those of the ranks other than 0, all, "
+            "or none, where each process writes to the launcher's own output."
+        },
+    )
+    show_ranks: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "help": "Ranks whose output is shown, such as 0 or 0,8; empty: all. --log-dir keeps the others'."
+        },
+    )
+    tail: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of last lines of the failed rank to show again before its traceback; unset: 20 if its "
+            "output is not shown, else 0."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -122,6 +143,8 @@ class LaunchSettings:
         """
         if self.rdzv_backend not in get_args(RendezvousBackend):
             raise ValueError(f"rdzv_backend={self.rdzv_backend!r}: say static or c10d")
+        if self.prefix not in get_args(OutputPrefix):
+            raise ValueError(f"prefix={self.prefix!r}: say others, all or none")
         self._check_counts()
         self._check_seconds()
         if self.master_port is not None and not 0 <= self.master_port < 2**16:
@@ -143,6 +166,7 @@ class LaunchSettings:
             ("max_restarts", 0),
             ("max_requeues", 0),
             ("threads_per_process", 1),
+            ("tail", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -151,6 +175,8 @@ class LaunchSettings:
             raise ValueError(
                 f"min_nodes={self.min_nodes!r}: num_nodes={self.num_nodes} is the most that take part"
             )
+        if any(rank < 0 for rank in self.show_ranks):
+            raise ValueError(f"show_ranks={self.show_ranks!r}: ranks count from 0")
         if self.num_processes is not None and self.num_processes % self.num_nodes:
             raise ValueError(
                 f"num_processes={self.num_processes!r}: counts the processes of all nodes together, and cannot be "

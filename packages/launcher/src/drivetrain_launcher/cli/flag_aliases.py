@@ -34,6 +34,7 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--use-xpu": ("--state-device", "xpu"),
     "--mps": ("--state-device", "mps"),
     "--standalone": ("--num-nodes", "1"),
+    "--no-prefix": ("--prefix", "none"),
     "--same-network": (),  # requests static rendezvous, the default here
 }
 
@@ -60,6 +61,7 @@ _REFUSED: Mapping[str, str] = {
     "--main-training-function": "it is for notebooks; use notebook_launcher(function)",
     "--tee": _LOGS,
     "--redirects": _LOGS,
+    "--local-ranks-filter": "--show-ranks 0,8 names the ranks to show, counted over all nodes",
     "--rdzv-endpoint": "say --master-addr HOST and --master-port PORT",
     "--rdzv-conf": "--rdzv-timeout-seconds sets how long nodes wait for each other; nothing else is set",
     "--role": "all ranks have one role here; leave it out",

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.settings import RendezvousBackend
+from drivetrain_launcher.settings import OutputPrefix, RendezvousBackend
 
 # Run by its path, so that the folder that Python puts first on sys.path is one that the worker then replaces.
 WORKER = Path(__file__).parents[1] / "run" / "worker.py"
 # What a plan shows for a port that is chosen as the processes start.
 ANY_PORT = "any free port"
+# The number of last lines that are shown of a failed rank whose output was not.
+HIDDEN_TAIL = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,9 @@ class LaunchPlan:
         monitor_interval_seconds: The time between two checks of the processes.
         shutdown_timeout_seconds: The time that processes have to save before they are killed.
         log_dir: The folder for output files, in addition to the terminal.
+        prefix: The ranks whose lines begin with their rank: those other than 0, all or none.
+        show_ranks: The ranks whose output is shown; empty for all.
+        tail: The number of last lines of a failed rank to show again; None for a few if its output is not shown.
         environment: The variables that the launcher adds to the environment of each process, besides its ranks.
         placement: The place in a cluster's job; None outside any job.
         max_requeues: The maximum number of times that the job is started again after all ranks have saved; None for
@@ -92,6 +97,9 @@ class LaunchPlan:
     monitor_interval_seconds: float = 0.1
     shutdown_timeout_seconds: float = 30.0
     log_dir: Path | None = None
+    prefix: OutputPrefix = "others"
+    show_ranks: tuple[int, ...] = ()
+    tail: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     placement: JobPlacement | None = None
     max_requeues: int | None = None
@@ -125,6 +133,12 @@ class LaunchPlan:
         if self.mode == "in place":
             return (sys.executable, *dash_m, target.name, *target.arguments)
         return (sys.executable, str(WORKER), *dash_m, target.name, *target.arguments)
+
+    def tail_of(self, rank: int) -> int:
+        """Return the number of last lines of a rank to show again if it fails."""
+        if self.tail is not None:
+            return self.tail
+        return HIDDEN_TAIL if self.show_ranks and rank not in self.show_ranks else 0
 
     def ranks(self) -> tuple[RankPlan, ...]:
         """Return the plans of the processes on this node that this launcher starts."""

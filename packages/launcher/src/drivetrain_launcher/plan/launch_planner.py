@@ -46,7 +46,15 @@ def plan_launch(
                 "--threads-per-process sets another number",
             )
     # These need torch's agent, even for a single process.
-    needs_agent = settings.num_nodes > 1 or settings.max_restarts > 0 or settings.log_dir is not None
+    needs_agent = (
+        settings.num_nodes > 1
+        or settings.max_restarts > 0
+        or settings.log_dir is not None
+        or settings.prefix == "all"
+        or bool(settings.show_ranks)
+        or bool(settings.tail)
+    )
+    _check_shown(settings, count * settings.num_nodes)
     plan = LaunchPlan(
         mode="elastic" if count > 1 or needs_agent else "in place",
         target=target,
@@ -55,6 +63,9 @@ def plan_launch(
         monitor_interval_seconds=settings.monitor_interval_seconds,
         shutdown_timeout_seconds=settings.shutdown_timeout_seconds,
         log_dir=settings.log_dir,
+        prefix=settings.prefix,
+        show_ranks=settings.show_ranks,
+        tail=settings.tail,
         environment=environment,
         placement=placement,
         max_requeues=settings.max_requeues,
@@ -95,6 +106,19 @@ def _check_address(place: JobPlacement) -> None:
             "say --master-addr HOST, the host of rank 0, or set MASTER_ADDR for all ranks (mpirun -x "
             "MASTER_ADDR=HOST, "
             "mpiexec -genv MASTER_ADDR HOST)"
+        )
+
+
+def _check_shown(settings: LaunchSettings, world_size: int) -> None:
+    if settings.tail and settings.prefix == "none":
+        raise LaunchError(
+            f"--tail {settings.tail}: with --prefix none the launcher does not see the output; leave one of them out"
+        )
+    missing = [rank for rank in settings.show_ranks if rank >= world_size]
+    if missing:
+        raise LaunchError(
+            f"--show-ranks {','.join(map(str, settings.show_ranks))}: {world_size} processes have the ranks 0 to "
+            f"{world_size - 1}; there is no {', '.join(map(str, missing))}"
         )
 
 

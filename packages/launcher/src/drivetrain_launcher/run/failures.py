@@ -191,6 +191,29 @@ def find_root(failures: Sequence[RankFailure]) -> RankFailure:
     return min(failures, key=rank_as_root)
 
 
+def announce(failure: RankFailure, *, seconds: float) -> str:
+    """Return the line that tells of a failure at once, before the other ranks have stopped."""
+    if failure.error:
+        what = f"failed: {failure.error.splitlines()[0]}"
+    elif failure.signal:
+        what = f"was ended by {failure.signal}"
+    else:
+        what = f"ended with exit code {failure.exit_code}"
+    return f"rank {failure.rank} {what}; the other ranks stop now, and have {seconds:g} s to save"
+
+
+def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
+    """Show the last lines of a failed rank again; empty if there are none."""
+    if not lines:
+        return ""
+    head = (
+        f"drivetrain: the last {len(lines)} lines of rank {failure.rank}:"
+        if len(lines) > 1
+        else (f"drivetrain: the last line of rank {failure.rank}:")
+    )
+    return "".join(f"{line}\n" for line in [head, *(f"  {line}" for line in lines)])
+
+
 def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
     """Describe the root failure, with its traceback."""
     elsewhere = (
