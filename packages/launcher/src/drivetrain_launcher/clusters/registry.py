@@ -49,5 +49,7 @@ def find_placement(environment: Mapping[str, str], *, asked: str = "auto") -> Jo
     found = [place for name in names if (place := make_cluster(name).placement(environment)) is not None]
     if len(found) > 1:
         claims = " and ".join(f"{place.cluster} (job {place.job_id})" for place in found)
-        raise LaunchError(f"{claims} each started this process, by its environment: say --cluster NAME for one")
+        raise LaunchError(
+            f"{claims} each started this process, by its environment: say --cluster NAME for one"
+        )
     return found[0] if found else None

@@ -1,0 +1,135 @@
+"""The program of each rank of a notebook: wait for a call, run it, say how it ended, and wait for the next one."""
+
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, Any
+
+from drivetrain_config import environ
+from drivetrain_launcher.run.notebook.channel import Channel, Message, new_content, view_content
+from drivetrain_launcher.run.notebook.figures import CHANNEL_VARIABLE
+from drivetrain_launcher.run.notebook.notebook_watch import watch_notebook
+from drivetrain_launcher.run.notebook.rank_state import (
+    free_memory,
+    leave_groups,
+    to_environment,
+    user_modules,
+)
+from drivetrain_launcher.run.notebook.returned import CallSetup, Failed
+
+
+def main(number: int) -> None:
+    """Serve the notebook until it says `END` or ends.
+
+    Args:
+        number: The number of the channel's socket.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for calls
+    watch_notebook(number)
+    os.set_inheritable(number, False)
+    channel = Channel(socket.socket(fileno=number))
+    sys.argv = [""]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+    faulthandler.enable()
+    import torch as torch  # while the notebook prepares the call
+
+    setup: CallSetup | None = None
+    while (received := channel.receive()) is not None:
+        message, content = received
+        if message is Message.SETUP and content is not None:
+            with content:
+                content.seek(0)
+                setup = pickle.load(content)
+        elif message is Message.CALL and content is not None and setup is not None:
+            _serve(channel, setup, content)
+        else:
+            break
+
+
+def _serve(channel: Channel, setup: CallSetup, content: IO[bytes]) -> None:
+    """Run a call in the notebook's environment, and send its outcome."""
+    os.chdir(setup.folder)
+    sys.path[:] = setup.search_path
+    environment = {**setup.environment, CHANNEL_VARIABLE: str(channel.fileno())}
+    with environ.exported(**to_environment(environ.child_environment(), environment)):
+        message, answer = _outcome(channel, setup.rank, content)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        channel.send(message, answer)
+    if answer is not None:
+        answer.close()
+    free_memory()
+    if message is Message.INTERRUPTED:
+        raise SystemExit(0)  # others may wait for this rank, which only its end tells them
+
+
+def _outcome(channel: Channel, rank: int, content: IO[bytes]) -> tuple[Message, IO[bytes] | None]:
+    from drivetrain_launcher.run.notebook.shipment import pack_result, unpack
+
+    began_ns = time.time_ns()
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        channel.send(Message.BEGAN)
+        with content:
+            function, args = unpack(view_content(content))
+        value = _run(function, args)
+        leave_groups()
+        answer = new_content()
+        pickle.dump(user_modules(since_ns=began_ns), answer)
+        pack_result(value, answer, rank=rank)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return Message.INTERRUPTED, None
+    except BaseException as error:  # noqa: BLE001 - the notebook raises it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        answer = new_content()
+        pickle.dump(_describe(error), answer)
+        return Message.FAILED, answer
+    return Message.RETURNED, answer
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return function(*args)
+    except SystemExit as end:
+        if end.code in (None, 0):  # the function's own way to end early
+            return None
+        raise
+
+
+def _describe(error: BaseException) -> Failed:
+    from drivetrain_launcher.run.failures import format_for_user
+
+    error.with_traceback(_frames_of_function(error.__traceback__))
+    line = "".join(traceback.format_exception_only(error)).strip()
+    return Failed(line=line, traceback=format_for_user(error), exception=_pickled(error), time=time.time())
+
+
+def _frames_of_function(frames: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the leading frames of this file; all of it if there are no others."""
+    rest = frames
+    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
+        rest = rest.tb_next
+    return rest or frames
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    from drivetrain_launcher.run.notebook.shipment import ShipmentPickler
+
+    content = io.BytesIO()
+    try:
+        ShipmentPickler(content).dump(error)  # pyright: ignore[reportUnknownMemberType]
+    except Exception:  # noqa: BLE001 - its text is sent in any case
+        return None
+    return content.getvalue()
