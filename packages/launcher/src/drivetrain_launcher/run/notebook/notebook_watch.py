@@ -22,7 +22,8 @@ def watch_notebook(number: int) -> None:
             end open, so the parent process is watched too.
     """
     parent = os.getppid()
-    Thread(target=_stop_with, args=(number, parent), name="notebook watch", daemon=True).start()
+    own = os.dup(number)  # stays open while this process ends
+    Thread(target=_stop_with, args=(own, parent), name="notebook watch", daemon=True).start()
 
 
 def _stop_with(number: int, parent: int) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.run.notebook.channel import Channel, Message, new_content, view_content
-from drivetrain_launcher.run.notebook.figures import CHANNEL_VARIABLE
+from drivetrain_launcher.run.notebook.figures import BACKEND, CHANNEL_VARIABLE
 from drivetrain_launcher.run.notebook.notebook_watch import watch_notebook
 from drivetrain_launcher.run.notebook.rank_state import (
     free_memory,
@@ -37,9 +37,8 @@ def main(number: int) -> None:
     os.set_inheritable(number, False)
     channel = Channel(socket.socket(fileno=number))
     sys.argv = [""]
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+    sys.stdout = sys.__stdout__ = _unbuffered(1)
+    sys.stderr = sys.__stderr__ = _unbuffered(2)
     faulthandler.enable()
     import torch as torch  # while the notebook prepares the call
 
@@ -54,6 +53,12 @@ def main(number: int) -> None:
             _serve(channel, setup, content)
         else:
             break
+
+
+def _unbuffered(number: int) -> io.TextIOWrapper:
+    """Return a stream that writes at once, as a notebook does, in the encoding that the notebook reads."""
+    raw = open(number, "wb", buffering=0, closefd=False)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def _serve(channel: Channel, setup: CallSetup, content: IO[bytes]) -> None:
@@ -101,11 +106,16 @@ def _outcome(channel: Channel, rank: int, content: IO[bytes]) -> tuple[Message, 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
-        return function(*args)
+        value = function(*args)
     except SystemExit as end:
-        if end.code in (None, 0):  # the function's own way to end early
-            return None
-        raise
+        if end.code not in (None, 0):
+            raise
+        value = None  # the function's own way to end early
+    if BACKEND.removeprefix("module://") in sys.modules:
+        from drivetrain_launcher.run.notebook.figure_backend import show
+
+        show()
+    return value
 
 
 def _describe(error: BaseException) -> Failed:
