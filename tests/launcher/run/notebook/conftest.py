@@ -37,7 +37,9 @@ class Cell:
 
     def stream(self, name: str) -> str:
         """Everything on "stdout" or "stderr"."""
-        texts = [each["text"] for each in self.outputs if each["output_type"] == "stream" and each["name"] == name]
+        texts = [
+            each["text"] for each in self.outputs if each["output_type"] == "stream" and each["name"] == name
+        ]
         return "".join(texts)
 
     @property

@@ -75,9 +75,9 @@ with Workers(2, cpu=True) as workers:
     found = [workers.run(function, args) for function, args in calls]
 print(*found[:4], found[4][1].fit.__self__.width, sep="; ")
 """)
-    assert cell.stdout == (
-        "['lambda', 'lambda']; [3, 4]; [('logged', 3), ('logged', 3)]; [7, 7]; 5\n"
-    ), cell.outputs
+    assert cell.stdout == ("['lambda', 'lambda']; [3, 4]; [('logged', 3), ('logged', 3)]; [7, 7]; 5\n"), (
+        cell.outputs
+    )
 
 
 def test_an_error_is_shown_once_with_its_rank_and_the_line_of_the_cell(notebook: Any) -> None:

@@ -161,6 +161,10 @@ class Crew:
     def _results(self, outcomes: Sequence[Outcome]) -> list[Any]:
         """Return the values of the ranks, or raise what ended the call."""
         failed = [each for each in outcomes if isinstance(each, FailedRank)]
+        if len(failed) or any(isinstance(each, Interrupted) for each in outcomes):
+            for each in outcomes:
+                if isinstance(each, Returned):
+                    each.content.close()
         if any(isinstance(each, Interrupted) for each in outcomes):
             own = [each for each in failed if each.failure.error and not each.failure.is_aftermath]
             if own:  # such as an error in saving

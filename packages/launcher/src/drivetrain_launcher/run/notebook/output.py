@@ -75,11 +75,11 @@ class StreamView:
             self._write("\n" if text else f"{self._prefix(0).rstrip()}\n")
             self._shown, self._has_returned = "", False
         else:
-            states = [state for state in text.split("\r") if state.strip()]
-            if states or not text:  # else it is a bar that has wiped itself
+            state = text.rstrip("\r").rpartition("\r")[2]
+            if state.strip() or not text:  # else it is a bar that has wiped itself
                 was_shown = bool(self._shown)
                 self.wipe()
-                self._write(f"{self._prefix(rank)}{states[-1] if states else ''}".rstrip() + "\n")
+                self._write(f"{self._prefix(rank)}{state}".rstrip() + "\n")
                 if was_shown:
                     self.draw()
         self._unfinished[rank] = ""

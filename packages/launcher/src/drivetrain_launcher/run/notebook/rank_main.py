@@ -1,6 +1,7 @@
 """The program of each rank of a notebook: wait for a call, run it, say how it ended, and wait for the next one."""
 
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -42,6 +43,7 @@ def main(number: int) -> None:
     faulthandler.enable()
     import torch as torch  # while the notebook prepares the call
 
+    gc.freeze()  # what is imported so far stays; collections after each call are fast without it
     setup: CallSetup | None = None
     while (received := channel.receive()) is not None:
         message, content = received

@@ -1,6 +1,7 @@
 """What a rank takes over before a call, and gives up after it."""
 
 import gc
+import os
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -38,9 +39,10 @@ def user_modules(*, since_ns: int) -> dict[str, int]:
             time of such a file is 0.
     """
     found: dict[str, int] = {}
+    libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not _is_installed(Path(file)):
+        if isinstance(file, str) and not file.startswith(libraries) and _is_source_of_user(file):
             try:
                 changed = Path(file).stat().st_mtime_ns
             except OSError:
@@ -49,7 +51,6 @@ def user_modules(*, since_ns: int) -> dict[str, int]:
     return found
 
 
-def _is_installed(file: Path) -> bool:
-    if {"site-packages", "dist-packages"} & set(file.parts):
-        return True
-    return any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+def _is_source_of_user(file: str) -> bool:
+    is_installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+    return file.endswith(".py") and not is_installed
