@@ -106,7 +106,7 @@ def main() -> None:
     """Time every contestant."""
     from tempfile import TemporaryDirectory
 
-    arguments = parse_arguments(__doc__, rounds=7)
+    arguments = parse_arguments(__doc__ or "", rounds=7)
     seconds: dict[str, list[float]] = {}
     with TemporaryDirectory() as name:
         folder = Path(name)

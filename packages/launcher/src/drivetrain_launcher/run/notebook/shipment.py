@@ -61,8 +61,8 @@ class ShipmentPickler(cloudpickle.Pickler):
             self._note_name(obj)
             if isinstance(obj, FunctionType):
                 self._note_source(obj.__code__.co_filename)
-        elif _is_on_device(obj):
-            self.moved[str(obj.device)] = self.moved.get(str(obj.device), 0) + 1
+        elif (device := _device_of(obj)) is not None:
+            self.moved[device] = self.moved.get(device, 0) + 1
             return _on_cpu(obj).__reduce_ex__(5)
         return super().reducer_override(obj)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
@@ -76,9 +76,12 @@ class ShipmentPickler(cloudpickle.Pickler):
             self.sources[file] = "".join(linecache.getlines(file))
 
 
-def _is_on_device(value: object) -> bool:
+def _device_of(value: object) -> str | None:
+    """Return the device of a tensor; None for one on the CPU, and for anything else."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+    if torch is None or not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+        return None
+    return str(value.device)
 
 
 def _on_cpu(tensor: "Tensor") -> "Tensor":

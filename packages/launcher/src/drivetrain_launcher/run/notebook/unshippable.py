@@ -109,7 +109,7 @@ def parts_of(value: Any) -> list[Named]:
             Named(label=f"[{key!r}]", value=item) for key, item in cast("Mapping[Any, Any]", value).items()
         ]
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = cast("tuple[Any, ...]", tuple(cast("Any", value)))
+        items: tuple[Any, ...] = tuple(cast("Any", value))
         return [
             *(Named(label=f"[{place}]", value=item) for place, item in enumerate(items)),
             *_attributes(value),
