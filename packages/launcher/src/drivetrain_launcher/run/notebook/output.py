@@ -1,8 +1,8 @@
 """The output of all ranks as one text: whole lines with the rank in front, and rank 0's unfinished line as it grows.
 
-A progress bar is an unfinished line that is written again and again after a carriage return. Rank 0's is shown at each
-`refresh`; when another rank has a line to show, the bar is wiped, and drawn again below. Of the other ranks' bars only the last
-state is shown, once its line ends.
+A progress bar is an unfinished line that is written again and again after a carriage return. Rank 0's is shown at
+each `refresh`; when another rank has a line to show, the bar is wiped, and drawn again below. Of the other ranks'
+bars only the last state is shown, once its line ends.
 """
 
 import re

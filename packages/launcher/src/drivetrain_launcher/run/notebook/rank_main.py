@@ -59,7 +59,7 @@ def main(number: int) -> None:
 
 def _unbuffered(number: int) -> io.TextIOWrapper:
     """Return a stream that writes at once, as a notebook does, in the encoding that the notebook reads."""
-    raw = open(number, "wb", buffering=0, closefd=False)
+    raw = io.FileIO(number, "wb", closefd=False)
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
