@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from accelerator import device
-from drivetrain_launcher.run.notebook.channel import view_content
+from drivetrain_launcher.run.notebook.rank_channel import view_content
 from drivetrain_launcher.run.notebook.shipment import pack, unpack
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.run.notebook.channel import new_content, view_content
+from drivetrain_launcher.run.notebook.rank_channel import new_content, view_content
 from drivetrain_launcher.run.notebook.shipment import pack, pack_result, unpack
 
 

@@ -38,7 +38,7 @@ def read_port(arguments: Mapping[str, object], *, master_port: int) -> int:
 
     Args:
         arguments: The additional keyword arguments of `notebook_launcher`, by name.
-        master_port: Its own argument of the port; 0 if it was not given.
+        master_port: The port that the caller has given by our own name; 0 if it was not given.
 
     Raises:
         LaunchError: If an argument asks for something that is not supported, or the ports contradict each other.

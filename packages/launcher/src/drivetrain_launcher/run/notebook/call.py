@@ -1,4 +1,4 @@
-"""One call on running ranks: watch them, show their output, stop them when one fails or at an interrupt."""
+"""A call on running ranks: watch them, show their output, stop them when one fails or at an interrupt."""
 
 import pickle
 import selectors
@@ -10,9 +10,9 @@ from typing import IO
 
 from drivetrain_launcher.console import say
 from drivetrain_launcher.run.failures import RankFailure, find_root
-from drivetrain_launcher.run.notebook.channel import Message
 from drivetrain_launcher.run.notebook.interrupts import Interrupts
 from drivetrain_launcher.run.notebook.output import OutputView
+from drivetrain_launcher.run.notebook.rank_channel import Message
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
 from drivetrain_launcher.run.notebook.returned import Failed, Returned
 

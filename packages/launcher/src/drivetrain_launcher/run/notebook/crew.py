@@ -13,11 +13,11 @@ from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.run.failures import describe_root, find_root
 from drivetrain_launcher.run.notebook.call import Call, FailedRank, Interrupted, Outcome
-from drivetrain_launcher.run.notebook.channel import Message, new_content
 from drivetrain_launcher.run.notebook.crew_plan import CrewPlan
 from drivetrain_launcher.run.notebook.figures import show_png
 from drivetrain_launcher.run.notebook.interrupts import Interrupts
 from drivetrain_launcher.run.notebook.output import OutputView
+from drivetrain_launcher.run.notebook.rank_channel import Message, new_content
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
 from drivetrain_launcher.run.notebook.returned import CallSetup, Returned
 from drivetrain_launcher.run.notebook.shipment import Shipment
@@ -29,7 +29,7 @@ class Crew:
     """The processes of a plan.
 
     Args:
-        plan: The plan.
+        plan: The plan of the processes.
     """
 
     def __init__(self, plan: CrewPlan) -> None:

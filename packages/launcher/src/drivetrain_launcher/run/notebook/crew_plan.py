@@ -9,7 +9,7 @@ from drivetrain_launcher.run.notebook.figures import BACKEND
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrewPlan:
-    """What a crew is started with.
+    """The plan of a crew, on one machine.
 
     Attributes:
         num_processes: The number of ranks.

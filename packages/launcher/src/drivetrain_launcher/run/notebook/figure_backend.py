@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from drivetrain_config import environ
-from drivetrain_launcher.run.notebook.channel import Channel, Message, new_content
 from drivetrain_launcher.run.notebook.figures import CHANNEL_VARIABLE
+from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel, new_content
 
 # matplotlib takes the canvas by this name.
 FigureCanvas = FigureCanvasAgg
@@ -29,7 +29,7 @@ def show(*_: object, **__: object) -> None:
 
 
 def _send(figure: Figure, number: int) -> None:
-    channel = Channel(socket.socket(fileno=os.dup(number)))
+    channel = RankChannel(socket.socket(fileno=os.dup(number)))
     with new_content() as content:
         figure.savefig(content, format="png", bbox_inches="tight")
         channel.send(Message.FIGURE, content)

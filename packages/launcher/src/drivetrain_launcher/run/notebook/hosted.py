@@ -23,7 +23,7 @@ _TPU_VARIABLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotebookHost:
-    """Where a notebook runs.
+    """The place where a notebook runs.
 
     Attributes:
         provider: "Colab" or "Kaggle"; None elsewhere.

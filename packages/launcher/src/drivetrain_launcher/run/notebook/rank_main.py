@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from drivetrain_config import environ
-from drivetrain_launcher.run.notebook.channel import Channel, Message, new_content, view_content
 from drivetrain_launcher.run.notebook.figures import BACKEND, CHANNEL_VARIABLE
 from drivetrain_launcher.run.notebook.notebook_watch import watch_notebook
+from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel, new_content, view_content
 from drivetrain_launcher.run.notebook.rank_state import (
     free_memory,
     leave_groups,
@@ -36,7 +36,7 @@ def main(number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for calls
     watch_notebook(number)
     os.set_inheritable(number, False)
-    channel = Channel(socket.socket(fileno=number))
+    channel = RankChannel(socket.socket(fileno=number))
     sys.argv = [""]
     sys.stdout = sys.__stdout__ = _unbuffered(1)
     sys.stderr = sys.__stderr__ = _unbuffered(2)
@@ -63,7 +63,7 @@ def _unbuffered(number: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
-def _serve(channel: Channel, setup: CallSetup, content: IO[bytes]) -> None:
+def _serve(channel: RankChannel, setup: CallSetup, content: IO[bytes]) -> None:
     """Run a call in the notebook's environment, and send its outcome."""
     os.chdir(setup.folder)
     sys.path[:] = setup.search_path
@@ -80,7 +80,7 @@ def _serve(channel: Channel, setup: CallSetup, content: IO[bytes]) -> None:
         raise SystemExit(0)  # others may wait for this rank, which only its end tells them
 
 
-def _outcome(channel: Channel, rank: int, content: IO[bytes]) -> tuple[Message, IO[bytes] | None]:
+def _outcome(channel: RankChannel, rank: int, content: IO[bytes]) -> tuple[Message, IO[bytes] | None]:
     from drivetrain_launcher.run.notebook.shipment import pack_result, unpack
 
     began_ns = time.time_ns()

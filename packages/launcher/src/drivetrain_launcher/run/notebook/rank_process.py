@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from drivetrain_launcher.run.notebook.channel import Channel, Message
+from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel
 
 # The first argument is the number of the channel's socket, the others are sys.path. Run as `-c`, so that `__main__`
 # is empty, as in a notebook, and no file is imported again by processes that the rank spawns.
@@ -26,13 +26,13 @@ class RankProcess:
     ended with it.
 
     Args:
-        rank: Its rank.
-        environment: Its environment variables.
-        folder: Its working folder.
+        rank: The rank of the process.
+        environment: The environment variables of the process.
+        folder: The working folder of the process.
 
     Attributes:
-        rank: Its rank.
-        pid: Its process id.
+        rank: The rank of the process.
+        pid: The id of the process.
         channel: The connection to it.
     """
 
@@ -51,7 +51,7 @@ class RankProcess:
             )
         self.rank = rank
         self.pid = self._process.pid
-        self.channel = Channel(own)
+        self.channel = RankChannel(own)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}

@@ -1,4 +1,4 @@
-"""What a rank takes over before a call, and gives up after it."""
+"""The state that a rank takes over before a call, and gives up after it."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What a rank tells the notebook at the end of a call, as the content of one message."""
+"""The contents of messages before and after a call."""
 
 import pickle
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import IO, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSetup:
-    """What a rank takes over from the notebook before a call.
+    """The state of the notebook that a rank takes over before a call.
 
     Attributes:
-        rank: The rank.
+        rank: The rank of the process.
         environment: All environment variables.
         folder: The working folder.
-        search_path: `sys.path`.
+        search_path: The notebook's `sys.path`.
     """
 
     rank: int

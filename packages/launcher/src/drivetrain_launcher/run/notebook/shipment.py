@@ -1,4 +1,4 @@
-"""What is shipped to ranks and back: pickled by value where only the notebook knows it, tensors by way of the CPU.
+"""The shipments to ranks and back: pickled by value where only the notebook knows it, tensors by way of the CPU.
 
 `cloudpickle` ships what pickle cannot: functions and classes of cells, lambdas, nested functions. Besides, a shipment
 carries the source of those that are in no file, for tracebacks; and the names that they have in `__main__`, since the
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import cloudpickle
 
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.run.notebook.channel import new_content
+from drivetrain_launcher.run.notebook.rank_channel import new_content
 from drivetrain_launcher.run.notebook.unshippable import Named, find_culprit, parts_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Shipment:
 
     Attributes:
         content: The file that contains it.
-        notes: What the user should know, a line each.
+        notes: The lines that tell the user what is special about it.
     """
 
     content: IO[bytes]

@@ -16,8 +16,7 @@ _REMEDIES: Mapping[str, str] = {
     "_io.FileIO": "open the file inside the function, from its path",
     "socket.socket": "connect inside the function",
     "sqlite3.Connection": "connect inside the function",
-    "torch._C._distributed_c10d.ProcessGroup": "each rank makes its own process group inside the function",
-    "torch._C.Generator": "make the generator inside the function, from a seed",
+    "torch.Generator": "make the generator inside the function, from a seed",
 }
 _REMEDY = "create it inside the function"
 _DEEPEST = 50
@@ -28,8 +27,8 @@ class Named:
     """A part of an object.
 
     Attributes:
-        label: How its owner refers to it: `.name`, `['key']`, `[0]`, `closure 'name'`.
-        value: The part.
+        label: The way in which its owner refers to it: `.name`, `['key']`, `[0]`, `closure 'name'`.
+        value: The part of the object.
     """
 
     label: str
@@ -44,7 +43,7 @@ class Culprit:
         path: The way from the root to the part and its type, such as
             "train -> closure 'loader' -> ._lock -> _thread.lock".
         reason: The error of pickling it.
-        remedy: What to do.
+        remedy: The advice to the user.
     """
 
     path: str
@@ -56,7 +55,7 @@ def find_culprit(root: Named, pickle: Callable[[Any], object]) -> Culprit | None
     """Return the culprit inside an object; None if it can be pickled.
 
     Args:
-        root: The object.
+        root: The object to search.
         pickle: A function that pickles an object, and raises if that is not possible.
     """
     reason = _refusal(root.value, pickle)

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 
 class Message(Enum):
-    """What is said.
+    """The messages of both sides.
 
     The notebook says `SETUP` (a pickled `CallSetup`), then `CALL` (a shipment) for each call, and `END`. For each
     call a rank says `BEGAN`; any number of `FIGURE`s (a PNG); and once `RETURNED`, `FAILED` (both in `returned.py`)
@@ -31,8 +31,8 @@ class Message(Enum):
     INTERRUPTED = b"I"
 
 
-class Channel:
-    """One end of the connection between the notebook and a rank.
+class RankChannel:
+    """An end of the connection between the notebook and a rank.
 
     Args:
         connection: A connected Unix socket, which the channel owns.
