@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from drivetrain_checkpoint.checkpoint_advice import ask_keep_last
+
 Staging: TypeAlias = Literal["copy", "overlap"]
 
 
@@ -29,7 +31,7 @@ class CheckpointSettings:
     )
     keep_last: int | None = field(
         default=None,
-        metadata={"help": "Number of newest checkpoints to keep; unset: all."},
+        metadata={"ask": ask_keep_last, "help": "Number of newest checkpoints to keep; unset: all."},
     )
     keep_every: int | None = field(
         default=None,

@@ -4,6 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from drivetrain_launcher.launch_advice import (
+    ask_master_addr,
+    ask_num_nodes,
+    ask_num_processes,
+    ask_rdzv_backend,
+    ask_rdzv_id,
+)
+
 RendezvousBackend = Literal["static", "c10d"]
 
 # The default port for the rendezvous of several nodes, as in torchrun.
@@ -17,22 +25,25 @@ class LaunchSettings:
     num_processes: int | None = field(
         default=None,
         metadata={
+            "ask": ask_num_processes,
             "help": "Number of processes on all nodes together; unset: one per visible accelerator, or one "
-            "without any."
+            "without any.",
         },
     )
     processes_per_node: int | None = field(
         default=None, metadata={"help": "Number of processes on each node, instead of num_processes."}
     )
     num_nodes: int = field(
-        default=1, metadata={"help": "Number of machines; start the launcher on each of them."}
+        default=1,
+        metadata={"ask": ask_num_nodes, "help": "Number of machines; start the launcher on each of them."},
     )
     node_rank: int | None = field(
         default=None,
         metadata={"help": "Rank of this machine among them, from 0; required with static rendezvous."},
     )
     master_addr: str | None = field(
-        default=None, metadata={"help": "Host name or address of the machine with node rank 0."}
+        default=None,
+        metadata={"ask": ask_master_addr, "help": "Host name or address of the machine with node rank 0."},
     )
     master_port: int | None = field(
         default=None,
@@ -41,12 +52,14 @@ class LaunchSettings:
     rdzv_backend: RendezvousBackend = field(
         default="static",
         metadata={
+            "ask": ask_rdzv_backend,
             "help": "Rendezvous of the nodes: static (node ranks are given) or c10d (nodes agree on their "
-            "ranks)."
+            "ranks).",
         },
     )
     rdzv_id: str | None = field(
-        default=None, metadata={"help": "Name of this run, the same on all nodes; required with c10d."}
+        default=None,
+        metadata={"ask": ask_rdzv_id, "help": "Name of this run, the same on all nodes; required with c10d."},
     )
     rdzv_timeout_seconds: float = field(
         default=900.0, metadata={"help": "Seconds that nodes wait for each other before the launch fails."}

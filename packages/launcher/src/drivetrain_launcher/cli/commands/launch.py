@@ -1,7 +1,7 @@
 """Run a script on one process or many, on one machine or many."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class LaunchArguments:
         default=False,
         metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
 def run(arguments: LaunchArguments) -> int:
@@ -52,6 +52,7 @@ def run(arguments: LaunchArguments) -> int:
     target = _target(arguments, launch)
     _check(arguments.layers, settings, target)
     plan = plan_launch(launch, target, detect_host(_device(settings)), handed_down=arguments.layers.to_json())
+    plan = replace(plan, notes=(*_file_notes(arguments.layers), *plan.notes))
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0
@@ -85,6 +86,13 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
             f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
+
+
+def _file_notes(layers: Layers) -> tuple[str, ...]:
+    """Return a note of a settings file that the user did not name."""
+    if layers.file is None or layers.file.place is None:
+        return ()
+    return (f"settings from {layers.file}; --config none leaves them out",)
 
 
 def _device(settings: dict[str, Any]) -> str:
