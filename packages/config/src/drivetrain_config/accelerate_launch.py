@@ -21,9 +21,7 @@ _REPLICATE = (
     "--backend ddp replicates over all ranks; --backend fsdp --fsdp-strategy hybrid_shard replicates over groups of "
     "--fsdp-shard-size N ranks"
 )
-_SHARD = (
-    "--backend fsdp shards over all ranks; --fsdp-strategy hybrid_shard --fsdp-shard-size N over groups of N ranks"
-)
+_SHARD = "--backend fsdp shards over all ranks; --fsdp-strategy hybrid_shard --fsdp-shard-size N over groups of N ranks"
 _LOGS = "--log-dir FOLDER writes the output of each rank to a file, in addition to the terminal"
 _COMPILE = (
     "call torch.compile(model) in the script, before accelerator.prepare; --fsdp-compile-regions compiles each block "

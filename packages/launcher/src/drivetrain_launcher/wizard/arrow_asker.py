@@ -63,8 +63,11 @@ def _title(choice: Choice, width: int) -> str:
     """Return the line of a choice, cut to the terminal's width: a wrapped one would look like two."""
     columns = max(40, get_terminal_size().columns - 6)
     line = f"{choice.label:<{width}}  {choice.about}".rstrip()
-    return line if len(line) <= columns else f"{choice.label:<{width}}  " + shorten(
-        choice.about, max(10, columns - width - 2), placeholder=" ..."
+    return (
+        line
+        if len(line) <= columns
+        else f"{choice.label:<{width}}  "
+        + shorten(choice.about, max(10, columns - width - 2), placeholder=" ...")
     )
 
 

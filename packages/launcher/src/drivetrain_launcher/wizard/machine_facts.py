@@ -92,7 +92,9 @@ def detect_machine() -> MachineFacts:
         memory_gib=_memory_gib(),
         cluster=None if placement is None else placement.cluster,
         num_nodes=None if placement is None else placement.num_nodes,
-        backends={name: _with_missing(name, text) for name, text in _summaries("drivetrain.backends").items()},
+        backends={
+            name: _with_missing(name, text) for name, text in _summaries("drivetrain.backends").items()
+        },
         trackers=_summaries("drivetrain.trackers"),
         **accelerators,
     )

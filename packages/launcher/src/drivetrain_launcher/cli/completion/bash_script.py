@@ -107,7 +107,7 @@ def _commands(commands: Sequence[CommandWords]) -> list[str]:
 def _next(commands: Sequence[CommandWords]) -> list[str]:
     """Return a function that sets the words that may follow the first one."""
     first, groups = first_words(commands)
-    lines = ["_drivetrain_next() {", "    words=''", '    if ((COMP_CWORD == 1)); then']
+    lines = ["_drivetrain_next() {", "    words=''", "    if ((COMP_CWORD == 1)); then"]
     lines += [f"        words={quote(' '.join(first))}", "        return", "    fi", '    case "$1" in']
     lines += [f"        {quote(group)}) words={quote(' '.join(names))} ;;" for group, names in groups.items()]
     return [*lines, "    esac", "}"]
@@ -118,5 +118,7 @@ def _values(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> li
     lines = ["_drivetrain_value() {", '    case "$1 $2" in']
     for pattern, flag in value_cases(commands, shared):
         effect = "files=1" if flag.is_path else f"values={quote(' '.join(flag.choices))}"
-        lines.append(f"        {'*' if pattern is None else quote(pattern)}{quote(' ' + flag.name)}) {effect} ;;")
+        lines.append(
+            f"        {'*' if pattern is None else ''}{quote(f'{pattern or str()} {flag.name}')}) {effect} ;;"
+        )
     return [*lines, "        *) ;;", "    esac", "}"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from drivetrain_launcher.cli.completion.command_words import CommandWords, FlagWords
-from drivetrain_launcher.cli.completion.shell_words import about, first_words
+from drivetrain_launcher.cli.completion.shell_words import about, first_words, harmless_choices
 
 _FUNCTIONS = r"""
 # Tell whether the command line has reached the flags of a command, given by its words.
@@ -11,7 +11,8 @@ function __drivetrain_at
     set -l tokens (commandline -opc)
     set -l count (count $argv)
     test (count $tokens) -gt $count; or return 1
-    test "$tokens[2..(math $count + 1)]" = "$argv"
+    set -l last (math $count + 1)
+    test "$tokens[2..$last]" = "$argv"
 end
 
 # Tell the same, before the script of the command, whose own arguments follow it.
@@ -44,7 +45,10 @@ def fish_script(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -
         shared: The flags of all sections.
     """
     taking = [
-        flag.name for flags in (shared, *(each.flags for each in commands)) for flag in flags if flag.takes_value
+        flag.name
+        for flags in (shared, *(each.flags for each in commands))
+        for flag in flags
+        if flag.takes_value
     ]
     lines = [
         "# Completes drivetrain in fish. Written by: drivetrain completion fish",
@@ -88,9 +92,11 @@ def _next(commands: Sequence[CommandWords]) -> list[str]:
 
 
 def _flag(condition: str, flag: FlagWords) -> str:
-    line = f"complete -c drivetrain -n {condition} -l {_quoted(flag.name[2:])} -d {_quoted(about(flag.about))}"
-    if flag.choices:
-        return f"{line} -x -a {_quoted(' '.join(flag.choices))}"
+    line = (
+        f"complete -c drivetrain -n {condition} -l {_quoted(flag.name[2:])} -d {_quoted(about(flag.about))}"
+    )
+    if choices := harmless_choices(flag):  # fish expands the words of -a
+        return f"{line} -x -a {_quoted(' '.join(choices))}"
     if flag.is_path:
         return f"{line} -r -F"
     return f"{line} -x" if flag.takes_value else line

@@ -1,8 +1,14 @@
 """The words of commands as the scripts of all shells need them."""
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from drivetrain_launcher.cli.completion.command_words import CommandWords, FlagWords
+
+
+# What a choice may hold: bash expands the words that it completes, so that others would run as commands.
+_HARMLESS = re.compile(r"[\w.:/+@%,-]+")
 
 
 def first_words(commands: Sequence[CommandWords]) -> tuple[list[str], dict[str, list[str]]]:
@@ -20,9 +26,16 @@ def value_cases(
     commands: Sequence[CommandWords], shared: Sequence[FlagWords]
 ) -> Iterator[tuple[str | None, FlagWords]]:
     """Yield each flag whose value can be completed, with its command; None for a flag of all commands."""
-    for command in commands:
-        yield from ((command.name, flag) for flag in command.flags if flag.choices or flag.is_path)
-    yield from ((None, flag) for flag in shared if flag.choices or flag.is_path)
+    found = [(command.name, flag) for command in commands for flag in command.flags]
+    for name, flag in [*found, *((None, flag) for flag in shared)]:
+        choices = harmless_choices(flag)
+        if choices or flag.is_path:
+            yield name, replace(flag, choices=choices)
+
+
+def harmless_choices(flag: FlagWords) -> tuple[str, ...]:
+    """Return the values of a flag that no shell reads as anything but a word."""
+    return tuple(choice for choice in flag.choices if _HARMLESS.fullmatch(choice))
 
 
 def about(text: str) -> str:

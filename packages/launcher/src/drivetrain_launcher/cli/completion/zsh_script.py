@@ -137,5 +137,7 @@ def _values(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> li
     lines = ["_drivetrain_value() {", '    case "$1 $2" in']
     for pattern, flag in value_cases(commands, shared):
         effect = "files=1" if flag.is_path else f"values=({' '.join(map(quote, flag.choices))})"
-        lines.append(f"        {'*' if pattern is None else quote(pattern)}{quote(' ' + flag.name)}) {effect} ;;")
+        lines.append(
+            f"        {'*' if pattern is None else ''}{quote(f'{pattern or str()} {flag.name}')}) {effect} ;;"
+        )
     return [*lines, "        *) ;;", "    esac", "}"]
