@@ -29,8 +29,8 @@ class Terminal:
         folder: Path,
         environment: Mapping[str, str],
         columns: int = 120,
-        rows: int = 200,
-        seconds: float = 60,
+        rows: int = 100,
+        seconds: float = 45,
     ) -> None:
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)

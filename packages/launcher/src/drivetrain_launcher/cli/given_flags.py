@@ -21,8 +21,14 @@ class GivenFlags:
     written: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     repeated: frozenset[str] = frozenset()
 
-    def add(self, flag: Flag, value: str | bool, *, written: str) -> None:
+    def add(self, flag: Flag, value: str | bool, *, written: str, is_implied: bool = False) -> None:
         """Add a flag's value.
+
+        Args:
+            flag: Our flag.
+            value: The value of the flag.
+            written: The flag as written, ours or another spelling.
+            is_implied: Whether the flag as written implies the value.
 
         Raises:
             UsageError: Another value was given before, by this flag or by another spelling of it.
@@ -31,11 +37,11 @@ class GivenFlags:
             before = self.said.setdefault(flag.section, {}).get(flag.field, ())
             self.said[flag.section][flag.field] = (*before, value)
             return
+        shown = f"{written} ({flag.name} {value})" if is_implied else f"{written} {value}"
+        shown = written if flag.is_switch else shown
         if (contradiction := self.contradiction(flag.section, flag.field, value)) is not None:
-            raise UsageError(
-                f"{_shown(written, flag, value)}: contradicts {contradiction}; keep one of the two"
-            )
-        self.put(flag.section, flag.field, value, written=_shown(written, flag, value))
+            raise UsageError(f"{shown}: contradicts {contradiction}; keep one of the two")
+        self.put(flag.section, flag.field, value, written=shown)
 
     def put(self, section: str, name: str, value: Any, *, written: str) -> None:
         """Set the value of a field that no flag has set differently."""
@@ -48,12 +54,3 @@ class GivenFlags:
         if name not in fields or str(fields[name]) == str(value):
             return None
         return self.written[section, name]
-
-
-def _shown(written: str, flag: Flag, value: str | bool) -> str:
-    """Return a flag as written, with its value, or with its meaning where the flag alone implies a value."""
-    if flag.is_switch:
-        return written
-    if written.replace("_", "-") == flag.name or not isinstance(value, str):
-        return f"{written} {value}"
-    return f"{written}, which means {flag.name} {value},"

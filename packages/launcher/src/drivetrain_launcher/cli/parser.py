@@ -184,7 +184,12 @@ class CommandParser:
             near = get_close_matches(str(value), flag.choices, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
-        given.add(flag, "" if (name, value) == ("--devices", "all") else value, written=written)
+        given.add(
+            flag,
+            "" if (name, value) == ("--devices", "all") else value,
+            written=written,
+            is_implied=bool(implied),
+        )
 
     def _unknown(self, written: str) -> str:
         reason = refusal(written)
