@@ -1,6 +1,7 @@
 """Write a settings file whole or not at all, and keep the one that was there."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from drivetrain_launcher.errors import LaunchError
@@ -29,7 +30,8 @@ def write_settings(path: Path, text: str) -> Path | None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # it may not even be there
+            beside.unlink()
         raise LaunchError(
             f"{path}: cannot be written: {error.strerror}; say --output FILE in a folder that you may write to"
         ) from error
