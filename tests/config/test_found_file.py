@@ -1,9 +1,15 @@
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.found_file import choose_file, find_file, settings_places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    seed: int = field(default=0, metadata={"help": "a seed"})
 
 
 @pytest.fixture
@@ -21,7 +27,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def write(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("run:\n  seed: 1\n")
+    path.write_text("probe:\n  seed: 1\n")
     return path
 
 
@@ -74,7 +80,8 @@ def test_two_files_in_one_place_are_refused(project: Path, tmp_path: Path) -> No
 def test_a_named_file_beats_one_that_is_found_and_none_beats_both(project: Path, tmp_path: Path) -> None:
     write(Path("drivetrain.yaml"))
     named = choose_file("other.yaml", environment(tmp_path))
-    assert named is not None and named.place is None
+    assert named is not None
+    assert named.place is None
     assert str(named) == "other.yaml, named by --config"
     assert choose_file("none", environment(tmp_path)) is None
     assert choose_file(None, environment(tmp_path)) is not None
@@ -82,7 +89,8 @@ def test_a_named_file_beats_one_that_is_found_and_none_beats_both(project: Path,
 
 def test_a_found_files_path_and_line_are_the_source_of_its_values(project: Path, tmp_path: Path) -> None:
     write(project / "drivetrain.yaml")
-    layers = Layers.read(file=find_file(Path.cwd(), environment(tmp_path)))
-    (entry,) = layers.entries["run", "seed"]
+    layers = Layers.read(file=find_file(Path.cwd(), environment(tmp_path)), sections={"probe": Probe})
+    (entry,) = layers.entries["probe", "seed"]
     assert str(entry.source) == f"{project / 'drivetrain.yaml'}:2"
-    assert layers.file is not None and layers.file.path == project / "drivetrain.yaml"
+    assert layers.file is not None
+    assert layers.file.path == project / "drivetrain.yaml"

@@ -1,4 +1,4 @@
-"""What `drivetrain config` asks about the chosen backend, when, and what it recommends; without an import of torch."""
+"""What `drivetrain config` asks about the chosen backend, when, and its recommendations; torch is not imported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _RECOMPUTE = {
 }
 
 
-def ask_strategy(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def ask_strategy(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask how FSDP2 shards."""
     return {
         "value": "full_shard",
@@ -25,7 +25,7 @@ def ask_strategy(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def ask_offload(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def ask_offload(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask whether FSDP2 offloads to the CPU."""
     return {
         "value": False,
@@ -34,7 +34,7 @@ def ask_offload(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def ask_activation_checkpointing(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def ask_activation_checkpointing(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask whether activations are recomputed."""
     return {
         "value": "none",

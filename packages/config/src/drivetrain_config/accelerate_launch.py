@@ -21,7 +21,9 @@ _REPLICATE = (
     "--backend ddp replicates over all ranks; --backend fsdp --fsdp-strategy hybrid_shard replicates over groups of "
     "--fsdp-shard-size N ranks"
 )
-_SHARD = "--backend fsdp shards over all ranks; --fsdp-strategy hybrid_shard --fsdp-shard-size N over groups of N ranks"
+_SHARD = (
+    "--backend fsdp shards over all ranks; --fsdp-strategy hybrid_shard --fsdp-shard-size N over groups of N"
+)
 _LOGS = "--log-dir FOLDER writes the output of each rank to a file, in addition to the terminal"
 _COMPILE = (
     "call torch.compile(model) in the script, before accelerator.prepare; --fsdp-compile-regions compiles each block "
@@ -38,7 +40,8 @@ def _rendezvous(value: Any) -> Meaning:
     """Read torch's options of a rendezvous, of which drivetrain has the timeout."""
     if not is_set(value):
         return NO_CHANGE
-    pairs = dict(part.strip().partition("=")[::2] for part in str(value).split(",") if part.strip())
+    parts = [part.strip().partition("=") for part in str(value).split(",") if part.strip()]
+    pairs = {name: text for name, _, text in parts}
     seconds = [pairs.pop(name) for name in ("timeout", "join_timeout") if name in pairs]
     if pairs:
         return refused(f"{', '.join(pairs)} is not set here; timeout=SECONDS is, as --rdzv-timeout-seconds")

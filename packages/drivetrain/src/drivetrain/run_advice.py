@@ -1,4 +1,4 @@
-"""What `drivetrain config` asks about a run, when, and what it recommends. Plain values, without an import of torch."""
+"""What `drivetrain config` asks about a run, when, and its recommendations; torch is not imported."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +48,7 @@ def ask_backend(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def ask_accumulation(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def ask_accumulation(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask for the number of micro-batches."""
     return {
         "value": 1,
@@ -57,7 +57,7 @@ def ask_accumulation(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def ask_project_dir(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def ask_project_dir(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask for the folder of the results."""
     return {
         "value": Path("runs"),

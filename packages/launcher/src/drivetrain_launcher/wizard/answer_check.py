@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config.conversion import ConversionError, convert
-from drivetrain_config.kinds import describe, is_optional
+from drivetrain_config.kinds import describe
 from drivetrain_config.schema import specs
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.wizard.questionnaire import Answer, Key, Question
@@ -24,8 +24,8 @@ def read_answer(question: Question, text: str) -> Any:
     try:
         return convert(typed, question.kind, text=True)
     except ConversionError as error:
-        unset = ", or none" if is_optional(question.kind) else ""
-        raise UsageError(f"{typed!r}: {error}{unset}") from error
+        # A file says null where a user types none.
+        raise UsageError(f"{typed!r}: {str(error).replace(' or null', ' or none')}") from error
 
 
 def check_answer(kind: type[Any], question: Question, value: Any, answers: Mapping[Key, Answer]) -> None:

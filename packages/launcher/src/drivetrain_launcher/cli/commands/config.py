@@ -1,8 +1,12 @@
 """Ask what matters for a run on this machine, and write it as a settings file."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any
 
 from drivetrain_config import ConfigError, Layers, sections
@@ -72,7 +76,7 @@ def _run(arguments: ConfigArguments) -> int:
         answers = _answers(arguments, machine, asker, given)
         heading = [f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."]
     kept = write_settings(arguments.output, settings_text(answers, kinds, heading=heading))
-    _report(arguments.output, kept, launch_line(answers, kinds))
+    _report(arguments.output, kept, answers, launch_line(answers, kinds))
     return 0
 
 
@@ -156,9 +160,32 @@ def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key,
     return found
 
 
-def _report(path: Path, kept: Path | None, line: str) -> None:
+def _report(path: Path, kept: Path | None, answers: Mapping[Key, Answer], line: str) -> None:
     copy = "" if kept is None else f"; the one that was there is {kept}"
-    named = "" if path == _FILE else f"--config {path} "
+    words = ["drivetrain launch"]
+    words += [] if path == _FILE else [f"--config {quote(str(path))}"]
+    words += ["--node-rank N"] if _needs_node_rank(answers) else []
+    columns = get_terminal_size().columns - 4
+    wrapped = " \\\n".join(
+        wrap(
+            line,
+            columns,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+    each = " on each machine, with its own N from 0," if _needs_node_rank(answers) else ""
     sys.stdout.write(
-        f"\nWrote {path}{copy}.\n\n  drivetrain launch {named}train.py\n\nis now the same as\n\n  {line}\n"
+        f"\nWrote {path}{copy}.\n\n  {' '.join([*words, 'train.py'])}\n\nis{each} now the same as\n\n{wrapped}\n"
+    )
+
+
+def _needs_node_rank(answers: Mapping[Key, Answer]) -> bool:
+    """Return whether each launch must say which machine it is on."""
+    num_nodes, rendezvous = (answers.get(("launch", name)) for name in ("num_nodes", "rdzv_backend"))
+    is_told = rendezvous is None or rendezvous.value == "static"
+    return (
+        num_nodes is not None and num_nodes.value > 1 and is_told and ("launch", "node_rank") not in answers
     )

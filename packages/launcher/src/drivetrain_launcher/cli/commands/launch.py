@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain_config import Layers, flags, resolve, sections
 from drivetrain_config.installed import entry_points
-from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_device, misplaced_flags
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import detect_host
@@ -48,6 +48,7 @@ class LaunchArguments:
 def run(arguments: LaunchArguments) -> int:
     """Run a script on one process or many, here or on many machines."""
     settings = resolve_said(arguments.layers)
+    check_device(arguments.layers)
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
     _check(arguments.layers, settings, target)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from drivetrain_launcher.cli.completion.command_words import CommandWords, FlagWords
 
-
 # What a choice may hold: bash expands the words that it completes, so that others would run as commands.
 _HARMLESS = re.compile(r"[\w.:/+@%,-]+")
 

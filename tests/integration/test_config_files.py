@@ -40,7 +40,9 @@ def test_yes_takes_every_recommendation_and_a_launch_finds_the_file(
         main(["config", "--yes", "--num-processes", "2", "--state-device", "cpu", "--project-dir", "out"])
         == 0
     )
-    assert "drivetrain launch --num-processes 2 --project-dir out" in capsys.readouterr().out
+    assert "drivetrain launch --num-processes 2 --project-dir out" in capsys.readouterr().out.replace(
+        " \\\n     ", ""
+    )
     (folder / "train.py").write_text("")
     (folder / "deeper").mkdir()
     assert main(["launch", "--dry-run", "train.py"]) == 0
@@ -277,3 +279,13 @@ def test_the_help_of_config_names_its_members(capsys: pytest.CaptureFixture[str]
     assert "drivetrain config show, drivetrain config update, drivetrain config validate" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_several_machines_are_told_that_each_launch_needs_its_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "--yes", "--num-nodes", "2", "--master-addr", "node0"]) == 0
+    shown = capsys.readouterr().out
+    assert "  drivetrain launch --node-rank N train.py\n\nis on each machine, with its own N from 0," in shown
+    assert main(["config", "--yes", "--force", "--num-nodes", "2", "--rdzv-backend", "c10d"]) == 0
+    assert "--node-rank" not in capsys.readouterr().out

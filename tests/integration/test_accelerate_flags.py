@@ -1,4 +1,4 @@
-"""Every flag that `accelerate launch --help` of 1.15 lists is accepted with its meaning, or refused with what there is."""
+"""Every flag that `accelerate launch --help` (1.15) lists is accepted with its meaning, or refused with a way out."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.parser import CommandParser, build_parser
 from drivetrain_launcher.errors import UsageError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NAMES = (Path(__file__).parent / "accelerate_flags.txt").read_text().split()
 PAGE = ROOT / "docs" / "howto" / "accelerate_flags.md"
 
@@ -149,7 +149,9 @@ def launch() -> CommandParser:
 
 
 def settings(parser: CommandParser, line: str) -> dict[str, Any]:
-    with environ.exported(HOME=None, XDG_CONFIG_HOME=None):
+    with environ.exported(
+        HOME=None, XDG_CONFIG_HOME=None
+    ):  # the settings of whoever runs the tests are no part
         arguments = parser.parse(
             ["--config", "none", *line.split(), "train.py"]
             if "config" not in line

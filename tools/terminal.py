@@ -1,4 +1,4 @@
-"""A terminal that a test drives as a user does: keys go in, and the screen is read."""
+"""A terminal that a test or a picture drives as a user does: keys go in, and the screen is read."""
 
 import errno
 import os
@@ -20,7 +20,20 @@ ENTER, DOWN, UP, CTRL_C = "\r", "\x1b[B", "\x1b[A", "\x03"
 
 
 class Terminal:
-    """A program on a terminal of its own, whose screen is kept as an emulator would show it."""
+    """A program on a terminal of its own, whose screen is kept as an emulator would show it.
+
+    Args:
+        command: The program with its arguments.
+        folder: The working folder of the program.
+        environment: The environment of the program.
+        columns: The width of the terminal.
+        rows: The height of the terminal.
+        seconds: The longest wait for what the screen should show.
+
+    Attributes:
+        screen: The screen with its colours, as pyte keeps it.
+        process: The program.
+    """
 
     def __init__(
         self,
@@ -51,7 +64,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What the screen shows."""
+        """The text that the screen shows."""
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
 
     def press(self, *keys: str) -> None:
@@ -86,8 +99,9 @@ class Terminal:
             return True
         try:
             chunk = os.read(self._master, 65536)
-        except OSError as error:  # Linux reports the end of a terminal so
-            assert error.errno == errno.EIO
+        except OSError as error:
+            if error.errno != errno.EIO:  # so Linux reports the end of a terminal
+                raise
             return False
         self._stream.feed(chunk)
         if b"\x1b[6n" in chunk:  # the program asks where the cursor is
