@@ -289,3 +289,17 @@ def test_several_machines_are_told_that_each_launch_needs_its_rank(
     assert "  drivetrain launch --node-rank N train.py\n\nis on each machine, with its own N from 0," in shown
     assert main(["config", "--yes", "--force", "--num-nodes", "2", "--rdzv-backend", "c10d"]) == 0
     assert "--node-rank" not in capsys.readouterr().out
+
+
+def test_without_the_library_that_keeps_comments_update_names_the_extra(folder: Path) -> None:
+    (folder / "drivetrain.yaml").write_text("run:\n  seed: 1\n")
+    source = (
+        "import sys; sys.modules['ruamel.yaml'] = None\n"
+        "from drivetrain_launcher.cli.main import main; sys.exit(main(['config', 'update', '--set', 'run.seed=2']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'drivetrain-launcher[wizard]', or change the file in an editor" in done.stderr
+    assert (folder / "drivetrain.yaml").read_text() == "run:\n  seed: 1\n"

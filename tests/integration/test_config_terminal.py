@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Start `drivetrain config ARGUMENTS...` on a terminal, in `tmp_path`."""
     terminals: list[Terminal] = []
 
-    def open_one(*arguments: str, term: str = "xterm-256color") -> Terminal:
+    def open_one(*arguments: str, term: str = "xterm-256color", command: Sequence[str] = COMMAND) -> Terminal:
         kept = {
             name: text for name, text in os.environ.items() if not name.startswith(("DRIVETRAIN_", "SLURM_"))
         }
@@ -30,7 +30,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             "XDG_CONFIG_HOME": str(tmp_path / "of_the_user"),
             "TERM": term,
         }
-        terminals.append(Terminal([*COMMAND, *arguments], folder=tmp_path, environment=environment))
+        terminals.append(Terminal([*command, *arguments], folder=tmp_path, environment=environment))
         return terminals[-1]
 
     yield open_one
@@ -185,3 +185,15 @@ def test_a_terminal_that_goes_away_ends_the_questions(opened: Open, tmp_path: Pa
     terminal.process.send_signal(signal.SIGHUP)
     assert terminal.end() != 0
     assert not (tmp_path / "drivetrain.yaml").exists()
+
+
+def test_without_the_library_the_answers_are_numbered_and_the_extra_is_named(opened: Open) -> None:
+    source = (
+        "import sys; sys.modules['questionary'] = None\n"
+        "from drivetrain_launcher.cli.main import main; sys.exit(main(['config', '--num-nodes', '1']))"
+    )
+    terminal = opened(command=[sys.executable, "-c", source])
+    terminal.wait_for(r"pip install 'drivetrain-launcher\[wizard\]' to answer with the arrow keys")
+    terminal.wait_for(r"(?s)How many processes.*Answer \[1\]:")
+    terminal.press(CTRL_C)
+    assert terminal.end() == 130

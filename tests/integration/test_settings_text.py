@@ -12,7 +12,7 @@ from drivetrain_config.kinds import choices, members, plain
 from drivetrain_config.schema import FieldSpec, specs
 from drivetrain_launcher import LaunchSettings
 from drivetrain_launcher.cli.main import main
-from drivetrain_launcher.wizard.questionnaire import Answer
+from drivetrain_launcher.wizard.questionnaire import GivenAnswer
 from drivetrain_launcher.wizard.settings_text import launch_line, settings_text
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1)
@@ -43,7 +43,7 @@ def test_what_is_written_is_read_back(data: st.DataObject, tmp_path_factory: Any
         st.lists(st.sampled_from(SPECS), max_size=8, unique_by=lambda spec: (spec.section, spec.name))
     )
     answers = {
-        (spec.section, spec.name): Answer(value=data.draw(values(spec)), why=data.draw(TEXT))
+        (spec.section, spec.name): GivenAnswer(value=data.draw(values(spec)), why=data.draw(TEXT))
         for spec in chosen
     }
     path = tmp_path_factory.mktemp("written") / "drivetrain.yaml"
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_back(data: st.DataObject, tmp_path_factory: Any
 
 
 def test_every_setting_has_its_help_and_its_reason() -> None:
-    answers = {("run", "mixed_precision"): Answer(value="bf16", why="the device computes in it")}
+    answers = {("run", "mixed_precision"): GivenAnswer(value="bf16", why="the device computes in it")}
     text = settings_text(answers, sections())
     assert "  # Precision of forward and backward: no" in text
     assert "  # Why: the device computes in it.\n  mixed_precision: bf16\n" in text
@@ -65,7 +65,7 @@ def test_every_setting_has_its_help_and_its_reason() -> None:
 def test_an_unset_value_is_a_comment_and_the_file_stays_valid(tmp_path: Path) -> None:
     path = tmp_path / "drivetrain.yaml"
     path.write_text(
-        settings_text({("launch", "num_processes"): Answer(value=None, why="it is open")}, sections())
+        settings_text({("launch", "num_processes"): GivenAnswer(value=None, why="it is open")}, sections())
     )
     assert "# num_processes:" in path.read_text()
     assert Layers.read(file=path).entries == {}
@@ -73,12 +73,12 @@ def test_an_unset_value_is_a_comment_and_the_file_stays_valid(tmp_path: Path) ->
 
 def test_the_launch_line_gives_the_same_settings(tmp_path: Path, capsys: Any) -> None:
     answers = {
-        ("launch", "num_processes"): Answer(value=2, why=""),
-        ("run", "cpu"): Answer(value=True, why=""),
-        ("run", "log_with"): Answer(value=("jsonl", "wandb"), why=""),
-        ("run", "project_dir"): Answer(value=Path("my runs"), why=""),
-        ("ddp", "broadcast_buffers"): Answer(value=False, why=""),
-        ("run", "seed"): Answer(value=None, why=""),
+        ("launch", "num_processes"): GivenAnswer(value=2, why=""),
+        ("run", "cpu"): GivenAnswer(value=True, why=""),
+        ("run", "log_with"): GivenAnswer(value=("jsonl", "wandb"), why=""),
+        ("run", "project_dir"): GivenAnswer(value=Path("my runs"), why=""),
+        ("ddp", "broadcast_buffers"): GivenAnswer(value=False, why=""),
+        ("run", "seed"): GivenAnswer(value=None, why=""),
     }
     line = launch_line(answers, sections())
     assert line == (

@@ -5,7 +5,7 @@ import pytest
 
 from drivetrain_config import sections
 from drivetrain_launcher.wizard.machine_facts import MachineFacts
-from drivetrain_launcher.wizard.questionnaire import Answer, Key, plan_questions
+from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, plan_questions
 
 BACKENDS = {"single": "One.", "ddp": "Replicas.", "fsdp": "Shards.", "deepspeed": "ZeRO."}
 EIGHT = MachineFacts(
@@ -35,14 +35,14 @@ def answered(
 ) -> dict[str, Any]:
     """Answer as `said`, or else as recommended; return every question asked with its recommendation."""
     known = sections() if kinds is None else kinds
-    answers: dict[Key, Answer] = {}
+    answers: dict[Key, GivenAnswer] = {}
     asked: dict[str, Any] = {}
     while questions := plan_questions(known, facts.known(), answers).questions:
         question = questions[0]
         name = f"{question.section}.{question.field}"
         assert name not in asked
         asked[name] = question.recommended
-        answers[question.key] = Answer(value=said.get(name, question.recommended), why="")
+        answers[question.key] = GivenAnswer(value=said.get(name, question.recommended), why="")
     return asked
 
 
@@ -170,7 +170,7 @@ def test_a_section_that_is_opened_asks_for_every_field_but_secrets() -> None:
 
 
 def test_settings_of_an_earlier_file_are_recommended_with_their_source() -> None:
-    earlier = {("launch", "num_nodes"): Answer(value=4, why="as before, in drivetrain.yaml:3")}
+    earlier = {("launch", "num_nodes"): GivenAnswer(value=4, why="as before, in drivetrain.yaml:3")}
     (question, *_) = plan_questions(sections(), EIGHT.known(), {}, earlier=earlier).questions
     assert (question.recommended, question.why) == (4, "as before, in drivetrain.yaml:3")
 
@@ -180,7 +180,7 @@ def test_the_recommended_choice_comes_first_and_every_recommendation_has_a_reaso
     facts: MachineFacts,
 ) -> None:
     for backend in BACKENDS:
-        answers = {("run", "backend"): Answer(value=backend, why="")}
+        answers = {("run", "backend"): GivenAnswer(value=backend, why="")}
         for question in plan_questions(sections(), facts.known(), answers).questions:
             assert question.why
             assert not question.choices or question.choices[0].value == question.recommended

@@ -1,4 +1,4 @@
-"""What `drivetrain config` asks about the chosen backend, when, and its recommendations; torch is not imported."""
+"""The questions of `drivetrain config` about the chosen backend, with recommended answers; torch is not imported."""
 
 from collections.abc import Mapping
 from typing import Any

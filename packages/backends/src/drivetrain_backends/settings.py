@@ -4,16 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from drivetrain_backends.backend_advice import (
-    ask_activation_checkpointing,
-    ask_nvme_path,
-    ask_offload,
-    ask_offload_optimizer,
-    ask_offload_param,
-    ask_stage,
-    ask_strategy,
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPSettings:
@@ -111,7 +101,7 @@ class FSDPSettings:
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = field(
         default=None,
         metadata={
-            "ask": ask_strategy,
+            "ask": "drivetrain_backends.backend_advice:ask_strategy",
             "help": "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps "
             "them in between, hybrid_shard shards within groups of ranks and replicates across "
             "groups, no_shard replicates; unset: full_shard.",
@@ -164,7 +154,7 @@ class FSDPSettings:
     offload: bool = field(
         default=False,
         metadata={
-            "ask": ask_offload,
+            "ask": "drivetrain_backends.backend_advice:ask_offload",
             "help": "Whether to keep shards, gradients and optimizer states on the CPU between uses.",
         },
     )
@@ -180,7 +170,7 @@ class FSDPSettings:
     activation_checkpointing: Literal["none", "full", "selective"] = field(
         default="none",
         metadata={
-            "ask": ask_activation_checkpointing,
+            "ask": "drivetrain_backends.backend_advice:ask_activation_checkpointing",
             "help": "Recomputation of activations in backward: full for each block, selective for all but "
             "matrix products and attention.",
         },
@@ -233,7 +223,7 @@ class DeepSpeedSettings:
     stage: Literal[0, 1, 2, 3] | None = field(
         default=None,
         metadata={
-            "ask": ask_stage,
+            "ask": "drivetrain_backends.backend_advice:ask_stage",
             "help": "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also "
             "gradients, 3 also parameters; unset: 2.",
         },
@@ -241,17 +231,23 @@ class DeepSpeedSettings:
     offload_optimizer: Literal["none", "cpu", "nvme"] | None = field(
         default=None,
         metadata={
-            "ask": ask_offload_optimizer,
+            "ask": "drivetrain_backends.backend_advice:ask_offload_optimizer",
             "help": "Location of optimizer states and master weights (stages 1 to 3).",
         },
     )
     offload_param: Literal["none", "cpu", "nvme"] | None = field(
         default=None,
-        metadata={"ask": ask_offload_param, "help": "Location of parameters between their uses (stage 3)."},
+        metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_offload_param",
+            "help": "Location of parameters between their uses (stage 3).",
+        },
     )
     nvme_path: Path | None = field(
         default=None,
-        metadata={"ask": ask_nvme_path, "help": "Folder on a fast local disk, for offloading to nvme."},
+        metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_nvme_path",
+            "help": "Folder on a fast local disk, for offloading to nvme.",
+        },
     )
     reduce_bucket_size: int | None = field(
         default=None,
@@ -276,7 +272,7 @@ class DeepSpeedSettings:
     activation_checkpointing: Literal["none", "full", "selective"] = field(
         default="none",
         metadata={
-            "ask": ask_activation_checkpointing,
+            "ask": "drivetrain_backends.backend_advice:ask_activation_checkpointing",
             "help": "Recomputation of activations in backward: full for each block, selective for all but "
             "matrix products and attention.",
         },

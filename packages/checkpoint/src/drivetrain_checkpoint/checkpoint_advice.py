@@ -1,4 +1,4 @@
-"""What `drivetrain config` asks about checkpoints, when, and its recommendations; torch is not imported."""
+"""The questions of `drivetrain config` about checkpoints, with recommended answers; torch is not imported."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from drivetrain_checkpoint.checkpoint_advice import ask_keep_last
-
 Staging: TypeAlias = Literal["copy", "overlap"]
 
 
@@ -31,7 +29,10 @@ class CheckpointSettings:
     )
     keep_last: int | None = field(
         default=None,
-        metadata={"ask": ask_keep_last, "help": "Number of newest checkpoints to keep; unset: all."},
+        metadata={
+            "ask": "drivetrain_checkpoint.checkpoint_advice:ask_keep_last",
+            "help": "Number of newest checkpoints to keep; unset: all.",
+        },
     )
     keep_every: int | None = field(
         default=None,

@@ -1,8 +1,8 @@
-"""What a field tells a wizard: when to ask for it, with which recommended answer, and why.
+"""The advice of a field to a wizard: when to ask for it, with which recommended answer, and why.
 
-A field carries a function in its metadata, `{"ask": function}`. The function takes what is known, a mapping of plain
-values, and returns an `Advice`, or None where nothing is to be asked. It needs no import from drivetrain, so that a
-`settings.py` stays within the standard library.
+A field carries a function in its metadata, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`, by
+which a launch does not import what only the wizard needs. The function takes what is known, a mapping of plain values,
+and returns an `Advice`, or None where nothing is to be asked. It needs no import from drivetrain.
 
 Known are the facts of the machine (`machine.accelerator`, `machine.accelerator_count`, `machine.accelerator_name`,
 `machine.accelerator_memory_gib`, `machine.can_bf16`, `machine.can_fp16`, `machine.num_cpus`, `machine.memory_gib`,
@@ -12,7 +12,10 @@ the answers amount to (`plan.num_processes`), and the value of every setting so 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from importlib import import_module
+from typing import Any, TypedDict, cast
+
+from drivetrain_config.errors import ConfigError
 
 
 class Advice(TypedDict, total=False):
@@ -35,3 +38,24 @@ class Advice(TypedDict, total=False):
 
 Known = Mapping[str, Any]
 Ask = Callable[[Known], Advice | Mapping[str, Any] | None]
+
+
+def advice_of(ask: Ask | str | None, known: Known) -> Advice | Mapping[str, Any] | None:
+    """Return the advice of a field's function; None if it has none, or if nothing is to be asked.
+
+    Raises:
+        ConfigError: The place of the function does not exist.
+    """
+    if ask is None:
+        return None
+    return (_loaded(ask) if isinstance(ask, str) else ask)(known)
+
+
+def _loaded(place: str) -> Ask:
+    module, _, name = place.partition(":")
+    try:
+        return cast("Ask", getattr(import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"ask={place!r} in the metadata of a field: {error}; say package.module:function, or the function itself"
+        ) from error

@@ -24,7 +24,7 @@ class SettingsPlace:
     """A place that may hold a settings file.
 
     Attributes:
-        folder: The folder.
+        folder: The folder of the file.
         stem: The file's name without its ending.
         title: The name of the place for messages, such as "the working folder".
     """

@@ -37,7 +37,7 @@ class FieldSpec:
         default: The field's default; MISSING if it has none.
         help: The description in one sentence, with units.
         secret: Whether the value is masked in messages and never handed on.
-        ask: The function that decides whether a wizard asks for the field; None if the field has none.
+        ask: The function that decides whether a wizard asks for the field, or its place; None if there is none.
     """
 
     section: str
@@ -46,7 +46,7 @@ class FieldSpec:
     default: Any
     help: str
     secret: bool
-    ask: Ask | None = None
+    ask: Ask | str | None = None
 
     @property
     def shown_default(self) -> str:
@@ -96,7 +96,7 @@ class Prompt:
         default: The value for an empty answer.
         choices: The allowed answers, where the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
-        ask: The function that decides whether to ask, and what to recommend; None if the field has none.
+        ask: The function that decides whether to ask, and what to recommend, or its place; None if there is none.
     """
 
     section: str
@@ -105,7 +105,7 @@ class Prompt:
     default: Any
     choices: tuple[str, ...] | None
     secret: bool
-    ask: Ask | None = None
+    ask: Ask | str | None = None
 
 
 def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:

@@ -22,7 +22,7 @@ class FileReview:
         path: The path of the file.
         num_settings: The number of settings in the file.
         problems: The problems, each a message with its line; empty for a valid file.
-        notices: What Accelerate's options become where drivetrain meets them in another way.
+        notices: The notices of Accelerate's options that drivetrain meets in another way.
     """
 
     path: Path

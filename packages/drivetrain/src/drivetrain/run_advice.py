@@ -1,4 +1,4 @@
-"""What `drivetrain config` asks about a run, when, and its recommendations; torch is not imported."""
+"""The questions of `drivetrain config` about a run, with recommended answers; torch is not imported."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,14 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.run_advice import (
-    ask_accumulation,
-    ask_backend,
-    ask_log_with,
-    ask_mixed_precision,
-    ask_project_dir,
-)
-
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a URL after `Path` has dropped a slash
 
 
@@ -23,7 +15,7 @@ class RunSettings:
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] = field(
         default="no",
         metadata={
-            "ask": ask_mixed_precision,
+            "ask": "drivetrain.run_advice:ask_mixed_precision",
             "help": "Precision of forward and backward: no (the model's own), fp16, bf16, or auto for the "
             "best the device can do.",
         },
@@ -31,14 +23,17 @@ class RunSettings:
     backend: str = field(
         default="auto",
         metadata={
-            "ask": ask_backend,
+            "ask": "drivetrain.run_advice:ask_backend",
             "help": "Backend that trains the models: single, ddp or an installed one; auto: ddp with several "
             "processes, or single.",
         },
     )
     gradient_accumulation_steps: int = field(
         default=1,
-        metadata={"ask": ask_accumulation, "help": "Number of micro-batches in one optimizer step."},
+        metadata={
+            "ask": "drivetrain.run_advice:ask_accumulation",
+            "help": "Number of micro-batches in one optimizer step.",
+        },
     )
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
         default="ignore",
@@ -55,12 +50,15 @@ class RunSettings:
     )
     project_dir: Path | None = field(
         default=None,
-        metadata={"ask": ask_project_dir, "help": "Folder of checkpoints, logs and the effective plan."},
+        metadata={
+            "ask": "drivetrain.run_advice:ask_project_dir",
+            "help": "Folder of checkpoints, logs and the effective plan.",
+        },
     )
     log_with: tuple[str, ...] = field(
         default=(),
         metadata={
-            "ask": ask_log_with,
+            "ask": "drivetrain.run_advice:ask_log_with",
             "help": "Trackers to log to, such as jsonl; all: every installed one.",
         },
     )

@@ -1,4 +1,4 @@
-"""What `drivetrain config` asks about the launch, when, and what it recommends."""
+"""The questions of `drivetrain config` about the launch, with recommended answers."""
 
 from drivetrain_config.advice import Advice, Known
 

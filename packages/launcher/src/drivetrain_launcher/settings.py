@@ -4,14 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from drivetrain_launcher.launch_advice import (
-    ask_master_addr,
-    ask_num_nodes,
-    ask_num_processes,
-    ask_rdzv_backend,
-    ask_rdzv_id,
-)
-
 RendezvousBackend = Literal["static", "c10d"]
 
 # The default port for the rendezvous of several nodes, as in torchrun.
@@ -25,7 +17,7 @@ class LaunchSettings:
     num_processes: int | None = field(
         default=None,
         metadata={
-            "ask": ask_num_processes,
+            "ask": "drivetrain_launcher.launch_advice:ask_num_processes",
             "help": "Number of processes on all nodes together; unset: one per visible accelerator, or one "
             "without any.",
         },
@@ -35,7 +27,10 @@ class LaunchSettings:
     )
     num_nodes: int = field(
         default=1,
-        metadata={"ask": ask_num_nodes, "help": "Number of machines; start the launcher on each of them."},
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_num_nodes",
+            "help": "Number of machines; start the launcher on each of them.",
+        },
     )
     node_rank: int | None = field(
         default=None,
@@ -43,7 +38,10 @@ class LaunchSettings:
     )
     master_addr: str | None = field(
         default=None,
-        metadata={"ask": ask_master_addr, "help": "Host name or address of the machine with node rank 0."},
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_master_addr",
+            "help": "Host name or address of the machine with node rank 0.",
+        },
     )
     master_port: int | None = field(
         default=None,
@@ -52,14 +50,17 @@ class LaunchSettings:
     rdzv_backend: RendezvousBackend = field(
         default="static",
         metadata={
-            "ask": ask_rdzv_backend,
+            "ask": "drivetrain_launcher.launch_advice:ask_rdzv_backend",
             "help": "Rendezvous of the nodes: static (node ranks are given) or c10d (nodes agree on their "
             "ranks).",
         },
     )
     rdzv_id: str | None = field(
         default=None,
-        metadata={"ask": ask_rdzv_id, "help": "Name of this run, the same on all nodes; required with c10d."},
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_rdzv_id",
+            "help": "Name of this run, the same on all nodes; required with c10d.",
+        },
     )
     rdzv_timeout_seconds: float = field(
         default=900.0, metadata={"help": "Seconds that nodes wait for each other before the launch fails."}

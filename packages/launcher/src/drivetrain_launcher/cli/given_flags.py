@@ -25,7 +25,7 @@ class GivenFlags:
         """Add a flag's value.
 
         Args:
-            flag: Our flag.
+            flag: The flag in our spelling.
             value: The value of the flag.
             written: The flag as written, ours or another spelling.
             is_implied: Whether the flag as written implies the value.

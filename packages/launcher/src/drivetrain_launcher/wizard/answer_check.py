@@ -9,7 +9,7 @@ from drivetrain_config.conversion import ConversionError, convert
 from drivetrain_config.kinds import describe
 from drivetrain_config.schema import specs
 from drivetrain_launcher.errors import UsageError
-from drivetrain_launcher.wizard.questionnaire import Answer, Key, Question
+from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, Question
 
 
 def read_answer(question: Question, text: str) -> Any:
@@ -28,7 +28,7 @@ def read_answer(question: Question, text: str) -> Any:
         raise UsageError(f"{typed!r}: {str(error).replace(' or null', ' or none')}") from error
 
 
-def check_answer(kind: type[Any], question: Question, value: Any, answers: Mapping[Key, Answer]) -> None:
+def check_answer(kind: type[Any], question: Question, value: Any, answers: Mapping[Key, GivenAnswer]) -> None:
     """Check a value together with the answers to the other questions of its section.
 
     Raises:

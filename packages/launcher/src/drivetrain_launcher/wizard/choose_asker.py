@@ -1,7 +1,6 @@
 """Choose how this terminal is asked: by arrow keys, or by numbered lines."""
 
 import sys
-from importlib.util import find_spec
 
 from drivetrain_config import environ
 from drivetrain_launcher.console import say
@@ -21,11 +20,14 @@ def choose_asker() -> Asker:
             "differ, or --from FILE"
         )
     if environ.read("TERM") not in (None, "", "dumb"):
-        if find_spec("questionary") is not None:
+        try:
             from drivetrain_launcher.wizard.arrow_asker import ArrowAsker
-
+        except ModuleNotFoundError as error:
+            if error.name != "questionary":
+                raise
+            say("pip install 'drivetrain-launcher[wizard]' to answer with the arrow keys")
+        else:
             return ArrowAsker()
-        say("pip install 'drivetrain-launcher[wizard]' to answer with the arrow keys")
     from drivetrain_launcher.wizard.numbered_asker import NumberedAsker
 
     return NumberedAsker()

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.wizard.answer_check import check_answer, read_answer
-from drivetrain_launcher.wizard.questionnaire import Answer, Choice, Key, Question, plan_questions
+from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key, Question, plan_questions
 
 _CHOSEN = "chosen by you"
 
@@ -31,13 +31,13 @@ def ask_all(
     asker: Asker,
     sections: Mapping[str, type[Any]],
     facts: Mapping[str, Any],
-    answers: Mapping[Key, Answer],
-    earlier: Mapping[Key, Answer],
-) -> dict[Key, Answer]:
+    answers: Mapping[Key, GivenAnswer],
+    earlier: Mapping[Key, GivenAnswer],
+) -> dict[Key, GivenAnswer]:
     """Ask every open question, then offer the sections that were not asked about.
 
     Args:
-        asker: The terminal.
+        asker: The terminal that asks.
         sections: The dataclasses of the sections, by name.
         facts: The facts of the machine.
         answers: The answers that are given already, by flags.
@@ -59,9 +59,9 @@ def ask_all(
 def take_recommended(
     sections: Mapping[str, type[Any]],
     facts: Mapping[str, Any],
-    answers: Mapping[Key, Answer],
-    earlier: Mapping[Key, Answer],
-) -> dict[Key, Answer]:
+    answers: Mapping[Key, GivenAnswer],
+    earlier: Mapping[Key, GivenAnswer],
+) -> dict[Key, GivenAnswer]:
     """Answer every open question with its recommendation, and ask nothing.
 
     Raises:
@@ -77,11 +77,13 @@ def take_recommended(
                 "config in a terminal without --yes"
             )
         check_answer(sections[question.section], question, question.recommended, found)
-        found[question.key] = Answer(value=question.recommended, why=question.why)
+        found[question.key] = GivenAnswer(value=question.recommended, why=question.why)
     return {**{key: answer for key, answer in earlier.items() if key not in found}, **found}
 
 
-def _ask(asker: Asker, question: Question, section: type[Any], answers: Mapping[Key, Answer]) -> Answer:
+def _ask(
+    asker: Asker, question: Question, section: type[Any], answers: Mapping[Key, GivenAnswer]
+) -> GivenAnswer:
     """Ask one question until its answer is valid."""
     while True:
         try:
@@ -94,7 +96,7 @@ def _ask(asker: Asker, question: Question, section: type[Any], answers: Mapping[
             asker.refuse(str(error))
             continue
         is_recommended = question.recommended is not MISSING and value == question.recommended
-        return Answer(value=value, why=question.why if is_recommended else _CHOSEN)
+        return GivenAnswer(value=value, why=question.why if is_recommended else _CHOSEN)
 
 
 def _offer(asker: Asker, further: Mapping[str, str]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass
 from enum import Enum
 from typing import Any
 
-from drivetrain_config.advice import Advice
+from drivetrain_config.advice import Advice, advice_of
 from drivetrain_config.kinds import choices as closed_list
 from drivetrain_config.kinds import is_optional, members
 from drivetrain_config.schema import FieldSpec, specs
@@ -22,7 +22,7 @@ Key = tuple[str, str]  # section and field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GivenAnswer:
     """The answer to a question.
 
     Attributes:
@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of the answers to a question.
+    """An answer to choose from.
 
     Attributes:
         value: The value of the field.
@@ -96,9 +96,9 @@ class Questionnaire:
 def plan_questions(
     sections: Mapping[str, type[Any]],
     facts: Mapping[str, Any],
-    answers: Mapping[Key, Answer],
+    answers: Mapping[Key, GivenAnswer],
     *,
-    earlier: Mapping[Key, Answer] | None = None,
+    earlier: Mapping[Key, GivenAnswer] | None = None,
     opened: Collection[str] = (),
 ) -> Questionnaire:
     """Return the questions that are left.
@@ -131,8 +131,8 @@ def plan_questions(
 def known_so_far(
     sections: Mapping[str, type[Any]],
     facts: Mapping[str, Any],
-    answers: Mapping[Key, Answer],
-    earlier: Mapping[Key, Answer],
+    answers: Mapping[Key, GivenAnswer],
+    earlier: Mapping[Key, GivenAnswer],
 ) -> dict[str, Any]:
     """Return what the fields' functions are told: the facts, and the value of every setting so far."""
     known = dict(facts)
@@ -159,20 +159,20 @@ def _questions_of(
     kind: type[Any],
     section: str,
     known: Mapping[str, Any],
-    answers: Mapping[Key, Answer],
-    earlier: Mapping[Key, Answer],
+    answers: Mapping[Key, GivenAnswer],
+    earlier: Mapping[Key, GivenAnswer],
     is_opened: bool,
 ) -> Iterator[Question]:
     for spec in specs(kind, section):
         if (section, spec.name) in answers or spec.secret:
             continue
-        advice = spec.ask(known) if spec.ask is not None else None
+        advice = advice_of(spec.ask, known)
         if advice is None and not is_opened and spec.default is not MISSING:
             continue
         yield _question(spec, advice or {}, earlier.get((section, spec.name)))
 
 
-def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: Answer | None) -> Question:
+def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: GivenAnswer | None) -> Question:
     recommended = advice.get("value", spec.default)
     why = advice.get("why", "the default" if spec.default is not MISSING else "")
     if before is not None:
@@ -216,7 +216,7 @@ def _label(value: Any) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, (tuple, list)) else str(value)
 
 
-def _is_further(spec: FieldSpec, answers: Mapping[Key, Answer]) -> bool:
+def _is_further(spec: FieldSpec, answers: Mapping[Key, GivenAnswer]) -> bool:
     return not spec.secret and (spec.section, spec.name) not in answers
 
 

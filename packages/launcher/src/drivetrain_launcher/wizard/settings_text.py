@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain_config.kinds import plain
 from drivetrain_config.schema import FieldSpec, flag_name, specs
-from drivetrain_launcher.wizard.questionnaire import Answer, Key, in_order
+from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, in_order
 
 _WIDTH = 96
 # Where the reader of the file stands, who may never have seen the command.
@@ -20,7 +20,7 @@ _FOUND = (
 
 
 def settings_text(
-    answers: Mapping[Key, Answer], sections: Mapping[str, type[Any]], *, heading: Sequence[str] = ()
+    answers: Mapping[Key, GivenAnswer], sections: Mapping[str, type[Any]], *, heading: Sequence[str] = ()
 ) -> str:
     """Return the text of a settings file.
 
@@ -43,7 +43,7 @@ def settings_text(
     return "\n".join([*lines, ""])
 
 
-def launch_line(answers: Mapping[Key, Answer], sections: Mapping[str, type[Any]]) -> str:
+def launch_line(answers: Mapping[Key, GivenAnswer], sections: Mapping[str, type[Any]]) -> str:
     """Return the launch that gives the same settings by flags, as words for a shell.
 
     Defaults are left out, and so are secrets, which have no flag.
@@ -81,7 +81,7 @@ def _flag(spec: FieldSpec, value: Any) -> list[str]:
     return [flag_name(spec.section, spec.name), text]
 
 
-def _setting(spec: FieldSpec, answer: Answer) -> list[str]:
+def _setting(spec: FieldSpec, answer: GivenAnswer) -> list[str]:
     lines = [line for text in (spec.help, f"Why: {answer.why}.") for line in _comment(text, "  ") if text]
     if answer.value is None:
         example = "" if spec.default in (None, MISSING) else f" {yaml_value(spec.default)}"

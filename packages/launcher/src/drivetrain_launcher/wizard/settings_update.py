@@ -14,7 +14,7 @@ from drivetrain_config.source import Entry
 from drivetrain_config.validation import review_file
 from drivetrain_config.vocabulary import Vocabulary, check_field, converted
 from drivetrain_launcher.errors import LaunchError, UsageError
-from drivetrain_launcher.wizard.questionnaire import Answer
+from drivetrain_launcher.wizard.questionnaire import GivenAnswer
 from drivetrain_launcher.wizard.settings_text import settings_text, yaml_value
 
 
@@ -34,7 +34,7 @@ class SettingChange:
 
 
 def parse_change(text: str) -> SettingChange:
-    """Parse `section.field=value`.
+    """Parse the text of a change, `section.field=value`.
 
     Raises:
         UsageError: The text has another form.
@@ -78,7 +78,7 @@ def _converted(path: Path) -> str:
     """Return an Accelerate file as drivetrain's, each setting with its help."""
     contents, kinds = read_file(path), sections()
     answers = {
-        (section, field): Answer(value=value, why=f"as in {contents.where(section, field)}")
+        (section, field): GivenAnswer(value=value, why=f"as in {contents.where(section, field)}")
         for section, values in contents.data.items()
         for field, value in values.items()
     }

@@ -19,7 +19,7 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.choose_asker import choose_asker
 from drivetrain_launcher.wizard.interview import Asker, ask_all, take_recommended
 from drivetrain_launcher.wizard.machine_facts import MachineFacts, detect_machine
-from drivetrain_launcher.wizard.questionnaire import Answer, Choice, Key
+from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
 from drivetrain_launcher.wizard.settings_text import launch_line, settings_text
 from drivetrain_launcher.wizard.settings_writer import backup_of, write_settings
 
@@ -81,8 +81,8 @@ def _run(arguments: ConfigArguments) -> int:
 
 
 def _answers(
-    arguments: ConfigArguments, machine: MachineFacts, asker: Asker | None, given: dict[Key, Answer]
-) -> dict[Key, Answer]:
+    arguments: ConfigArguments, machine: MachineFacts, asker: Asker | None, given: dict[Key, GivenAnswer]
+) -> dict[Key, GivenAnswer]:
     """Return the answers to all questions, from flags, the user or the recommendations."""
     kinds = sections()
     before = _earlier_file(arguments)
@@ -119,15 +119,15 @@ def _may_write(arguments: ConfigArguments, asker: Asker | None) -> bool:
     ).value
 
 
-def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, Answer]:
+def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer]:
     """Return the settings that flags give, and report variables that will win over the file."""
-    found: dict[Key, Answer] = {}
+    found: dict[Key, GivenAnswer] = {}
     for (section, name), entries in layers.entries.items():
         types = field_types(kinds[section])
         for entry in entries:
             if entry.source.kind == "command line":
                 value = converted(section, name, types[name], entry)
-                found[section, name] = Answer(value=value, why=f"given by {entry.source.where}")
+                found[section, name] = GivenAnswer(value=value, why=f"given by {entry.source.where}")
             elif entry.source.kind == "environment":
                 say(
                     f"{entry.source.where} in the environment wins over {section}.{name} of the file while it is set"
@@ -135,7 +135,7 @@ def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, Answer]:
     return found
 
 
-def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key, Answer]:
+def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key, GivenAnswer]:
     """Return the settings of a file, checked.
 
     Raises:
@@ -144,7 +144,7 @@ def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key,
     contents = read_file(path)
     for line in contents.notices:
         say(line)
-    found: dict[Key, Answer] = {}
+    found: dict[Key, GivenAnswer] = {}
     for section, values in contents.data.items():
         if section not in kinds:
             raise ConfigError(
@@ -154,13 +154,13 @@ def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key,
         for name, value in (values or {}).items():
             source = Source("file", contents.where(section, name))
             check_field(section, name, types, source)
-            found[section, name] = Answer(
+            found[section, name] = GivenAnswer(
                 value=converted(section, name, types[name], Entry(value, source)), why=f"{why} {source}"
             )
     return found
 
 
-def _report(path: Path, kept: Path | None, answers: Mapping[Key, Answer], line: str) -> None:
+def _report(path: Path, kept: Path | None, answers: Mapping[Key, GivenAnswer], line: str) -> None:
     copy = "" if kept is None else f"; the one that was there is {kept}"
     words = ["drivetrain launch"]
     words += [] if path == _FILE else [f"--config {quote(str(path))}"]
@@ -182,7 +182,7 @@ def _report(path: Path, kept: Path | None, answers: Mapping[Key, Answer], line: 
     )
 
 
-def _needs_node_rank(answers: Mapping[Key, Answer]) -> bool:
+def _needs_node_rank(answers: Mapping[Key, GivenAnswer]) -> bool:
     """Return whether each launch must say which machine it is on."""
     num_nodes, rendezvous = (answers.get(("launch", name)) for name in ("num_nodes", "rdzv_backend"))
     is_told = rendezvous is None or rendezvous.value == "static"
