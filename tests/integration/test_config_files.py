@@ -132,18 +132,18 @@ def test_accelerates_file_is_converted(folder: Path, capsys: pytest.CaptureFixtu
     assert "# Why: as in default_config.yaml:6.\n  mixed_precision: bf16" in written
 
 
-def test_env_prints_the_places_and_which_file_is_used(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_prints_the_places_and_which_file_is_used(folder: Path, python: str) -> None:
+    def env(*flags: str) -> str:
+        command = [python, "-m", "drivetrain_launcher", "env", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=True).stdout
+
     (folder / "drivetrain.yaml").write_text("run:\n  seed: 1\n")
     (folder / "other.yaml").write_text("run:\n  seed: 2\n")
-    assert main(["env", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(env("--json"))
     assert report["settings_files"]["drivetrain.yaml"] == "used, the working folder"
     assert list(report["settings_files"].values())[-1] == "no file, the user's folder"
     assert report["settings"]["run"]["seed"]["where"] == "drivetrain.yaml:2"
-    assert main(["env", "--config", "other.yaml"]) == 0
-    shown = capsys.readouterr().out
+    shown = env("--config", "other.yaml")
     assert "  other.yaml: used, named by --config\n  drivetrain.yaml: not used, the working folder\n" in shown
 
 

@@ -94,7 +94,7 @@ def test_a_wrong_number_is_asked_again_with_the_error(opened: Open) -> None:
     terminal.wait_for("How many processes")
 
 
-@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+@pytest.mark.parametrize("term", ["xterm-256color", pytest.param("dumb", marks=pytest.mark.slow)])
 def test_ctrl_c_writes_nothing(opened: Open, tmp_path: Path, term: str) -> None:
     terminal = opened(term=term)
     terminal.wait_for("How many machines train together")
@@ -127,6 +127,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_numbered_lines(opened: Open
     assert written(tmp_path)["fsdp"]["strategy"] == "shard_grad_op"
 
 
+@pytest.mark.slow
 def test_a_section_can_be_gone_through_in_full(opened: Open, tmp_path: Path) -> None:
     terminal = opened("--num-nodes", "1", "--num-processes", "1", "--project-dir", "none", term="dumb")
     terminal.wait_for("micro-batches")
@@ -169,6 +170,7 @@ def test_a_file_that_is_there_is_replaced_when_the_user_says_so_and_a_copy_kept(
     assert written(tmp_path)["state"] == {"timeout_seconds": 120.0}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_there_is_kept_when_the_user_says_so(opened: Open, tmp_path: Path) -> None:
     (tmp_path / "drivetrain.yaml").write_text("run:\n  seed: 1\n")
     terminal = opened()
