@@ -1,7 +1,7 @@
 """The advice of a field to a wizard: when to ask for it, with which recommended answer, and why.
 
 A field carries a function in its metadata, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`:
-then a launch does not import what the wizard alone needs. The function takes what is known, a mapping of plain values,
+then a launch does not import what the wizard alone needs. The function takes what is known, a mapping of values,
 and returns an `Advice`, or None where nothing is to be asked. It needs no import from drivetrain.
 
 Known are the facts of the machine (`machine.accelerator`, `machine.accelerator_count`, `machine.accelerator_name`,
