@@ -18,8 +18,9 @@ class LaunchSettings:
     num_processes: int | None = field(
         default=None,
         metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_num_processes",
             "help": "Number of processes on all nodes together; unset: one per visible accelerator, or one "
-            "without any."
+            "without any.",
         },
     )
     processes_per_node: int | None = field(
@@ -28,6 +29,7 @@ class LaunchSettings:
     num_nodes: int = field(
         default=1,
         metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_num_nodes",
             "help": "Number of machines; start the launcher on each of them. MIN:MAX, such as 1:4, is an elastic run."
         },
     )
@@ -49,7 +51,11 @@ class LaunchSettings:
         metadata={"help": "Rank of this machine among them, from 0; required with static rendezvous."},
     )
     master_addr: str | None = field(
-        default=None, metadata={"help": "Host name or address of the machine with node rank 0."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_master_addr",
+            "help": "Host name or address of the machine with node rank 0.",
+        },
     )
     master_port: int | None = field(
         default=None,
@@ -72,12 +78,17 @@ class LaunchSettings:
     rdzv_backend: RendezvousBackend = field(
         default="static",
         metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_rdzv_backend",
             "help": "Rendezvous of the nodes: static (node ranks are given) or c10d (nodes agree on their "
-            "ranks)."
+            "ranks).",
         },
     )
     rdzv_id: str | None = field(
-        default=None, metadata={"help": "Name of this run, the same on all nodes; required with c10d."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_rdzv_id",
+            "help": "Name of this run, the same on all nodes; required with c10d.",
+        },
     )
     rdzv_timeout_seconds: float = field(
         default=900.0, metadata={"help": "Seconds that nodes wait for each other before the launch fails."}

@@ -1,14 +1,14 @@
 """Run a script on one process or many, on one machine or many."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from drivetrain_config import Layers, environ, flags, resolve, sections
 from drivetrain_config.installed import entry_points
-from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_device, misplaced_flags
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
@@ -45,7 +45,7 @@ class LaunchArguments:
         default=False,
         metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
 def run(arguments: LaunchArguments) -> int:
@@ -53,6 +53,7 @@ def run(arguments: LaunchArguments) -> int:
     placement = find_place(arguments.layers)
     layers = arguments.layers if placement is None else place_layers(arguments.layers, placement)
     settings = resolve_said(layers)
+    check_device(arguments.layers)
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
     _check(layers, settings, target)
@@ -62,6 +63,7 @@ def run(arguments: LaunchArguments) -> int:
         count, source = asked_processes(launch, sources, placement)
         check_devices(placement, processes=count, source=source, wants_cpu=device == "cpu")
     plan = plan_launch(launch, target, detect_host(device), handed_down=layers.to_json(), placement=placement)
+    plan = replace(plan, notes=(*_file_notes(arguments.layers), *plan.notes))
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0
@@ -111,6 +113,13 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
             f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
+
+
+def _file_notes(layers: Layers) -> tuple[str, ...]:
+    """Return a note of a settings file that the user did not name."""
+    if layers.file is None or layers.file.place is None:
+        return ()
+    return (f"settings from {layers.file}; --config none leaves them out",)
 
 
 def _device(settings: dict[str, Any]) -> str:
