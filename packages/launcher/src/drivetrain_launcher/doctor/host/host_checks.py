@@ -19,7 +19,7 @@ from drivetrain_launcher.doctor.question import Question
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 
 _GPU_SECONDS = 60.0
-_PAIR_SECONDS = 15.0
+_PAIR_SECONDS = 30.0
 # All pairs of eight ranks.
 _MOST_ROUNDS = 28
 

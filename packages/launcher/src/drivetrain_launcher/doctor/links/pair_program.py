@@ -19,7 +19,9 @@ from drivetrain_launcher.doctor.links.pair_order import PairOrder
 from drivetrain_launcher.doctor.links.pair_results import PairResult
 from drivetrain_launcher.doctor.links.pair_rounds import pair_rounds
 
-_PINGS = 20
+_PINGS, _FEWEST_PINGS = 20, 4
+# After this time a pair measures with what it has: on a busy machine a message takes a hundred times longer.
+_PATIENCE_SECONDS = 0.5
 _FIRST_BYTES = 256 << 10
 _MOST_BYTES = 64 << 20
 # A message that takes so long is long enough to measure a bandwidth.
@@ -91,19 +93,23 @@ def _measure_all(order: PairOrder, rank: int, local_rank: int) -> None:
 def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
     """Measure a pair from its lower rank, which tells the other what comes."""
     _order(0, 0, peer, device)
+    started = time.perf_counter()
     pings: list[float] = []
-    for _ in range(_PINGS):
+    while len(pings) < _PINGS and (
+        len(pings) < _FEWEST_PINGS or time.perf_counter() - started < _PATIENCE_SECONDS
+    ):
         begin = time.perf_counter()
         _order(1, 0, peer, device)
         _receive(torch.empty(1, dtype=torch.uint8, device=device), peer)
         pings.append(time.perf_counter() - begin)
-    latency = sorted(pings)[_PINGS // 4] / 2
+    latency = sorted(pings)[len(pings) // 4] / 2
     size = _FIRST_BYTES
     while True:
         forward, backward = (
             min(_message(is_forward, size, peer, device) for _ in range(2)) for is_forward in (True, False)
         )
-        if min(forward, backward) > _LONG_SECONDS + 8 * latency or size >= _MOST_BYTES:
+        is_long = min(forward, backward) > _LONG_SECONDS + 2 * latency
+        if is_long or size >= _MOST_BYTES or time.perf_counter() - started > 2 * _PATIENCE_SECONDS:
             break
         size *= 4
     _order(-1, 0, peer, device)

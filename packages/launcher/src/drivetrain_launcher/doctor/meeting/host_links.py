@@ -8,7 +8,7 @@ from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult
 from drivetrain_launcher.doctor.question import Question
 
-PAIR_SECONDS = 20.0
+PAIR_SECONDS = 45.0
 _MOST_ROUNDS = 32
 
 
