@@ -70,7 +70,8 @@ class NodeChanges:
         Raises:
             RunOverError: The run is over.
         """
-        if self._nodes.is_dropped:  # its ranks were killed because this node was frozen, whatever they ended with
+        # The ranks of a node that was frozen are killed, whatever they ended with.
+        if self._nodes.is_dropped:
             return True
         if not all(map(_may_be_caused, failures)):
             return False
