@@ -289,7 +289,10 @@ def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
         "    print('saved', file=sys.stderr)\n"
         "    sys.exit(1)\n"
         "signal.signal(signal.SIGTERM, save)\n"
-        "if os.environ['RANK'] == '1': time.sleep(0.5); raise ValueError('boom')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists('ready'): time.sleep(0.01)\n"
+        "    raise ValueError('boom')\n"
+        "open('ready', 'w').close()\n"
         "time.sleep(100)\n"
     )
     done = drivetrain_with_torch("launch", "--num-processes", "2", "script.py")
