@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
-from drivetrain_launcher.membership.handler import ElasticNodes, ElasticMeeting
+from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 from processes import free_port
 
 LIMITS = Limits(min_nodes=1, max_nodes=2, silence_seconds=20, gather_seconds=60, wait_seconds=60)
@@ -110,7 +110,9 @@ def test_a_store_of_another_run_is_told_from_ones_own() -> None:
         alone = Limits(min_nodes=1, max_nodes=1, silence_seconds=20, gather_seconds=0.1, wait_seconds=60)
         port = free_port()
         one, two = (
-            ElasticNodes(ElasticMeeting(address="127.0.0.1", port=port, run_id=name, processes=1, limits=alone))
+            ElasticNodes(
+                ElasticMeeting(address="127.0.0.1", port=port, run_id=name, processes=1, limits=alone)
+            )
             for name in ("one", "two")
         )
         meet(pool, one)

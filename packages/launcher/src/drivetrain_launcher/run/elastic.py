@@ -49,9 +49,9 @@ from drivetrain_launcher.run.failures import (
 from drivetrain_launcher.run.keeper.keeper import Keeper, output_terminals
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
+from drivetrain_launcher.run.node_changes import NodeChanges
 from drivetrain_launcher.run.output.palette import is_coloured
 from drivetrain_launcher.run.output.rank_streams import RankStreams
-from drivetrain_launcher.run.node_changes import NodeChanges
 from drivetrain_launcher.run.signals import StopSignals
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
