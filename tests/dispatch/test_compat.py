@@ -165,3 +165,7 @@ def test_what_depends_on_the_values_of_fake_tensors_raises_the_errors_that_are_n
             bool(torch.ones(2).sum() > 0)
         with pytest.raises(compat.DATA_DEPENDENT_ERRORS):
             torch.ones(2).nonzero()
+
+
+def test_leaves_are_found_in_nested_values() -> None:
+    assert compat.tree_leaves([1, {"a": (2, None)}, []]) == [1, 2, None]

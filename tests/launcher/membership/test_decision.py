@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_launcher.membership.decision import Limits, Peer, decide, is_alive
-from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, Node, NodeStatus
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
 
 LIMITS = Limits(min_nodes=2, max_nodes=3, silence_seconds=6, gather_seconds=5, wait_seconds=60)
 HOSTS = "abcdef"
@@ -16,7 +16,9 @@ def peer(
 ) -> Peer:
     status = NodeStatus(ready=ready, finished=finished, left=left, exit_code=exit_code)
     return Peer(
-        node=Node(number=number, host=HOSTS[number - 1], processes=8), status=status, silent_seconds=silent
+        node=MemberNode(number=number, host=HOSTS[number - 1], processes=8),
+        status=status,
+        silent_seconds=silent,
     )
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 # The entries of a module's `__dict__` that hold its parameters and its buffers, by name.
 PARAMETERS = "_parameters"

@@ -11,9 +11,9 @@ from drivetrain_launcher.doctor.host.gpus import (
     judge_peers,
     measure_gpus,
 )
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
-TWO = Question(processes_per_node=2, accelerator="cuda")
+TWO = Inquiry(processes_per_node=2, accelerator="cuda")
 HEALTHY = GpuMeasurement(
     torch_cuda="12.8",
     torch_archs=("sm_80", "sm_90", "compute_90"),

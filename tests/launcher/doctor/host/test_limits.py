@@ -6,21 +6,21 @@ import pytest
 
 from drivetrain_launcher.doctor.host.control_groups import GroupLimits
 from drivetrain_launcher.doctor.host.limits import LimitMeasurement, judge_limits, measure_limits
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits are Unix's")
 
 WIDE = LimitMeasurement(open_files=None, most_open_files=None, processes=None)
-EIGHT = Question(processes_per_node=8)
+EIGHT = Inquiry(processes_per_node=8)
 JUDGE_HERE = (
     "from drivetrain_launcher.doctor.host.limits import judge_limits, measure_limits\n"
-    "from drivetrain_launcher.doctor.question import Question\n"
-    "for found in judge_limits(measure_limits(), Question(processes_per_node=8)).findings:\n"
+    "from drivetrain_launcher.doctor.question import Inquiry\n"
+    "for found in judge_limits(measure_limits(), Inquiry(processes_per_node=8)).findings:\n"
     "    print(found.severity, found.what, '|', found.mend)\n"
 )
 
 
-def whats(measured: LimitMeasurement, question: Question = EIGHT) -> list[tuple[str, str]]:
+def whats(measured: LimitMeasurement, question: Inquiry = EIGHT) -> list[tuple[str, str]]:
     return [(finding.severity, finding.what) for finding in judge_limits(measured, question).findings]
 
 

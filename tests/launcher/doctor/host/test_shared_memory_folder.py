@@ -9,10 +9,10 @@ from drivetrain_launcher.doctor.host.shared_memory_folder import (
     measure_shared_memory,
     needed_bytes,
 )
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 DOCKER = SharedMemoryMeasurement(folder=Path("/dev/shm"), size_bytes=64 << 20, free_bytes=64 << 20)
-ASKED = Question(processes_per_node=2, num_workers=4)
+ASKED = Inquiry(processes_per_node=2, num_workers=4)
 
 
 def test_what_a_batch_needs_is_computed() -> None:

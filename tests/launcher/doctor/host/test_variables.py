@@ -11,12 +11,12 @@ from drivetrain_launcher.doctor.host.variables import (
     measure_variables,
     unmatched,
 )
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
-TWO = Question(num_nodes=2, node_rank=0, master_addr="node0.cluster.local")
+TWO = Inquiry(num_nodes=2, node_rank=0, master_addr="node0.cluster.local")
 
 
-def whats(question: Question = TWO, num_gpus: int | None = None, **environment: str) -> list[tuple[str, str]]:
+def whats(question: Inquiry = TWO, num_gpus: int | None = None, **environment: str) -> list[tuple[str, str]]:
     measured = VariableMeasurement(
         environment=environment, interfaces=("lo", "eth0", "ib0"), cores=8, num_gpus=num_gpus
     )
@@ -55,11 +55,11 @@ def test_each_interface_matches_its_own_name(names: list[str], index: int) -> No
 
 def test_the_loopback_interface_leads_to_no_other_host() -> None:
     assert whats(GLOO_SOCKET_IFNAME="lo") == [("error", "GLOO_SOCKET_IFNAME=lo with 2 hosts")]
-    assert whats(Question(processes_per_node=2), GLOO_SOCKET_IFNAME="lo") == []
+    assert whats(Inquiry(processes_per_node=2), GLOO_SOCKET_IFNAME="lo") == []
 
 
 def test_too_many_threads_and_no_number_of_threads() -> None:
-    four = Question(processes_per_node=4)
+    four = Inquiry(processes_per_node=4)
     assert whats(four, OMP_NUM_THREADS="8") == [
         ("warning", "OMP_NUM_THREADS=8 in each of 4 ranks, on 8 cores")
     ]
@@ -78,7 +78,7 @@ def test_too_many_threads_and_no_number_of_threads() -> None:
     ],
 )
 def test_visible_devices(value: str, found: tuple[str, str]) -> None:
-    two = Question(processes_per_node=2)
+    two = Inquiry(processes_per_node=2)
     assert whats(two, 4, CUDA_VISIBLE_DEVICES=value) == [found]
     assert whats(two, None, CUDA_VISIBLE_DEVICES=value) == []  # no GPU here
     assert whats(two, 4, CUDA_VISIBLE_DEVICES="GPU-1,GPU-2") == []
@@ -89,11 +89,11 @@ def test_a_proxy_between_hosts() -> None:
     assert whats(**proxy) == [("warning", "http_proxy set, and no_proxy does not name node0.cluster.local")]
     assert whats(**proxy, no_proxy="localhost,.cluster.local") == []
     assert whats(**proxy, NO_PROXY="*") == []
-    assert whats(Question(), **proxy) == []
+    assert whats(Inquiry(), **proxy) == []
 
 
 def test_ranks_left_in_the_shell_by_another_launcher() -> None:
-    (found,) = whats(Question(), RANK="3", WORLD_SIZE="4")
+    (found,) = whats(Inquiry(), RANK="3", WORLD_SIZE="4")
     assert found == ("warning", "RANK=3, WORLD_SIZE=4 set in the shell")
     assert whats(RANK="3", WORLD_SIZE="4") == []
 

@@ -1,5 +1,5 @@
+from drivetrain_launcher.doctor.diagnosis import CheckReport, error, warning
 from drivetrain_launcher.doctor.examine import Examination
-from drivetrain_launcher.doctor.finding import CheckReport, error, warning
 from drivetrain_launcher.doctor.report.table import merge_hosts, table
 
 FINE = CheckReport(name="limits", summary="20,000 open files")

@@ -14,7 +14,7 @@ from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, train
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
-from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, Sharding, memory_of_rank
+from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memory_of_rank
 from drivetrain_dispatch.estimate.step_memory import StepMemory, measure_forward, measure_step
 from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
@@ -62,7 +62,7 @@ class EstimateArguments:
         for flag, values, allowed in (
             ("mode", self.mode, tuple(MODES)),
             ("optimizer", (self.optimizer,), tuple(OPTIMIZERS)),
-            ("sharding", (self.sharding,), SHARDINGS),
+            ("sharding", (self.sharding,), tuple(SHARDINGS)),
         ):
             if unknown := [value for value in values if value not in allowed]:
                 raise ValueError(f"--{flag} {unknown[0]}: say one of {', '.join(allowed)}")
@@ -123,7 +123,7 @@ def _estimate_mode(
     itemsize = torch.float32.itemsize if mode.dtype is None else mode.dtype.itemsize
     memory = memory_of_rank(
         step,
-        sharding=_sharding(arguments.sharding),
+        sharding=SHARDINGS[arguments.sharding],
         world_size=arguments.num_processes,
         largest_block_bytes=sizes.largest_block_parameters * itemsize,
     )
@@ -149,10 +149,6 @@ def _measure(path: Path, mode: TrainingMode, arguments: EstimateArguments) -> St
             make_optimizer=OPTIMIZERS[arguments.optimizer],
             autocast=mode.autocast,
         )
-
-
-def _sharding(name: str) -> Sharding:
-    return next(each for each in SHARDINGS if each == name)
 
 
 def _as_json(weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> dict[str, Any]:

@@ -2,14 +2,32 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal, get_args
 
 from drivetrain_dispatch.estimate.step_memory import StepMemory
 
-# What the ranks divide among themselves: nothing (ddp), optimizer states (zero1), gradients too (zero2), or weights
-# as well (zero3, and fsdp, whose blocks are gathered one after another).
-Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A choice of what the ranks divide among themselves; each of them holds the rest whole.
+
+    Attributes:
+        divides_states: Whether optimizer states are divided.
+        divides_gradients: Whether gradients are divided.
+        divides_weights: Whether weights are divided, and blocks of them gathered one after another.
+    """
+
+    divides_states: bool = True
+    divides_gradients: bool = True
+    divides_weights: bool = True
+
+
+SHARDINGS = {
+    "ddp": Sharding(divides_states=False, divides_gradients=False, divides_weights=False),
+    "zero1": Sharding(divides_gradients=False, divides_weights=False),
+    "zero2": Sharding(divides_weights=False),
+    "zero3": Sharding(),
+    "fsdp": Sharding(),
+}
 # Blocks whose weights are gathered at once: the one that computes, and the next, which is prefetched.
 _NUM_GATHERED = 2
 
@@ -42,11 +60,11 @@ def memory_of_rank(
 
     Args:
         step: The memory of the step of one rank's batch, on one device that holds all.
-        sharding: What the ranks divide.
+        sharding: The choice of what the ranks divide, one of `SHARDINGS`.
         world_size: The number of ranks.
         largest_block_bytes: The bytes of the weights of the largest block that is gathered as a whole.
     """
-    if sharding == "ddp" or world_size == 1:
+    if not sharding.divides_states or world_size == 1:
         return RankMemory(
             weights=step.weights,
             gradients=step.gradients,
@@ -55,13 +73,12 @@ def memory_of_rank(
             activations=step.activations,
             peak=step.peak,
         )
-    divides_weights = sharding in ("zero3", "fsdp")
-    weights = _part(step.weights, world_size) if divides_weights else step.weights
-    gradients = step.gradients if sharding == "zero1" else _part(step.gradients, world_size)
+    weights = _part(step.weights, world_size) if sharding.divides_weights else step.weights
+    gradients = _part(step.gradients, world_size) if sharding.divides_gradients else step.gradients
     states = _part(step.optimizer_states, world_size)
-    share_of_gradients = step.gradients / step.weights if step.weights else 0
-    block_gradients = 0 if sharding == "zero1" else int(largest_block_bytes * share_of_gradients)
-    gathered = block_gradients + (_NUM_GATHERED * largest_block_bytes if divides_weights else 0)
+    gathered = _NUM_GATHERED * largest_block_bytes if sharding.divides_weights else 0
+    if sharding.divides_gradients and step.weights:
+        gathered += int(largest_block_bytes * step.gradients / step.weights)
     computing = weights + gradients + states + gathered + step.computing
     stepping = weights + gradients + states + _part(step.stepping, world_size)
     return RankMemory(

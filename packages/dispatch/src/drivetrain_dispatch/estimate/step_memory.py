@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_dispatch.compat import DATA_DEPENDENT_ERRORS, TorchDispatchMode
+from drivetrain_dispatch.compat import DATA_DEPENDENT_ERRORS, TorchDispatchMode, tree_leaves
 from drivetrain_dispatch.errors import CostError
 
 
@@ -93,7 +92,7 @@ class StorageTally(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count what it creates."""
         result = func(*args, **(kwargs or {}))
-        self.add(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
 
@@ -206,7 +205,7 @@ def _step(
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    leaves = pytree.tree_leaves(list(optimizer.state.values()))
+    leaves = tree_leaves(list(optimizer.state.values()))
     return sum(_size_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 

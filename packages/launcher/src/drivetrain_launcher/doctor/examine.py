@@ -5,11 +5,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.finding import CheckReport
+from drivetrain_launcher.doctor.diagnosis import CheckReport
 from drivetrain_launcher.doctor.host.addresses import find_outgoing_address
 from drivetrain_launcher.doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.doctor.run_checks import run_checks
 
 
@@ -36,7 +36,7 @@ class Examination:
     seconds: float = 0.0
 
 
-def examine(question: Question, *, progress: Callable[[str], None]) -> Examination:
+def examine(question: Inquiry, *, progress: Callable[[str], None]) -> Examination:
     """Run all checks. On several hosts, called on all of them.
 
     Args:
@@ -65,7 +65,7 @@ def examine(question: Question, *, progress: Callable[[str], None]) -> Examinati
 
 
 def _together(
-    question: Question,
+    question: Inquiry,
     reports: tuple[CheckReport, ...],
     program: PairProgram,
     begin: float,

@@ -14,7 +14,7 @@ from drivetrain_launcher.settings import LaunchSettings, RendezvousBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Inquiry:
     """The run that the doctor checks this host for.
 
     Attributes:
@@ -58,7 +58,7 @@ class Question:
         return self.num_nodes == 1 or self.node_rank == 0
 
 
-def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **wishes: Any) -> Question:
+def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **wishes: Any) -> Inquiry:
     """Return the question for the doctor from launch's settings, or from the job that this process belongs to.
 
     Args:
@@ -80,7 +80,7 @@ def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **
                 f"in the {placement.cluster} job {placement.job_id}: {contradiction}"
             ) from contradiction
     plan = plan_launch(settings, LaunchTarget(name="doctor"), host)
-    return Question(
+    return Inquiry(
         num_nodes=plan.num_nodes if plan.num_nodes > 1 else settings.num_nodes,
         node_rank=plan.node_rank,
         processes_per_node=plan.processes_per_node,

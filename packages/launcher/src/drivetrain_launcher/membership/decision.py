@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain_launcher.membership.elastic_state import ElasticState, Node, NodeStatus
+from drivetrain_launcher.membership.elastic_state import ElasticState, MemberNode, NodeStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Peer:
         silent_seconds: The time since that status came.
     """
 
-    node: Node
+    node: MemberNode
     status: NodeStatus
     silent_seconds: float
 
@@ -143,7 +143,7 @@ def _gather(
     return state
 
 
-def _age(state: ElasticState, node: Node) -> tuple[bool, int, int]:
+def _age(state: ElasticState, node: MemberNode) -> tuple[bool, int, int]:
     """Return a key that sorts members of the last round first, in their order, then nodes as they came."""
     rank = state.rank_of(node.number)
     return rank is None, rank or 0, node.number

@@ -15,7 +15,7 @@ Leave = Literal["", "failed", "stopped", "finished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class MemberNode:
     """A node of an elastic run, which is one launcher: one that starts again is another node.
 
     Attributes:
@@ -33,7 +33,7 @@ class Node:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> "Node":
+    def from_json(cls, text: bytes | str) -> "MemberNode":
         """Return the node from its text."""
         return cls(**json.loads(text))
 
@@ -84,7 +84,7 @@ class ElasticState:
     """
 
     round: int = 0
-    members: tuple[Node, ...] = field(default=())
+    members: tuple[MemberNode, ...] = field(default=())
     ranks_port: int = 0
     is_over: bool = False
     change: Change = ""
@@ -106,7 +106,7 @@ class ElasticState:
         """Return the place of a node in the newest round; None if it takes no part in it."""
         return next((rank for rank, node in enumerate(self.members) if node.number == number), None)
 
-    def name_of(self, node: Node) -> str:
+    def name_of(self, node: MemberNode) -> str:
         """Return the name of a node for messages, such as "node 1 (host b)"."""
         rank = self.rank_of(node.number)
         return f"a new node (host {node.host})" if rank is None else f"node {rank} (host {node.host})"
@@ -119,5 +119,5 @@ class ElasticState:
     def from_json(cls, text: bytes | str) -> "ElasticState":
         """Return the state from its text."""
         values: dict[str, Any] = json.loads(text)
-        members = tuple(Node(**node) for node in values.pop("members"))
+        members = tuple(MemberNode(**node) for node in values.pop("members"))
         return cls(**values, members=members)

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
 from drivetrain_launcher.membership.decision import Limits
-from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, Node, NodeStatus
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
 from drivetrain_launcher.membership.leader import Leader, is_local
 from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, RUN_KEY, STATUS_KEY, Member
 from drivetrain_launcher.membership.round_store import RoundStore
@@ -170,7 +170,7 @@ class ElasticNodes(RendezvousHandler):
             self._lead()
         store = BoundedStore(lambda: self._connect(seconds))
         number = self._arrive(store, seconds)
-        node = Node(number=number, host=socket.gethostname(), processes=meeting.processes)
+        node = MemberNode(number=number, host=socket.gethostname(), processes=meeting.processes)
         status = NodeStatus().to_json()
         store.call(lambda tcp: tcp.set(f"{STATUS_KEY}{number}", status), seconds=seconds)
         store.call(lambda tcp: tcp.set(f"{NODE_KEY}{number}", node.to_json()), seconds=seconds)

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from drivetrain_launcher.membership.bounded_store import BoundedStore
 from drivetrain_launcher.membership.decision import Limits, Peer, decide
-from drivetrain_launcher.membership.elastic_state import ElasticState, Node, NodeStatus
+from drivetrain_launcher.membership.elastic_state import ElasticState, MemberNode, NodeStatus
 from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, STATE_KEY, STATUS_KEY
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ class Leader:
         self._address = address
         self._limits = limits
         self._state = ElasticState()
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, MemberNode] = {}
         self._statuses: dict[int, NodeStatus] = {}
         self._seen: dict[int, float] = {}
         self._began = self._quiet_since = time.monotonic()
@@ -87,7 +87,7 @@ class Leader:
         for number in self._call(self._arrived):
             if number not in self._nodes:
                 text = self._call(lambda store, key=f"{NODE_KEY}{number}": store.get(key))
-                self._nodes[number] = Node.from_json(text)
+                self._nodes[number] = MemberNode.from_json(text)
                 self._statuses[number], self._seen[number] = NodeStatus(), now
                 self._quiet_since = now
         numbers = sorted(self._nodes)

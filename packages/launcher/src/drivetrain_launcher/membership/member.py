@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore
 
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
-from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, Node, NodeStatus
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
 from drivetrain_launcher.membership.errors import RunOverError
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ class Member:
     def __init__(
         self,
         store: BoundedStore,
-        node: Node,
+        node: MemberNode,
         *,
         silence_seconds: float,
         place: str,

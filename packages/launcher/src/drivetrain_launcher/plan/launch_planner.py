@@ -45,18 +45,9 @@ def plan_launch(
                 f"OMP_NUM_THREADS={threads} for each of {count} processes, so that they do not crowd the CPU; "
                 "--threads-per-process sets another number",
             )
-    # These need torch's agent, even for a single process.
-    needs_agent = (
-        settings.num_nodes > 1
-        or settings.max_restarts > 0
-        or settings.log_dir is not None
-        or settings.prefix == "all"
-        or bool(settings.show_ranks)
-        or bool(settings.tail)
-    )
     _check_shown(settings, count * settings.num_nodes)
     plan = LaunchPlan(
-        mode="elastic" if count > 1 or needs_agent else "in place",
+        mode="elastic" if count > 1 or _needs_agent(settings) else "in place",
         target=target,
         processes_per_node=count,
         max_restarts=settings.max_restarts,
@@ -76,6 +67,18 @@ def plan_launch(
     if plan.mode == "in place":
         return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
     return _meeting(plan, settings)
+
+
+def _needs_agent(settings: LaunchSettings) -> bool:
+    """Return whether torch's agent is needed even for a single process."""
+    return (
+        settings.num_nodes > 1
+        or settings.max_restarts > 0
+        or settings.log_dir is not None
+        or settings.prefix == "all"
+        or bool(settings.show_ranks)
+        or bool(settings.tail)
+    )
 
 
 def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:

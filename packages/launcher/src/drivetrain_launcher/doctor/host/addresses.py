@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
 from drivetrain_launcher.doctor.host.interfaces import addresses_by_interface
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 _SLOW_LOOKUP_SECONDS = 1.0
 _MOST_LOOKUPS = 64
@@ -47,7 +47,7 @@ class AddressMeasurement:
         return found[0] if found else None
 
 
-def measure_addresses(question: Question) -> AddressMeasurement:
+def measure_addresses(question: Inquiry) -> AddressMeasurement:
     """Look up this host's name and the master's."""
     begin = time.monotonic()
     host_name = socket.gethostname()
@@ -71,7 +71,7 @@ def find_outgoing_address(name: str) -> str | None:
     return next((found for found in map(_outgoing, _resolve(name)) if found is not None), None)
 
 
-def judge_addresses(measured: AddressMeasurement, question: Question) -> CheckVerdict:
+def judge_addresses(measured: AddressMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the names and addresses for a run."""
     findings = [*_own_name(measured, question), *_lookup_time(measured)]
     if question.num_nodes > 1:
@@ -83,7 +83,7 @@ def judge_addresses(measured: AddressMeasurement, question: Question) -> CheckVe
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _own_name(measured: AddressMeasurement, question: Question) -> list[Finding]:
+def _own_name(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
     """Judge what gloo does without GLOO_SOCKET_IFNAME: it listens where this host's own name leads."""
     if question.environment.get("GLOO_SOCKET_IFNAME"):
         return []
@@ -124,7 +124,7 @@ def _own_name(measured: AddressMeasurement, question: Question) -> list[Finding]
     return []
 
 
-def _master(measured: AddressMeasurement, question: Question) -> list[Finding]:
+def _master(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
     master, found = question.master_addr, measured.master_addresses
     if not found:
         return [
@@ -157,7 +157,7 @@ def _master(measured: AddressMeasurement, question: Question) -> list[Finding]:
     return findings
 
 
-def _versions(measured: AddressMeasurement, question: Question) -> list[Finding]:
+def _versions(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
     """Judge whether this host speaks the version of IP that the master's addresses have."""
     own = [
         address
@@ -189,8 +189,8 @@ def _versions(measured: AddressMeasurement, question: Question) -> list[Finding]
     return []
 
 
-def _lookup_time(measured: AddressMeasurement) -> list[Finding]:
-    findings: list[Finding] = []
+def _lookup_time(measured: AddressMeasurement) -> list[Diagnosis]:
+    findings: list[Diagnosis] = []
     if measured.lookup_seconds > _SLOW_LOOKUP_SECONDS:
         findings.append(
             warning(

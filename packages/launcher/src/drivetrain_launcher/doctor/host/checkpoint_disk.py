@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.question import Inquiry
 
 _NETWORK = (
     "nfs",
@@ -58,7 +58,7 @@ class DiskMeasurement:
         return self.kind.startswith(_NETWORK)
 
 
-def measure_disk(question: Question, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
+def measure_disk(question: Inquiry, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
     """Write into the folder for about a second, and remove what was written."""
     folder = question.folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
@@ -75,7 +75,7 @@ def measure_disk(question: Question, mounts: Path = Path("/proc/self/mountinfo")
     )
 
 
-def judge_disk(measured: DiskMeasurement, question: Question) -> CheckVerdict:
+def judge_disk(measured: DiskMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the folder for a run's checkpoints."""
     folder, kind = measured.folder, measured.kind or "unknown type"
     if measured.bytes_per_second is None:
@@ -93,8 +93,8 @@ def judge_disk(measured: DiskMeasurement, question: Question) -> CheckVerdict:
     )
 
 
-def _space(measured: DiskMeasurement, speed: float) -> list[Finding]:
-    findings: list[Finding] = []
+def _space(measured: DiskMeasurement, speed: float) -> list[Diagnosis]:
+    findings: list[Diagnosis] = []
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
         findings.append(
@@ -130,7 +130,7 @@ def _space(measured: DiskMeasurement, speed: float) -> list[Finding]:
     return findings
 
 
-def _file_system(measured: DiskMeasurement, question: Question) -> list[Finding]:
+def _file_system(measured: DiskMeasurement, question: Inquiry) -> list[Diagnosis]:
     if measured.kind in _IN_MEMORY:
         return [
             warning(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.question import Inquiry
 
 # The first driver that runs any CUDA of a major version (NVIDIA's table of minor version compatibility).
 _FIRST_DRIVERS = {11: "450", 12: "525", 13: "580"}
@@ -92,7 +92,7 @@ def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
     return GpuMeasurement(**values)
 
 
-def judge_driver(measured: GpuMeasurement, question: Question) -> CheckVerdict:
+def judge_driver(measured: GpuMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the driver against torch's libraries."""
     if not measured.has_nvidia and not measured.has_amd:
         if measured.torch_cuda is None and measured.torch_hip is None:
@@ -109,7 +109,7 @@ def judge_driver(measured: GpuMeasurement, question: Question) -> CheckVerdict:
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _build(measured: GpuMeasurement) -> list[Finding]:
+def _build(measured: GpuMeasurement) -> list[Diagnosis]:
     kind, built = ("NVIDIA", measured.torch_cuda) if measured.has_nvidia else ("AMD", measured.torch_hip)
     if built is not None:
         return []
@@ -125,7 +125,7 @@ def _build(measured: GpuMeasurement) -> list[Finding]:
     ]
 
 
-def _nvidia(measured: GpuMeasurement) -> list[Finding]:
+def _nvidia(measured: GpuMeasurement) -> list[Diagnosis]:
     if not measured.has_nvidia or measured.torch_cuda is None:
         return []
     if measured.driver and measured.library_driver and measured.driver != measured.library_driver:
@@ -164,8 +164,8 @@ def _nvidia(measured: GpuMeasurement) -> list[Finding]:
     return []
 
 
-def _devices(measured: GpuMeasurement, question: Question) -> list[Finding]:
-    findings: list[Finding] = []
+def _devices(measured: GpuMeasurement, question: Inquiry) -> list[Diagnosis]:
+    findings: list[Diagnosis] = []
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
         findings.append(
             error(
@@ -236,7 +236,7 @@ def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
         return CheckVerdict(skipped=f"peer-to-peer needs two GPUs, and there are {len(measured.names)}")
     wrong = [pair for pair, answer in measured.peers.items() if answer == "wrong data"]
     without = [pair for pair, answer in measured.peers.items() if answer == "no"]
-    findings: list[Finding] = []
+    findings: list[Diagnosis] = []
     if wrong:
         findings.append(
             error(

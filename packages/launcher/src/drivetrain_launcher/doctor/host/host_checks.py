@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from drivetrain_launcher.doctor.finding import Check, CheckVerdict
+from drivetrain_launcher.doctor.diagnosis import Check, CheckVerdict
 from drivetrain_launcher.doctor.host.addresses import AddressMeasurement, judge_addresses, measure_addresses
 from drivetrain_launcher.doctor.host.checkpoint_disk import judge_disk, measure_disk
 from drivetrain_launcher.doctor.host.gpus import GpuMeasurement, judge_driver, judge_peers, measure_gpus
@@ -15,7 +15,7 @@ from drivetrain_launcher.doctor.host.shared_memory_folder import judge_shared_me
 from drivetrain_launcher.doctor.host.variables import judge_variables, measure_variables
 from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_ranks
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 
 _GPU_SECONDS = 60.0
@@ -27,7 +27,7 @@ _MOST_ROUNDS = 28
 PROGRAM_SECONDS = 150.0
 
 
-def host_checks(question: Question, addresses: AddressMeasurement | None = None) -> tuple[Check, ...]:
+def host_checks(question: Inquiry, addresses: AddressMeasurement | None = None) -> tuple[Check, ...]:
     """Return the checks of this host that take milliseconds to two seconds each.
 
     Args:
@@ -47,7 +47,7 @@ def host_checks(question: Question, addresses: AddressMeasurement | None = None)
     )
 
 
-def program_checks(question: Question, program: PairProgram | None) -> tuple[Check, ...]:
+def program_checks(question: Inquiry, program: PairProgram | None) -> tuple[Check, ...]:
     """Return the checks of this host that need torch: of GPUs, and of the ranks that would run here.
 
     Args:
@@ -71,13 +71,13 @@ def program_checks(question: Question, program: PairProgram | None) -> tuple[Che
     return tuple(checks)
 
 
-def _port(question: Question) -> CheckVerdict:
+def _port(question: Inquiry) -> CheckVerdict:
     if not question.hosts_store:
         return CheckVerdict(skipped=f"the store listens on {question.master_addr}, not here")
     return judge_port(measure_port(question), question)
 
 
-def _pairs(question: Question, backend: str, program: PairProgram | None) -> CheckVerdict:
+def _pairs(question: Inquiry, backend: str, program: PairProgram | None) -> CheckVerdict:
     """Measure the pairs of ranks of this host."""
     count = question.processes_per_node
     if count < 2:

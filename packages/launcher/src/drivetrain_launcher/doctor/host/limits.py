@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
 from drivetrain_launcher.doctor.host.control_groups import GroupLimits, read_group_limits
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 # A rank opens its libraries, its output and its sockets; with workers also a file for each tensor in flight.
 _FILES_OF_A_RANK = 256
@@ -77,7 +77,7 @@ def measure_limits(
     )
 
 
-def judge_limits(measured: LimitMeasurement, question: Question) -> CheckVerdict:
+def judge_limits(measured: LimitMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the limits for a run."""
     findings = [
         *_open_files(measured, question),
@@ -112,7 +112,7 @@ def judge_limits(measured: LimitMeasurement, question: Question) -> CheckVerdict
     return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
 
 
-def _open_files(measured: LimitMeasurement, question: Question) -> list[Finding]:
+def _open_files(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]:
     limit = measured.open_files
     connections = _CONNECTIONS_PER_RANK * question.world_size if question.hosts_store else question.world_size
     needed = _FILES_OF_A_RANK + connections
@@ -137,10 +137,10 @@ def _open_files(measured: LimitMeasurement, question: Question) -> list[Finding]
     return [judge(f"{limit:,} open files (ulimit -n)", why=why, mend=raise_it, limit=limit, needed=wanted)]
 
 
-def _processes(measured: LimitMeasurement, question: Question) -> list[Finding]:
+def _processes(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]:
     ranks = question.processes_per_node
     needed = ranks * (_THREADS_OF_A_RANK + question.num_workers * _THREADS_OF_A_WORKER)
-    findings: list[Finding] = []
+    findings: list[Diagnosis] = []
     if (
         measured.processes is not None
         and not measured.is_root
@@ -176,7 +176,7 @@ def _processes(measured: LimitMeasurement, question: Question) -> list[Finding]:
     return findings
 
 
-def _memory(measured: LimitMeasurement, question: Question) -> list[Finding]:
+def _memory(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]:
     group = measured.group
     if group.memory_bytes is None:
         return []

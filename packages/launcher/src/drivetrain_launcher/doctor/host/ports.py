@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.question import Inquiry
 
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
@@ -34,7 +34,7 @@ class PortMeasurement:
     reserved: str = ""
 
 
-def measure_port(question: Question, proc: Path = Path("/proc")) -> PortMeasurement:
+def measure_port(question: Inquiry, proc: Path = Path("/proc")) -> PortMeasurement:
     """Try to listen on the port, as the run's store would."""
     port, failure = question.master_port, None
     try:
@@ -56,7 +56,7 @@ def measure_port(question: Question, proc: Path = Path("/proc")) -> PortMeasurem
     )
 
 
-def judge_port(measured: PortMeasurement, question: Question) -> CheckVerdict:
+def judge_port(measured: PortMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the port for a run."""
     port = measured.port
     if not question.hosts_store:
@@ -88,7 +88,7 @@ def judge_port(measured: PortMeasurement, question: Question) -> CheckVerdict:
     return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
 
 
-def _ephemeral(measured: PortMeasurement) -> list[Finding]:
+def _ephemeral(measured: PortMeasurement) -> list[Diagnosis]:
     port = measured.port
     is_given = measured.first_ephemeral <= port <= measured.last_ephemeral
     # A cluster derives a port from its job, which may lie anywhere.

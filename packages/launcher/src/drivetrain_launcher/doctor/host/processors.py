@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, warning
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, warning
 from drivetrain_launcher.doctor.host.control_groups import read_group_limits
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def measure_processors(devices: Path = Path("/sys/devices/system/cpu")) -> Proce
     )
 
 
-def judge_processors(measured: ProcessorMeasurement, question: Question) -> CheckVerdict:
+def judge_processors(measured: ProcessorMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the cores for a run."""
     summary = f"{measured.effective:g} of {measured.cores} cores"
     findings = [*_room(measured, question), *_threads(measured, question)]
@@ -73,7 +73,7 @@ def judge_processors(measured: ProcessorMeasurement, question: Question) -> Chec
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _room(measured: ProcessorMeasurement, question: Question) -> list[Finding]:
+def _room(measured: ProcessorMeasurement, question: Inquiry) -> list[Diagnosis]:
     ranks = question.processes_per_node
     wanted = ranks * (1 + question.num_workers)
     if ranks > measured.effective:
@@ -98,7 +98,7 @@ def _room(measured: ProcessorMeasurement, question: Question) -> list[Finding]:
     return []
 
 
-def _threads(measured: ProcessorMeasurement, question: Question) -> list[Finding]:
+def _threads(measured: ProcessorMeasurement, question: Inquiry) -> list[Diagnosis]:
     if (
         measured.quota is None
         or measured.quota >= measured.usable

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.question import Inquiry
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
 _PREFETCH = 2
@@ -49,14 +49,14 @@ def measure_shared_memory(folder: Path = Path("/dev/shm")) -> SharedMemoryMeasur
     )
 
 
-def needed_bytes(question: Question) -> int:
+def needed_bytes(question: Inquiry) -> int:
     """Return the shared memory that the processes of this host fill at once, if a batch's size was said."""
     nccl = question.processes_per_node * _NCCL_BYTES_PER_RANK if question.accelerator == "cuda" else 0
     batches = question.num_workers * _PREFETCH + 1 if question.num_workers else 0
     return question.processes_per_node * batches * (question.batch_bytes or 0) + nccl
 
 
-def judge_shared_memory(measured: SharedMemoryMeasurement, question: Question) -> CheckVerdict:
+def judge_shared_memory(measured: SharedMemoryMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the shared memory for a run."""
     if not question.num_workers and question.accelerator != "cuda":
         return CheckVerdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
@@ -72,7 +72,7 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, question: Question) -
     return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, question)))
 
 
-def _room(measured: SharedMemoryMeasurement, size: int, question: Question) -> list[Finding]:
+def _room(measured: SharedMemoryMeasurement, size: int, question: Inquiry) -> list[Diagnosis]:
     needed, free, folder = needed_bytes(question), measured.free_bytes, measured.folder
     target = f"{max(8, -(-2 * needed // 2**30))}g"
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"

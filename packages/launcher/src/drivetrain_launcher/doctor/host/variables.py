@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, error, warning
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
 from drivetrain_launcher.doctor.host.interfaces import interface_names
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 # Variable, the value that harms ("" for any), what it does, what to do.
 _HARMFUL = (
@@ -52,7 +52,7 @@ class VariableMeasurement:
     unusable_folder: str | None = None
 
 
-def measure_variables(question: Question, dev: Path = Path("/dev")) -> VariableMeasurement:
+def measure_variables(question: Inquiry, dev: Path = Path("/dev")) -> VariableMeasurement:
     """Collect what the environment is held against."""
     folder = question.environment.get("TMPDIR")
     is_usable = folder is None or (Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -65,7 +65,7 @@ def measure_variables(question: Question, dev: Path = Path("/dev")) -> VariableM
     )
 
 
-def judge_variables(measured: VariableMeasurement, question: Question) -> CheckVerdict:
+def judge_variables(measured: VariableMeasurement, question: Inquiry) -> CheckVerdict:
     """Judge the environment for a run."""
     findings = [
         *_interfaces(measured, question),
@@ -97,9 +97,9 @@ def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
     return not (set(interfaces) - matched - {"lo"} if is_exclusion else matched)
 
 
-def _interfaces(measured: VariableMeasurement, question: Question) -> list[Finding]:
+def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
     there = ", ".join(measured.interfaces)
-    findings: list[Finding] = []
+    findings: list[Diagnosis] = []
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = measured.environment.get(name, "")
         wrong = [each for each in value.split(",") if each and each not in measured.interfaces]
@@ -124,7 +124,7 @@ def _interfaces(measured: VariableMeasurement, question: Question) -> list[Findi
     return findings
 
 
-def _threads(measured: VariableMeasurement, question: Question) -> list[Finding]:
+def _threads(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
     value = measured.environment.get("OMP_NUM_THREADS")
     if value is None:
         return []
@@ -154,7 +154,7 @@ def _threads(measured: VariableMeasurement, question: Question) -> list[Finding]
     ]
 
 
-def _devices(measured: VariableMeasurement, question: Question) -> list[Finding]:
+def _devices(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
     value = measured.environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or measured.num_gpus is None:
         return []
@@ -188,7 +188,7 @@ def _devices(measured: VariableMeasurement, question: Question) -> list[Finding]
     return []
 
 
-def _proxies(measured: VariableMeasurement, question: Question) -> list[Finding]:
+def _proxies(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
     variables = {name.lower(): text for name, text in measured.environment.items()}
     proxies = [name for name in _PROXIES if variables.get(name)]
     excluded = [part.strip().lstrip("*.") for part in variables.get("no_proxy", "").split(",")]
@@ -212,7 +212,7 @@ def _proxies(measured: VariableMeasurement, question: Question) -> list[Finding]
     ]
 
 
-def _leftovers(measured: VariableMeasurement, question: Question) -> list[Finding]:
+def _leftovers(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
     """Judge variables of a launcher around this one; inside a cluster's job they may be the cluster's."""
     left = [name for name in _RANKS if name in measured.environment]
     if "RANK" not in left or question.num_nodes > 1 or question.processes_per_node > 1:
@@ -227,7 +227,7 @@ def _leftovers(measured: VariableMeasurement, question: Question) -> list[Findin
     ]
 
 
-def _temporary(measured: VariableMeasurement) -> list[Finding]:
+def _temporary(measured: VariableMeasurement) -> list[Diagnosis]:
     folder = measured.environment.get("TMPDIR", "")
     if measured.unusable_folder is not None:
         return [

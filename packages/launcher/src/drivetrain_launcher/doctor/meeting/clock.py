@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, error, warning
-from drivetrain_launcher.doctor.meeting.join import Meeting
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, error, warning
+from drivetrain_launcher.doctor.meeting.join import HostMeeting
 
 QUESTIONS = 5
 _ANSWER_SECONDS = 3.0
@@ -38,7 +38,7 @@ def estimate_offset(samples: Iterable[tuple[float, float, float]]) -> ClockOffse
     return ClockOffset(seconds=(before + after) / 2 - there, bound_seconds=(after - before) / 2)
 
 
-def ask_host_0(meeting: Meeting) -> ClockOffset:
+def ask_host_0(meeting: HostMeeting) -> ClockOffset:
     """Measure this host's clock. On every host but 0, while host 0 calls `answer_hosts`."""
     samples: list[tuple[float, float, float]] = []
     for number in range(QUESTIONS):
@@ -49,7 +49,7 @@ def ask_host_0(meeting: Meeting) -> ClockOffset:
     return estimate_offset(samples)
 
 
-def answer_hosts(meeting: Meeting, ranks: Iterable[int]) -> None:
+def answer_hosts(meeting: HostMeeting, ranks: Iterable[int]) -> None:
     """Answer the questions of all hosts, one host after another. On host 0."""
     for rank in ranks:
         for number in range(QUESTIONS):

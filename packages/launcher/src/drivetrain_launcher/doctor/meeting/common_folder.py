@@ -5,8 +5,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, Finding, warning
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, warning
+from drivetrain_launcher.doctor.question import Inquiry
 
 _SHOWN = 16
 
@@ -28,7 +28,7 @@ def file_in(folder: Path) -> Generator[str]:
 
 
 def judge_folder(
-    sees: Mapping[int, bool], labels: Mapping[int, str], question: Question, *, is_writable: bool
+    sees: Mapping[int, bool], labels: Mapping[int, str], question: Inquiry, *, is_writable: bool
 ) -> CheckVerdict:
     """Name the hosts that do not see in the folder of the checkpoints what host 0 wrote there."""
     if not is_writable:
@@ -38,7 +38,7 @@ def judge_folder(
     if not blind:
         return CheckVerdict(summary=summary)
     who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
-    finding: Finding = warning(
+    finding: Diagnosis = warning(
         f"{who}: the folder {question.folder} is not that of host 0",
         why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
         mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "

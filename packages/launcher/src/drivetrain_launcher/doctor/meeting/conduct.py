@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain_launcher.doctor.finding import CheckReport, CheckVerdict, error
+from drivetrain_launcher.doctor.diagnosis import CheckReport, CheckVerdict, error
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_hosts
 from drivetrain_launcher.doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
 from drivetrain_launcher.doctor.meeting.common_folder import file_in, judge_folder
 from drivetrain_launcher.doctor.meeting.facts import host_label, judge_facts, own_facts, own_name
 from drivetrain_launcher.doctor.meeting.host_links import PAIR_SECONDS, measure_links, merge
-from drivetrain_launcher.doctor.meeting.join import Meeting, MeetingError, join
+from drivetrain_launcher.doctor.meeting.join import HostMeeting, MeetingError, join
 from drivetrain_launcher.doctor.meeting.reach import ReachListener, judge_reach, reach_all
 from drivetrain_launcher.doctor.meeting.roster import judge_roster, list_hosts
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.doctor.run_checks import report_of
 from drivetrain_launcher.doctor.time_limit import within
 
@@ -53,7 +53,7 @@ class MeetingResult:
 
 
 def meet(
-    question: Question,
+    question: Inquiry,
     reports: tuple[CheckReport, ...],
     *,
     address: str | None,
@@ -86,8 +86,8 @@ def meet(
 
 
 def _take_part(
-    question: Question,
-    meeting: Meeting,
+    question: Inquiry,
+    meeting: HostMeeting,
     reports: tuple[CheckReport, ...],
     address: str | None,
     port: int,
@@ -111,8 +111,8 @@ def _take_part(
 
 
 def _follow(
-    question: Question,
-    meeting: Meeting,
+    question: Inquiry,
+    meeting: HostMeeting,
     reports: tuple[CheckReport, ...],
     program: PairProgram,
     progress: Progress,
@@ -146,7 +146,7 @@ def _follow(
     )
 
 
-def _lead(question: Question, meeting: Meeting, program: PairProgram, progress: Progress) -> MeetingResult:
+def _lead(question: Inquiry, meeting: HostMeeting, program: PairProgram, progress: Progress) -> MeetingResult:
     """Lead the meeting, and judge what all hosts told. On host 0."""
     everyone = range(meeting.num_hosts)
     hello = meeting.collect(
@@ -175,8 +175,8 @@ def _lead(question: Question, meeting: Meeting, program: PairProgram, progress: 
 
 
 def _check_together(
-    question: Question,
-    meeting: Meeting,
+    question: Inquiry,
+    meeting: HostMeeting,
     hello: Mapping[int, Any],
     labels: Mapping[int, str],
     program: PairProgram,
@@ -227,8 +227,8 @@ def _check_together(
 
 
 def _links(
-    question: Question,
-    meeting: Meeting,
+    question: Inquiry,
+    meeting: HostMeeting,
     linked: Sequence[int],
     labels: Mapping[int, str],
     backend: str,
@@ -262,7 +262,7 @@ def _look_around(rank: int, roster: Mapping[str, Any], folder: Path) -> dict[str
     return {"reached": reached, "sees_folder": bool(token) and (folder / token).exists()}
 
 
-def _unmet(question: Question, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
+def _unmet(question: Inquiry, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
     finding = error(
         str(failure),
         why="this host cannot take part in a run",

@@ -6,14 +6,14 @@ from typing import Any
 
 from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 
 PAIR_SECONDS = 45.0
 _MOST_ROUNDS = 32
 
 
 def measure_links(
-    question: Question, ranks: Sequence[int], rank: int, backend: str, program: PairProgram
+    question: Inquiry, ranks: Sequence[int], rank: int, backend: str, program: PairProgram
 ) -> dict[str, Any]:
     """Measure the pairs of this host that it is the lower rank of; return them as plain data. On all of `ranks`.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.doctor.time_limit import within
 from drivetrain_launcher.errors import LaunchError
 
@@ -29,7 +29,7 @@ class MeetingError(LaunchError):
     """A host that could not join; the message says what it saw at the address, and what to do."""
 
 
-class Meeting:
+class HostMeeting:
     """The hosts' common store.
 
     Attributes:
@@ -113,7 +113,7 @@ class Meeting:
         return True
 
 
-def join(question: Question, *, progress: Callable[[str], None]) -> Meeting:
+def join(question: Inquiry, *, progress: Callable[[str], None]) -> HostMeeting:
     """Host the store, or reach it within the question's time.
 
     Raises:
@@ -127,10 +127,10 @@ def join(question: Question, *, progress: Callable[[str], None]) -> Meeting:
     rank = question.node_rank
     if rank is None:
         rank = 0 if is_host else int(PrefixStore(_PREFIX, store).add("arrivals", 1))
-    return Meeting(store, rank=rank, num_hosts=question.num_nodes, seconds=time.monotonic() - begin)
+    return HostMeeting(store, rank=rank, num_hosts=question.num_nodes, seconds=time.monotonic() - begin)
 
 
-def _may_host(question: Question) -> bool:
+def _may_host(question: Inquiry) -> bool:
     """Return whether the store may belong here: on rank 0, or where the master's address is if none is given."""
     if question.node_rank is not None:
         return question.node_rank == 0
@@ -150,7 +150,7 @@ def _is_own(family: int, address: str | int) -> bool:
         return True
 
 
-def _host(question: Question) -> TCPStore | None:
+def _host(question: Inquiry) -> TCPStore | None:
     """Host the store; None if ranks are agreed on and another doctor on this host has come first."""
     timeout = timedelta(seconds=question.wait_seconds)
     try:
@@ -167,7 +167,7 @@ def _host(question: Question) -> TCPStore | None:
         ) from failure
 
 
-def _reach(question: Question, progress: Callable[[str], None]) -> TCPStore:
+def _reach(question: Inquiry, progress: Callable[[str], None]) -> TCPStore:
     """Connect to the store, which may be started later than this host."""
     where = f"{question.master_addr}:{question.master_port}"
     deadline = time.monotonic() + question.wait_seconds

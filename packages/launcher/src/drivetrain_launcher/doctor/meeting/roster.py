@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from drivetrain_launcher.doctor.finding import CheckVerdict, error
-from drivetrain_launcher.doctor.question import Question
+from drivetrain_launcher.doctor.diagnosis import CheckVerdict, error
+from drivetrain_launcher.doctor.question import Inquiry
 
 _SHOWN = 16
 
 
-def judge_roster(num_hosts: int, labels: Mapping[int, str], question: Question) -> CheckVerdict:
+def judge_roster(num_hosts: int, labels: Mapping[int, str], question: Inquiry) -> CheckVerdict:
     """Name the hosts that did not come."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
     summary = f"{len(labels)} of {num_hosts} hosts at {question.master_addr}:{question.master_port}"

@@ -78,8 +78,11 @@ class ShipmentPickler(cloudpickle.Pickler):
 
 def _device_of(value: object) -> str | None:
     """Return the device of a tensor; None for one on the CPU, and for anything else."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+    if "torch" not in sys.modules:
+        return None
+    from torch import Tensor
+
+    if not isinstance(value, Tensor) or value.device.type in ("cpu", "meta"):
         return None
     return str(value.device)
 
