@@ -7,7 +7,7 @@ from drivetrain_dispatch.estimate.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
+class ShardedParts:
     """A choice of what the ranks divide among themselves; each of them holds the rest whole.
 
     Attributes:
@@ -22,11 +22,11 @@ class Sharding:
 
 
 SHARDINGS = {
-    "ddp": Sharding(divides_states=False, divides_gradients=False, divides_weights=False),
-    "zero1": Sharding(divides_gradients=False, divides_weights=False),
-    "zero2": Sharding(divides_weights=False),
-    "zero3": Sharding(),
-    "fsdp": Sharding(),
+    "ddp": ShardedParts(divides_states=False, divides_gradients=False, divides_weights=False),
+    "zero1": ShardedParts(divides_gradients=False, divides_weights=False),
+    "zero2": ShardedParts(divides_weights=False),
+    "zero3": ShardedParts(),
+    "fsdp": ShardedParts(),
 }
 # Blocks whose weights are gathered at once: the one that computes, and the next, which is prefetched.
 _NUM_GATHERED = 2
@@ -54,7 +54,7 @@ class RankMemory:
 
 
 def memory_of_rank(
-    step: StepMemory, *, sharding: Sharding, world_size: int, largest_block_bytes: int
+    step: StepMemory, *, sharding: ShardedParts, world_size: int, largest_block_bytes: int
 ) -> RankMemory:
     """Return the memory of one of `world_size` ranks.
 
