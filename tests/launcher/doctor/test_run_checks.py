@@ -3,7 +3,7 @@ from threading import Event
 
 import pytest
 
-from drivetrain_launcher.doctor.diagnosis import Check, CheckReport, CheckVerdict, error, warning
+from drivetrain_launcher.doctor.doctor_finding import Check, CheckReport, CheckVerdict, error, warning
 from drivetrain_launcher.doctor.run_checks import report_of, run_check, run_checks
 
 

@@ -30,7 +30,7 @@ class LaunchSettings:
         default=1,
         metadata={
             "ask": "drivetrain_launcher.launch_advice:ask_num_nodes",
-            "help": "Number of machines; start the launcher on each of them. MIN:MAX, such as 1:4, for an elastic run.",
+            "help": "Number of machines; start the launcher on each. MIN:MAX, such as 1:4, makes the run elastic.",
         },
     )
     min_nodes: int | None = field(

@@ -1,4 +1,4 @@
-from drivetrain_launcher.doctor.diagnosis import CheckReport, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckReport, error, warning
 from drivetrain_launcher.doctor.examine import Examination
 from drivetrain_launcher.doctor.report.table import merge_hosts, table
 

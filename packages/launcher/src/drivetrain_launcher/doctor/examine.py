@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.diagnosis import CheckReport
+from drivetrain_launcher.doctor.doctor_finding import CheckReport
 from drivetrain_launcher.doctor.host.addresses import find_outgoing_address
 from drivetrain_launcher.doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs

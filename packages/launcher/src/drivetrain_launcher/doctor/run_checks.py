@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
-from drivetrain_launcher.doctor.diagnosis import Check, CheckReport, CheckVerdict, Diagnosis, error
+from drivetrain_launcher.doctor.doctor_finding import Check, CheckReport, CheckVerdict, DoctorFinding, error
 from drivetrain_launcher.doctor.time_limit import within
 
 # A check of one host takes milliseconds; one that writes to a disk takes two seconds.
@@ -54,7 +54,7 @@ def report_of(name: str, verdict: CheckVerdict, *, seconds: float = 0.0) -> Chec
     )
 
 
-def _hung(check: Check, limit_seconds: float) -> Diagnosis:
+def _hung(check: Check, limit_seconds: float) -> DoctorFinding:
     return error(
         f"did not end within {limit_seconds:g} s",
         why="what hangs here, most often a file server, a name server or a driver, hangs a run too",

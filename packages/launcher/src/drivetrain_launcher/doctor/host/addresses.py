@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.host.interfaces import addresses_by_interface
 from drivetrain_launcher.doctor.question import Inquiry
 
@@ -83,7 +83,7 @@ def judge_addresses(measured: AddressMeasurement, question: Inquiry) -> CheckVer
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _own_name(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _own_name(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFinding]:
     """Judge what gloo does without GLOO_SOCKET_IFNAME: it listens where this host's own name leads."""
     if question.environment.get("GLOO_SOCKET_IFNAME"):
         return []
@@ -124,7 +124,7 @@ def _own_name(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis
     return []
 
 
-def _master(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _master(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFinding]:
     master, found = question.master_addr, measured.master_addresses
     if not found:
         return [
@@ -157,7 +157,7 @@ def _master(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
     return findings
 
 
-def _versions(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _versions(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFinding]:
     """Judge whether this host speaks the version of IP that the master's addresses have."""
     own = [
         address
@@ -189,8 +189,8 @@ def _versions(measured: AddressMeasurement, question: Inquiry) -> list[Diagnosis
     return []
 
 
-def _lookup_time(measured: AddressMeasurement) -> list[Diagnosis]:
-    findings: list[Diagnosis] = []
+def _lookup_time(measured: AddressMeasurement) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
     if measured.lookup_seconds > _SLOW_LOOKUP_SECONDS:
         findings.append(
             warning(

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.question import Inquiry
 
 _NETWORK = (
@@ -93,8 +93,8 @@ def judge_disk(measured: DiskMeasurement, question: Inquiry) -> CheckVerdict:
     )
 
 
-def _space(measured: DiskMeasurement, speed: float) -> list[Diagnosis]:
-    findings: list[Diagnosis] = []
+def _space(measured: DiskMeasurement, speed: float) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
         findings.append(
@@ -130,7 +130,7 @@ def _space(measured: DiskMeasurement, speed: float) -> list[Diagnosis]:
     return findings
 
 
-def _file_system(measured: DiskMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _file_system(measured: DiskMeasurement, question: Inquiry) -> list[DoctorFinding]:
     if measured.kind in _IN_MEMORY:
         return [
             warning(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.question import Inquiry
 
 # The first driver that runs any CUDA of a major version (NVIDIA's table of minor version compatibility).
@@ -109,7 +109,7 @@ def judge_driver(measured: GpuMeasurement, question: Inquiry) -> CheckVerdict:
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _build(measured: GpuMeasurement) -> list[Diagnosis]:
+def _build(measured: GpuMeasurement) -> list[DoctorFinding]:
     kind, built = ("NVIDIA", measured.torch_cuda) if measured.has_nvidia else ("AMD", measured.torch_hip)
     if built is not None:
         return []
@@ -125,7 +125,7 @@ def _build(measured: GpuMeasurement) -> list[Diagnosis]:
     ]
 
 
-def _nvidia(measured: GpuMeasurement) -> list[Diagnosis]:
+def _nvidia(measured: GpuMeasurement) -> list[DoctorFinding]:
     if not measured.has_nvidia or measured.torch_cuda is None:
         return []
     if measured.driver and measured.library_driver and measured.driver != measured.library_driver:
@@ -164,8 +164,8 @@ def _nvidia(measured: GpuMeasurement) -> list[Diagnosis]:
     return []
 
 
-def _devices(measured: GpuMeasurement, question: Inquiry) -> list[Diagnosis]:
-    findings: list[Diagnosis] = []
+def _devices(measured: GpuMeasurement, question: Inquiry) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
         findings.append(
             error(
@@ -236,7 +236,7 @@ def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
         return CheckVerdict(skipped=f"peer-to-peer needs two GPUs, and there are {len(measured.names)}")
     wrong = [pair for pair, answer in measured.peers.items() if answer == "wrong data"]
     without = [pair for pair, answer in measured.peers.items() if answer == "no"]
-    findings: list[Diagnosis] = []
+    findings: list[DoctorFinding] = []
     if wrong:
         findings.append(
             error(

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from drivetrain_launcher.doctor.diagnosis import Check, CheckVerdict
+from drivetrain_launcher.doctor.doctor_finding import Check, CheckVerdict
 from drivetrain_launcher.doctor.host.addresses import AddressMeasurement, judge_addresses, measure_addresses
 from drivetrain_launcher.doctor.host.checkpoint_disk import judge_disk, measure_disk
 from drivetrain_launcher.doctor.host.gpus import GpuMeasurement, judge_driver, judge_peers, measure_gpus

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.host.control_groups import GroupLimits, read_group_limits
 from drivetrain_launcher.doctor.question import Inquiry
 
@@ -112,7 +112,7 @@ def judge_limits(measured: LimitMeasurement, question: Inquiry) -> CheckVerdict:
     return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
 
 
-def _open_files(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _open_files(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFinding]:
     limit = measured.open_files
     connections = _CONNECTIONS_PER_RANK * question.world_size if question.hosts_store else question.world_size
     needed = _FILES_OF_A_RANK + connections
@@ -137,10 +137,10 @@ def _open_files(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis
     return [judge(f"{limit:,} open files (ulimit -n)", why=why, mend=raise_it, limit=limit, needed=wanted)]
 
 
-def _processes(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _processes(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFinding]:
     ranks = question.processes_per_node
     needed = ranks * (_THREADS_OF_A_RANK + question.num_workers * _THREADS_OF_A_WORKER)
-    findings: list[Diagnosis] = []
+    findings: list[DoctorFinding] = []
     if (
         measured.processes is not None
         and not measured.is_root
@@ -176,7 +176,7 @@ def _processes(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]
     return findings
 
 
-def _memory(measured: LimitMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _memory(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFinding]:
     group = measured.group
     if group.memory_bytes is None:
         return []

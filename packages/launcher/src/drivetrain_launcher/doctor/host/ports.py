@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.question import Inquiry
 
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -88,7 +88,7 @@ def judge_port(measured: PortMeasurement, question: Inquiry) -> CheckVerdict:
     return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
 
 
-def _ephemeral(measured: PortMeasurement) -> list[Diagnosis]:
+def _ephemeral(measured: PortMeasurement) -> list[DoctorFinding]:
     port = measured.port
     is_given = measured.first_ephemeral <= port <= measured.last_ephemeral
     # A cluster derives a port from its job, which may lie anywhere.

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, warning
 from drivetrain_launcher.doctor.host.control_groups import read_group_limits
 from drivetrain_launcher.doctor.question import Inquiry
 
@@ -73,7 +73,7 @@ def judge_processors(measured: ProcessorMeasurement, question: Inquiry) -> Check
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _room(measured: ProcessorMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _room(measured: ProcessorMeasurement, question: Inquiry) -> list[DoctorFinding]:
     ranks = question.processes_per_node
     wanted = ranks * (1 + question.num_workers)
     if ranks > measured.effective:
@@ -98,7 +98,7 @@ def _room(measured: ProcessorMeasurement, question: Inquiry) -> list[Diagnosis]:
     return []
 
 
-def _threads(measured: ProcessorMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _threads(measured: ProcessorMeasurement, question: Inquiry) -> list[DoctorFinding]:
     if (
         measured.quota is None
         or measured.quota >= measured.usable

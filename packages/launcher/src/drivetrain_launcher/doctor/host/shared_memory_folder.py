@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.question import Inquiry
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
@@ -72,7 +72,7 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, question: Inquiry) ->
     return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, question)))
 
 
-def _room(measured: SharedMemoryMeasurement, size: int, question: Inquiry) -> list[Diagnosis]:
+def _room(measured: SharedMemoryMeasurement, size: int, question: Inquiry) -> list[DoctorFinding]:
     needed, free, folder = needed_bytes(question), measured.free_bytes, measured.folder
     target = f"{max(8, -(-2 * needed // 2**30))}g"
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.host.interfaces import interface_names
 from drivetrain_launcher.doctor.question import Inquiry
 
@@ -97,9 +97,9 @@ def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
     return not (set(interfaces) - matched - {"lo"} if is_exclusion else matched)
 
 
-def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
     there = ", ".join(measured.interfaces)
-    findings: list[Diagnosis] = []
+    findings: list[DoctorFinding] = []
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = measured.environment.get(name, "")
         wrong = [each for each in value.split(",") if each and each not in measured.interfaces]
@@ -124,7 +124,7 @@ def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[Diagno
     return findings
 
 
-def _threads(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _threads(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
     value = measured.environment.get("OMP_NUM_THREADS")
     if value is None:
         return []
@@ -154,7 +154,7 @@ def _threads(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis
     ]
 
 
-def _devices(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _devices(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
     value = measured.environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or measured.num_gpus is None:
         return []
@@ -188,7 +188,7 @@ def _devices(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis
     return []
 
 
-def _proxies(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _proxies(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
     variables = {name.lower(): text for name, text in measured.environment.items()}
     proxies = [name for name in _PROXIES if variables.get(name)]
     excluded = [part.strip().lstrip("*.") for part in variables.get("no_proxy", "").split(",")]
@@ -212,7 +212,7 @@ def _proxies(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis
     ]
 
 
-def _leftovers(measured: VariableMeasurement, question: Inquiry) -> list[Diagnosis]:
+def _leftovers(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
     """Judge variables of a launcher around this one; inside a cluster's job they may be the cluster's."""
     left = [name for name in _RANKS if name in measured.environment]
     if "RANK" not in left or question.num_nodes > 1 or question.processes_per_node > 1:
@@ -227,7 +227,7 @@ def _leftovers(measured: VariableMeasurement, question: Inquiry) -> list[Diagnos
     ]
 
 
-def _temporary(measured: VariableMeasurement) -> list[Diagnosis]:
+def _temporary(measured: VariableMeasurement) -> list[DoctorFinding]:
     folder = measured.environment.get("TMPDIR", "")
     if measured.unusable_folder is not None:
         return [

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.links.link_faults import Link, LinkFaults, find_faults
 
 # A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
@@ -109,8 +109,8 @@ def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
     )
 
 
-def _failures(result: GroupResult, names: Sequence[str]) -> list[Diagnosis]:
-    findings: list[Diagnosis] = []
+def _failures(result: GroupResult, names: Sequence[str]) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
     ranks_of: dict[str, list[int]] = {}
     for rank, failure in sorted((result.failures or {}).items()):
         ranks_of.setdefault(failure, []).append(rank)
@@ -139,7 +139,7 @@ def _failures(result: GroupResult, names: Sequence[str]) -> list[Diagnosis]:
     return findings
 
 
-def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[str]) -> list[Diagnosis]:
+def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[str]) -> list[DoctorFinding]:
     usual = _rate(faults.usual)
     findings = [
         warning(
@@ -183,7 +183,7 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
     return findings
 
 
-def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[Diagnosis]:
+def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[DoctorFinding]:
     faults = find_faults(
         {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()},
         slow_below=1 / _SLOW_LATENCY_TIMES,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, error, warning
 from drivetrain_launcher.doctor.meeting.join import HostMeeting
 
 QUESTIONS = 5

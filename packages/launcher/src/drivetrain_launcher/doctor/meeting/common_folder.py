@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, warning
 from drivetrain_launcher.doctor.question import Inquiry
 
 _SHOWN = 16
@@ -38,7 +38,7 @@ def judge_folder(
     if not blind:
         return CheckVerdict(summary=summary)
     who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
-    finding: Diagnosis = warning(
+    finding: DoctorFinding = warning(
         f"{who}: the folder {question.folder} is not that of host 0",
         why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
         mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "

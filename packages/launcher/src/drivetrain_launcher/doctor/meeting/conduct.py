@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain_launcher.doctor.diagnosis import CheckReport, CheckVerdict, error
+from drivetrain_launcher.doctor.doctor_finding import CheckReport, CheckVerdict, error
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_hosts
 from drivetrain_launcher.doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks

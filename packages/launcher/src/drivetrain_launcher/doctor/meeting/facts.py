@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import distributions
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error, warning
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 
 # A difference in these breaks a run; in others it may.
 _MUST_AGREE = ("torch",)
@@ -44,7 +44,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         facts: The facts that each host told, by rank.
         names: The name of each host, by rank.
     """
-    findings: list[Diagnosis] = []
+    findings: list[DoctorFinding] = []
     subjects = list(dict.fromkeys(subject for told in facts.values() for subject in told))
     for subject in subjects:
         values = {rank: told.get(subject, "none") for rank, told in sorted(facts.items())}
@@ -59,7 +59,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str]) -> Diagnosis:
+def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str]) -> DoctorFinding:
     usual, count = Counter(values.values()).most_common(1)[0]
     others = {rank: value for rank, value in values.items() if value != usual}
     shown = ", ".join(f"{value} on {names[rank]}" for rank, value in list(others.items())[:_SHOWN])

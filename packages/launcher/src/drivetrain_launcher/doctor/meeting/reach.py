@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, Diagnosis, error
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error
 
 Reached = Literal["yes", "refused", "no answer", "frozen", "no route"]
 # Host that connects, host that listens.
@@ -124,7 +124,7 @@ def _whole_hosts(
     return found
 
 
-def _closed(rank: int, bad: Mapping[Way, Reached], names: Mapping[int, str]) -> Diagnosis:
+def _closed(rank: int, bad: Mapping[Way, Reached], names: Mapping[int, str]) -> DoctorFinding:
     how = next(reached for way, reached in sorted(bad.items()) if way[1] == rank)
     return error(
         f"no other host reaches {names[rank]} on a port that its system chose ({how})",
@@ -134,7 +134,7 @@ def _closed(rank: int, bad: Mapping[Way, Reached], names: Mapping[int, str]) -> 
     )
 
 
-def _mute(rank: int, names: Mapping[int, str]) -> Diagnosis:
+def _mute(rank: int, names: Mapping[int, str]) -> DoctorFinding:
     return error(
         f"{names[rank]} reaches no other host, though others reach each other",
         why="gloo and NCCL connect in both directions",
@@ -142,7 +142,7 @@ def _mute(rank: int, names: Mapping[int, str]) -> Diagnosis:
     )
 
 
-def _single(way: Way, reached: Reached, names: Mapping[int, str]) -> Diagnosis:
+def _single(way: Way, reached: Reached, names: Mapping[int, str]) -> DoctorFinding:
     return error(
         f"{names[way[0]]} does not reach {names[way[1]]} ({reached})",
         why="gloo and NCCL connect in both directions: the process group waits until its timeout",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from drivetrain_launcher.doctor.diagnosis import CheckVerdict, error
+from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, error
 from drivetrain_launcher.doctor.question import Inquiry
 
 _SHOWN = 16

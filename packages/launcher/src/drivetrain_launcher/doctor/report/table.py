@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_launcher.doctor.diagnosis import CheckReport, Diagnosis, State
+from drivetrain_launcher.doctor.doctor_finding import CheckReport, DoctorFinding, State
 from drivetrain_launcher.doctor.examine import Examination
 
 # How far apart two columns stand, and where findings begin.
@@ -38,7 +38,7 @@ class CheckRow:
     name: str
     state: State
     summary: str
-    findings: tuple[tuple[Diagnosis, tuple[str, ...]], ...]
+    findings: tuple[tuple[DoctorFinding, tuple[str, ...]], ...]
 
 
 def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
@@ -74,7 +74,7 @@ def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Ch
 
 
 def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> CheckRow:
-    having: dict[tuple[str, str], tuple[Diagnosis, list[str]]] = {}
+    having: dict[tuple[str, str], tuple[DoctorFinding, list[str]]] = {}
     for label, report in found:
         for finding in report.findings:
             # Hosts that differ in a measured number alone share a finding, shown with the numbers of the first.
@@ -113,7 +113,9 @@ def _title(examination: Examination) -> str:
     )
 
 
-def _finding_lines(finding: Diagnosis, hosts: tuple[str, ...], *, is_coloured: bool, width: int) -> list[str]:
+def _finding_lines(
+    finding: DoctorFinding, hosts: tuple[str, ...], *, is_coloured: bool, width: int
+) -> list[str]:
     where = (
         f" [{', '.join(hosts[:_SHOWN])}{f' and {len(hosts) - _SHOWN} more' if len(hosts) > _SHOWN else ''}]"
     )

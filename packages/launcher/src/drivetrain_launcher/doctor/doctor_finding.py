@@ -10,7 +10,7 @@ State = Literal["ok", "warning", "error", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class DoctorFinding:
     """Something that breaks runs or slows them.
 
     Attributes:
@@ -28,14 +28,14 @@ class Diagnosis:
     measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
 
 
-def error(what: str, *, why: str, mend: str, **measured: float | str) -> Diagnosis:
+def error(what: str, *, why: str, mend: str, **measured: float | str) -> DoctorFinding:
     """Return a finding that will break a run."""
-    return Diagnosis(severity="error", what=what, why=why, mend=mend, measured=measured)
+    return DoctorFinding(severity="error", what=what, why=why, mend=mend, measured=measured)
 
 
-def warning(what: str, *, why: str, mend: str, **measured: float | str) -> Diagnosis:
+def warning(what: str, *, why: str, mend: str, **measured: float | str) -> DoctorFinding:
     """Return a finding that may slow a run, or break a larger one."""
-    return Diagnosis(severity="warning", what=what, why=why, mend=mend, measured=measured)
+    return DoctorFinding(severity="warning", what=what, why=why, mend=mend, measured=measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class CheckVerdict:
     """
 
     summary: str = ""
-    findings: tuple[Diagnosis, ...] = ()
+    findings: tuple[DoctorFinding, ...] = ()
     skipped: str | None = None
 
 
@@ -81,7 +81,7 @@ class CheckReport:
     name: str
     summary: str
     is_skipped: bool = False
-    findings: tuple[Diagnosis, ...] = ()
+    findings: tuple[DoctorFinding, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -102,4 +102,4 @@ class CheckReport:
     def from_data(cls, data: Mapping[str, Any]) -> "CheckReport":
         """Return the report that `as_data` wrote."""
         plain = {name: value for name, value in data.items() if name not in ("state", "findings")}
-        return cls(**plain, findings=tuple(Diagnosis(**finding) for finding in data["findings"]))
+        return cls(**plain, findings=tuple(DoctorFinding(**finding) for finding in data["findings"]))
