@@ -103,7 +103,7 @@ def test_a_killed_keeper_is_replaced_and_the_streams_go_on(capfd: pytest.Capture
         os.write(theirs, b"meanwhile\n")
         wait_until(lambda: not has_keeper(os.getpid()))
         keeper.ensure_running()
-        assert has_keeper(os.getpid())
+        wait_until(lambda: has_keeper(os.getpid()))
         os.write(theirs, b"afterwards\n")
         keeper.drain()
     assert not has_keeper(os.getpid())

@@ -127,6 +127,14 @@ def test_a_bar_that_ended_leaves_the_next_lines_below_it() -> None:
     assert terminal.text() == ["100%|##########|", "saved", "[rank 1] after"]
 
 
+def test_lines_wait_below_a_bar_since_a_second_one_may_follow() -> None:
+    terminal = play([*TQDM, b"\n"], [])
+    terminal.screen.write_lines(b"[rank 1] meanwhile\n", now=0.0)
+    terminal.screen.write_leader(b"\rinner 0/4\x1b[A", now=0.1)  # the read was cut before the second bar
+    terminal.screen.write_leader(b"\router\x1b[K\n\rinner 1/4\n", now=0.2)
+    assert terminal.text() == ["[rank 1] meanwhile", "outer", "inner 1/4"]
+
+
 def test_long_lines_of_other_ranks_are_wrapped_above_the_bar_even_beyond_the_screen() -> None:
     terminal = Terminal()
     terminal.screen.write_leader(TQDM[0], now=0.0)

@@ -1,13 +1,11 @@
-"""Kubernetes as a cluster: jobs are JobSets, and kubectl submits them."""
+"""Kubernetes as a cluster: jobs are JobSets, and kubectl submits them.
+
+Every launch asks each cluster for its placement: what submits is imported where it is used, to keep starts fast.
+"""
 
 from collections.abc import Callable, Mapping
 
-from drivetrain_launcher.clusters.jobset_output import JobSetOutput
-from drivetrain_launcher.clusters.kubectl import KUBECTL, ObjectName, read_objects, run_kubectl
-from drivetrain_launcher.clusters.kubernetes_manifest import jobset_manifest
-from drivetrain_launcher.clusters.kubernetes_options import read_kubernetes_options
 from drivetrain_launcher.clusters.kubernetes_placement import kubernetes_placement
-from drivetrain_launcher.clusters.kubernetes_yaml import to_yaml
 from drivetrain_launcher.clusters.protocol import JobPlacement, JobRequest, Submission
 
 
@@ -37,6 +35,11 @@ class Kubernetes:
         Raises:
             LaunchError: An option is unknown or invalid, or the job's name cannot be that of a Kubernetes object.
         """
+        from drivetrain_launcher.clusters.kubectl import KUBECTL
+        from drivetrain_launcher.clusters.kubernetes_manifest import jobset_manifest
+        from drivetrain_launcher.clusters.kubernetes_options import read_kubernetes_options
+        from drivetrain_launcher.clusters.kubernetes_yaml import to_yaml
+
         options = read_kubernetes_options(request)
         manifest = jobset_manifest(request, options)
         name: str = manifest["metadata"]["name"]
@@ -58,6 +61,8 @@ class Kubernetes:
         Raises:
             LaunchError: kubectl is not installed, or the cluster refused the JobSet.
         """
+        from drivetrain_launcher.clusters.kubectl import ObjectName, read_objects
+
         made = read_objects(submission.command[1:])
         found = ObjectName(namespace=made["metadata"]["namespace"], name=made["metadata"]["name"])
         return str(found)
@@ -68,6 +73,9 @@ class Kubernetes:
         Raises:
             LaunchError: kubectl is not installed, or the cluster does not know the job.
         """
+        from drivetrain_launcher.clusters.jobset_output import JobSetOutput
+        from drivetrain_launcher.clusters.kubectl import ObjectName
+
         return JobSetOutput(ObjectName.parse(job_id), submission.request.num_nodes, write).follow()
 
     def cancel(self, job_id: str) -> None:
@@ -76,5 +84,7 @@ class Kubernetes:
         Raises:
             LaunchError: kubectl is not installed, or the cluster does not know the job.
         """
+        from drivetrain_launcher.clusters.kubectl import ObjectName, run_kubectl
+
         job = ObjectName.parse(job_id)
         run_kubectl(["delete", "jobset", job.name, f"--namespace={job.namespace}", "--wait=false"])

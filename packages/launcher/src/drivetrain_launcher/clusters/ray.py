@@ -1,18 +1,19 @@
-"""Ray as a cluster: jobs go to its Jobs API, and a driver in the cluster starts a launcher on each node."""
+"""Ray as a cluster: jobs go to its Jobs API, and a driver in the cluster starts a launcher on each node.
 
-import json
+Every launch asks each cluster for its placement: what submits is imported where it is used, to keep starts fast.
+"""
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any
 
-from drivetrain_config.kinds import plain
 from drivetrain_launcher.clusters.protocol import JobPlacement, JobRequest, Submission
-from drivetrain_launcher.clusters.ray_job import JOB_VARIABLE, RayPlan, plan_ray
-from drivetrain_launcher.clusters.ray_output import JobOutput
 from drivetrain_launcher.clusters.ray_placement import ray_placement
 from drivetrain_launcher.errors import LaunchError
+
+if TYPE_CHECKING:
+    from drivetrain_launcher.clusters.ray_job import RayPlan
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,200}", re.ASCII)
 
@@ -42,6 +43,11 @@ class Ray:
         Raises:
             LaunchError: An option is unknown or invalid.
         """
+        import json
+
+        from drivetrain_config.kinds import plain
+        from drivetrain_launcher.clusters.ray_job import plan_ray
+
         planned = plan_ray(request)
         safe = re.sub(r"[^A-Za-z0-9-]+", "-", request.name).strip("-") or "job"
         text = json.dumps(plain(planned), indent=2) + "\n"
@@ -61,6 +67,10 @@ class Ray:
         Raises:
             LaunchError: Ray is not installed, cannot be reached, or refused the job.
         """
+        from uuid import uuid4
+
+        from drivetrain_launcher.clusters.ray_job import JOB_VARIABLE, plan_ray
+
         planned = plan_ray(submission.request)
         safe = re.sub(r"[^A-Za-z0-9]+", "-", submission.request.name).strip("-")[:100] or "job"
         job = replace(planned.job, job_id=f"{safe}-{uuid4().hex[:8]}")
@@ -80,6 +90,8 @@ class Ray:
         Raises:
             LaunchError: Ray is not installed, cannot be reached, or does not know the job.
         """
+        from drivetrain_launcher.clusters.ray_output import JobOutput
+
         del submission
         submission_id, address = _parse(job_id)
         return JobOutput(_client(address), submission_id, write).follow()
@@ -99,7 +111,7 @@ class Ray:
             raise LaunchError(f"job {job_id}: has ended already")
 
 
-def _where(planned: RayPlan) -> str:
+def _where(planned: "RayPlan") -> str:
     if planned.upload is not None:
         return (
             f"{planned.upload} is copied to the nodes for each start; write checkpoints to a folder that all nodes "

@@ -5,6 +5,7 @@ import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,10 +162,13 @@ class Crew:
     def _results(self, outcomes: Sequence[Outcome]) -> list[Any]:
         """Return the values of the ranks, or raise what ended the call."""
         failed = [each for each in outcomes if isinstance(each, FailedRank)]
-        if len(failed) or any(isinstance(each, Interrupted) for each in outcomes):
+        with ExitStack() as files:
             for each in outcomes:
                 if isinstance(each, Returned):
-                    each.content.close()
+                    files.enter_context(each.content)
+            return self._values(outcomes, failed)
+
+    def _values(self, outcomes: Sequence[Outcome], failed: Sequence[FailedRank]) -> list[Any]:
         if any(isinstance(each, Interrupted) for each in outcomes):
             own = [each for each in failed if each.failure.error and not each.failure.is_aftermath]
             if own:  # such as an error in saving

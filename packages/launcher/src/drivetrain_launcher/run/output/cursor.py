@@ -28,12 +28,22 @@ class CursorTracker:
         self.is_elsewhere = False
         self._rest = b""
         self._is_hidden = False
+        self._follows_bar = False
         self._settle()
 
     @property
     def is_free(self) -> bool:
-        """True if the cursor is at the start of a new line, below all that the program may rewrite."""
-        return self._is_fresh and self.is_ground and not self._is_hidden and self._row == self._bottom
+        """True if the cursor is at the start of a new line, below all that the program may rewrite.
+
+        A program that has moved up comes back to the rows it has written: only a row below all of them is new.
+        """
+        is_below = self._is_fresh and self._row == self._bottom and (self._is_new or not self._has_moved_up)
+        return is_below and self.is_ground and not self._is_hidden
+
+    @property
+    def follows_bar(self) -> bool:
+        """True if the line above was a bar: the program may draw a second one here, and go back up to the first."""
+        return self._follows_bar
 
     @property
     def is_ground(self) -> bool:
@@ -71,12 +81,14 @@ class CursorTracker:
     def end_line(self) -> None:
         """Note that another program has ended the line."""
         self._rest, self._is_hidden, self.is_elsewhere = b"", False, False
+        self._follows_bar = False
         self._settle()
 
     def _settle(self) -> None:
         """Give all rows above up: the program will not come back to them."""
         self._row = self._top = self._bottom = self._column = 0
-        self._is_fresh, self._has_moved_up = True, False
+        self._is_fresh, self._has_moved_up, self._is_new = True, False, True
+        self._is_bar = False
 
     def _wraps(self) -> int:
         return max(0, self._column - 1) // max(1, self.columns)
@@ -88,22 +100,25 @@ class CursorTracker:
         if lines:
             self._row += len(lines)
             self._column, self._is_fresh = 0, True
+            self._is_new = self._row > self._bottom
             self._bottom = max(self._bottom, self._row)
+            self._follows_bar = b"\r" in lines[-1].rstrip(b"\r") or (len(lines) == 1 and self._is_bar)
+            self._is_bar = False
             if not self._has_moved_up and not self._is_hidden:
                 self._top = self._bottom = self._row
         _, returned, after = last.rpartition(b"\r")
         if returned:
-            self._column = 0
-        width = _width(after)
-        self._column += width
-        if width or (returned and not self._is_fresh):
-            self._is_fresh = False
+            self._column, self._is_bar = 0, True
+        if last:
+            self._follows_bar = self._is_fresh = False
+        self._column += _width(after)
 
     def _escape(self, found: re.Match[bytes]) -> None:
         final, numbers = found["final"], found["numbers"] or b""
         if final in (b"A", b"F"):
             self._row -= _count(numbers)
-            self._top, self._has_moved_up, self._is_fresh = self._row, True, False
+            # A refresh that was cut may go further up: rows are given up only once the program has left them all.
+            self._top, self._has_moved_up, self._is_fresh = min(self._top, self._row), True, False
         elif final in (b"B", b"E"):
             self._row += _count(numbers)
             self._bottom, self._is_fresh = max(self._bottom, self._row), False

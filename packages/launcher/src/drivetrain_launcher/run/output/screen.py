@@ -46,7 +46,8 @@ class Screen:
 
     def write_leader(self, data: bytes, *, now: float) -> None:
         """Write bytes of rank 0, unchanged, then what had to wait for the end of its line."""
-        if not self._held and b"\x1b" not in data and data.endswith(b"\n") and self._tracker.is_free:
+        is_plain = b"\x1b" not in data and data.endswith(b"\n")
+        if not self._held and is_plain and self._tracker.is_free and not self._tracker.follows_bar:
             self._write(data)  # nothing to follow: it stays at the start of a line
             return
         end = data.rfind(b"\n") + 1
@@ -60,7 +61,7 @@ class Screen:
 
     def write_lines(self, lines: bytes, *, now: float) -> None:
         """Write whole lines of another rank, or of the launcher, as soon as they cut nothing."""
-        if not self._held and self._tracker.is_free:
+        if not self._held and self._tracker.is_free and not self._tracker.follows_bar:
             self._write(lines if self._size is None else for_terminal(lines))
             return
         self._held_since = self._held_since if self._held else now
@@ -79,7 +80,8 @@ class Screen:
         tracker = self._tracker
         is_late = at_once or now - self._held_since >= LINE_PATIENCE_SECONDS
         if tracker.is_free:
-            self._write_held(b"")
+            if is_late or not tracker.follows_bar:
+                self._write_held(b"")
         elif self._size is None or (is_late and not tracker.is_ground):
             if is_late:  # a bar draws itself anew on the next line
                 tracker.end_line()
