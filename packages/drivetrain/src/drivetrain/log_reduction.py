@@ -183,7 +183,7 @@ def _check_same_names(names: Sequence[str], difference: object) -> None:
     """Check that the marks of all ranks' names do not differ.
 
     Raises:
-        CollectiveMismatchError: They do.
+        CollectiveMismatchError: A rank logged other names than the rest.
     """
     if difference != 0:
         raise CollectiveMismatchError(
