@@ -1,4 +1,4 @@
-"""What it costs to begin: importing, asking for help, launching an empty script.
+"""What it costs to begin: importing, asking for help, launching an empty script and one that imports torch.
 
 uv run --group bench python benchmarks/startup.py
 """
@@ -38,6 +38,45 @@ def imported(statement: str) -> Callable[[], float]:
         return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
 
     return turn
+
+
+# Fails on its first attempt, so that the launcher starts the ranks again.
+FAILS_ONCE = "import os, sys, torch\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+
+
+def launches(script: str, count: int, *flags: str) -> dict[str, Callable[[], float]]:
+    """The launchers, with `count` processes; `flags` are torchrun's, which ours knows too."""
+    contestants = {
+        "torchrun": command(
+            str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(count), *flags, script
+        ),
+        "drivetrain launch": command(
+            str(BIN / "drivetrain"), "launch", "--cpu", "--num-processes", str(count), *flags, script
+        ),
+    }
+    if installed("accelerate"):
+        peer = ("launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1")
+        contestants["accelerate launch"] = command(
+            str(BIN / "accelerate"), *peer, "--num_processes", str(count), *flags, script
+        )
+    return contestants
+
+
+def cases_with_torch(folder: Path) -> dict[str, tuple[str, dict[str, Callable[[], float]]]]:
+    """The cases of scripts that import torch, as those that train do; as in `cases`."""
+    imports, fails = folder / "imports.py", folder / "fails.py"
+    imports.write_text("import torch\n")
+    fails.write_text(FAILS_ONCE)
+    one = {"python": command(sys.executable, str(imports)), **launches(str(imports), 1)}
+    return {
+        "Launch of a script that imports torch, one process": ("s", one),
+        "Launch of a script that imports torch, two processes": ("s", launches(str(imports), 2)),
+        "Launch of a script that imports torch, eight processes": ("s", launches(str(imports), 8)),
+        "The same with two processes, which fail and are started again": (
+            "s",
+            launches(str(fails), 2, "--max-restarts", "1"),
+        ),
+    }
 
 
 def cases(script: str) -> dict[str, tuple[str, dict[str, Callable[[], float]]]]:
@@ -84,7 +123,7 @@ def main() -> None:
         script.write_text("")
         tables = [
             Table(title=title, unit=unit, measured=take_turns(contestants, rounds=arguments.rounds))
-            for title, (unit, contestants) in cases(str(script)).items()
+            for title, (unit, contestants) in {**cases(str(script)), **cases_with_torch(Path(folder))}.items()
         ]
     report("startup", tables, arguments)
 

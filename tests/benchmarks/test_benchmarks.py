@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("startup", "torchrun", marks=pytest.mark.slow),
         pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
         pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),
+        pytest.param("simulated_rendezvous --most=512", "64 agents", marks=pytest.mark.slow),
         pytest.param("backends --only fsdp, shard_grad", "raw", marks=pytest.mark.slow),
         pytest.param("memory", "taken", marks=pytest.mark.slow),
         pytest.param("device_map", "drivetrain", marks=pytest.mark.slow),

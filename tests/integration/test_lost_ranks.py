@@ -40,7 +40,7 @@ def test_the_rank_that_was_lost_is_named(tmp_path: Path, python: str, lost: int,
         [*command, str(script), str(lost), how], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == (137 if how == "dies" else 1)
-    # Before the line about the other ranks stands the failure that began it.
-    root = done.stderr.rpartition("drivetrain: the other ranks of this node:")[0]
+    # Below the lines about the other ranks stands the failure that began it.
+    root = done.stderr.rpartition("drivetrain: the other ranks of this node:")[2]
     assert f"drivetrain: rank {lost} (local rank {lost}, process" in root
     assert ("was ended by SIGKILL" if how == "dies" else "OSError: the disk is gone") in root

@@ -123,6 +123,7 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
         "-m",
         "drivetrain_launcher",
         "launch",
+        "--no-prefix",
         "--num-processes",
         "2",
         "--max-restarts",

@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def test_what_is_met_in_another_way_is_told(
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_way_out(tokens: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         build_parser("launch", LaunchArguments, "Run it.").parse(tokens.split())
 
 
@@ -144,17 +145,17 @@ def test_a_commands_own_flag_is_its_own() -> None:
     [
         (
             ("--use_fsdp", "--use_deepspeed"),
-            "--use_deepspeed: means --backend deepspeed, and --backend fsdp is",
+            "--use_deepspeed (--backend deepspeed): contradicts --use_fsdp (--backend fsdp)",
         ),
         (
             ("--backend", "ddp", "--use_fsdp"),
-            "--use_fsdp: means --backend fsdp, and --backend ddp is said before",
+            "--use_fsdp (--backend fsdp): contradicts --backend ddp",
         ),
         (("--use_fsdp=false",), "--use_fsdp=false: takes no value; --use_fsdp alone means --backend fsdp"),
     ],
 )
 def test_a_spelling_that_implies_a_value_takes_no_other(tokens: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         said(*tokens)
 
 

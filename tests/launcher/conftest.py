@@ -38,6 +38,12 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.fixture
+def users_environment() -> Callable[..., dict[str, str]]:
+    """Return the function that makes a user's environment with the given variables."""
+    return clean_environment
+
+
+@pytest.fixture
 def drivetrain(tmp_path: Path) -> Launch:
     """Run `drivetrain ARGUMENTS...` in `tmp_path` to its end."""
     return partial(_run, sys.executable, tmp_path)

@@ -48,7 +48,7 @@ seen["remaining"].append(compat.remaining_restarts(agent))
 agent._shutdown(15, *[5] * compat.HAS_SHUTDOWN_TIMEOUT)  # what has ended is stopped again without an error
 print(json.dumps(seen))
 """
-ATTEMPT = ["_start_workers", "_monitor_workers", "_shutdown"]
+ATTEMPT = ["_rendezvous", "_start_workers", "_monitor_workers", "_shutdown"]
 
 
 @pytest.mark.parametrize(

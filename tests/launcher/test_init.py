@@ -13,6 +13,7 @@ def test_the_public_names() -> None:
         "LaunchTarget",
         "RankFailedError",
         "RankPlan",
+        "Workers",
         "debug_launcher",
         "detect_host",
         "notebook_launcher",

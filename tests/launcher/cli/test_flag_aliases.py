@@ -37,8 +37,8 @@ def test_an_installed_flag_wins_over_a_translation() -> None:
     ("written", "words"),
     [
         ("--megatron_lm_tp_degree", "--backend fsdp and --backend deepspeed shard the model"),
-        ("--dynamo_backend", "torch.compile"),
-        ("--tee", "--log-dir"),
+        ("--dynamo_mode", "torch.compile"),
+        ("--mpirun_hostfile", "mpirun --hostfile"),
     ],
 )
 def test_what_is_not_available_is_named_with_the_way_out(written: str, words: str) -> None:

@@ -188,3 +188,34 @@ def test_a_value_that_the_command_refuses_is_told() -> None:
 
 def test_no_section_is_said_of_when_nothing_is() -> None:
     assert launch("train.py").layers.entries.keys() == Layers.read().entries.keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedArguments:
+    script: str = field(metadata={"positional": True, "help": "What to run."})
+    rest: tuple[str, ...] = field(default=(), metadata={"rest": True, "help": "Its own arguments."})
+    option: tuple[str, ...] = field(default=(), metadata={"repeated": True, "help": "An option, each time."})
+
+
+def test_a_repeated_flag_keeps_each_value_as_it_is() -> None:
+    parser = build_parser("copy", RepeatedArguments, "Copy it.")
+    found = parser.parse(["--option", "a=b,c", "--option=--x=1", "s.py", "--option", "theirs"])
+    assert found.option == ("a=b,c", "--x=1")
+    assert found.rest == ("--option", "theirs")
+    assert parser.parse(["s.py"]).option == ()
+
+
+@pytest.mark.parametrize("written", ["--nnodes", "--num-nodes", "--num_machines"])
+def test_a_range_of_nodes_sets_the_fewest_and_the_most(written: str) -> None:
+    for tokens in ((written, "1:4"), (f"{written}=1:4",)):
+        found = settings(launch(*tokens, "x.py"))
+        assert (found.min_nodes, found.num_nodes) == (1, 4)
+    fixed = settings(launch(written, "2", "x.py"))
+    assert (fixed.min_nodes, fixed.num_nodes) == (None, 2)
+
+
+def test_a_range_of_nodes_that_is_none_is_refused_with_its_part() -> None:
+    with pytest.raises(ValueError, match="min_nodes"):
+        settings(launch("--nnodes", "few:4", "x.py"))
+    with pytest.raises(ValueError, match="min_nodes=4: num_nodes=1 is the most"):
+        settings(launch("--nnodes", "4:1", "x.py"))

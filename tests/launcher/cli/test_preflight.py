@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
-from drivetrain_config.source import Source
+from drivetrain_config import Layers
+from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_device, misplaced_flags
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
 FLAG = Source("command line", "--backend")
@@ -53,3 +56,28 @@ def test_backends_that_are_there_and_auto_pass() -> None:
     for name in (*INSTALLED, "auto"):
         check_backend(name, INSTALLED, "", FLAG)
     check_backend("fspd", (), "", FLAG)  # the launcher alone is installed: the workers know
+
+
+def said(kind: Kind, cpu: bool, device: str, of_device: Kind | None = None) -> Layers:
+    return Layers(
+        {
+            ("run", "cpu"): (Entry(cpu, Source(kind, "--cpu")),),
+            ("state", "device"): (Entry(device, Source(of_device or kind, "--state-device")),),
+        }
+    )
+
+
+def test_cpu_beside_another_device_names_both_with_their_sources() -> None:
+    message = (
+        "run.cpu=True (from --cpu on the command line) contradicts state.device='cuda' (from --state-device on the "
+        "command line); keep one of the two"
+    )
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        check_device(said("command line", True, "cuda"))
+
+
+def test_cpu_on_the_command_line_overrides_a_device_in_a_file() -> None:
+    check_device(said("command line", True, "cuda", of_device="file"))
+    check_device(said("command line", True, "cpu"))
+    check_device(said("command line", False, "cuda"))
+    check_device(Layers({}))

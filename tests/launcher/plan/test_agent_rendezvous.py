@@ -1,7 +1,8 @@
 import pytest
 
-from drivetrain_launcher import Host, LaunchSettings, LaunchTarget, plan_launch
+from drivetrain_launcher import Host, LaunchError, LaunchSettings, LaunchTarget, plan_launch
 from drivetrain_launcher.plan.agent_rendezvous import OneNode, rendezvous_of
+from processes import free_port
 
 
 def test_two_runs_never_get_the_same_port() -> None:
@@ -32,3 +33,17 @@ def test_the_handler_fits_the_plan(settings: LaunchSettings, backend: str) -> No
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0
     assert not handler.is_closed()
+
+
+def test_nodes_that_agree_on_their_ranks_count_those_that_came() -> None:
+    settings = LaunchSettings(
+        num_nodes=3, master_addr="127.0.0.1", master_port=free_port(), rdzv_backend="c10d", rdzv_id="run",
+        rdzv_timeout_seconds=3, processes_per_node=1,
+    )  # fmt: skip
+    plan = plan_launch(settings, LaunchTarget(name="x.py"), Host())
+    node = rendezvous_of(plan)
+    with pytest.raises(
+        LaunchError, match=r"1 of 3 nodes came to 127.0.0.1:\d+ within 3 s: .*Missing: 2 without a name"
+    ):
+        node.next_rendezvous()
+    node.shutdown()

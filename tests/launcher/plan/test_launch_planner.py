@@ -143,3 +143,48 @@ def test_several_nodes_meet_on_torchruns_port() -> None:
     settings = LaunchSettings(num_nodes=2, node_rank=1, master_addr="head", num_processes=8)
     plan = plan_launch(settings, TARGET, Host())
     assert (plan.master_addr, plan.master_port, plan.processes_per_node) == ("head", 29500, 4)
+
+
+def test_an_elastic_plan_has_both_numbers_of_nodes_and_says_so() -> None:
+    settings = LaunchSettings(
+        num_nodes=4, min_nodes=1, rdzv_backend="c10d", rdzv_id="run", master_addr="a", processes_per_node=2
+    )
+    plan = plan_launch(settings, TARGET, Host())
+    assert (plan.mode, plan.min_nodes, plan.num_nodes) == ("elastic", 1, 4)
+    assert "elastic: goes on with 1 to 4 nodes; one that is silent for 6 s is left behind" in str(plan)
+
+
+def test_a_range_of_nodes_with_static_rendezvous_is_refused() -> None:
+    settings = LaunchSettings(num_nodes=4, min_nodes=1, node_rank=0, master_addr="a")
+    with pytest.raises(
+        LaunchError, match=r"--num-nodes 1:4: nodes come and go only with --rdzv-backend c10d"
+    ):
+        plan_launch(settings, TARGET, Host())
+
+
+def test_output_that_is_chosen_needs_an_agent_even_for_one_process() -> None:
+    assert plan_launch(LaunchSettings(prefix="none"), TARGET, Host()).mode == "in place"
+    for settings in (LaunchSettings(prefix="all"), LaunchSettings(tail=5), LaunchSettings(show_ranks=(0,))):
+        assert plan_launch(settings, TARGET, Host()).mode == "elastic"
+
+
+def test_ranks_to_show_must_exist() -> None:
+    settings = LaunchSettings(num_processes=4, num_nodes=2, node_rank=0, master_addr="a", show_ranks=(0, 4))
+    with pytest.raises(
+        LaunchError, match="--show-ranks 0,4: 4 processes have the ranks 0 to 3; there is no 4"
+    ):
+        plan_launch(settings, TARGET, Host())
+
+
+def test_last_lines_need_an_output_that_the_launcher_sees() -> None:
+    with pytest.raises(
+        LaunchError, match="--tail 5: with --prefix none the launcher does not see the output"
+    ):
+        plan_launch(LaunchSettings(num_processes=2, tail=5, prefix="none"), TARGET, Host())
+
+
+def test_the_last_lines_of_a_rank_that_is_not_shown_are_shown_when_it_fails() -> None:
+    plan = plan_launch(LaunchSettings(num_processes=2, show_ranks=(0,)), TARGET, Host())
+    assert (plan.tail_of(0), plan.tail_of(1)) == (0, 20)
+    chosen = plan_launch(LaunchSettings(num_processes=2, show_ranks=(0,), tail=3), TARGET, Host())
+    assert (chosen.tail_of(0), chosen.tail_of(1)) == (3, 3)

@@ -42,7 +42,7 @@ def test_ranks_get_torchruns_variables_one_of_ours_and_their_arguments_and_log_f
     lines = [
         f"{rank} {rank} 2 2 0 1 ['DRIVETRAIN_CONFIG'] {list(rest)} {file.parent} __main__" for rank in (0, 1)
     ]
-    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {lines[rank]}" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [lines[0], f"[rank 1] {lines[1]}"]
     files = sorted((tmp_path / "logs").rglob("stdout.log"))
     assert [file.read_text() for file in files] == [f"{line}\n" for line in lines]
     assert os.listdir(scratch) == []  # nothing is left behind
@@ -88,7 +88,7 @@ def test_the_scripts_own_hook_has_the_first_word(drivetrain_with_torch: Callable
 @pytest.mark.costly
 def test_interrupting_lets_every_rank_save(started_with_torch: Callable, script: Callable) -> None:
     script(SAVES_WHEN_INTERRUPTED)
-    process = started_with_torch("launch", "--num-processes", "2", "script.py", "raise")
+    process = started_with_torch("launch", "--no-prefix", "--num-processes", "2", "script.py", "raise")
     lines = iter(process.stdout.readline, "")
     while sum(line == "ready\n" for line in [next(lines)]) == 0:
         pass
@@ -107,7 +107,7 @@ def test_a_second_interrupt_kills(started_with_torch: Callable, script: Callable
     script(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready')\ntime.sleep(100)\n"
     )
-    process = started_with_torch("launch", "--num-processes", "2", "script.py")
+    process = started_with_torch("launch", "--no-prefix", "--num-processes", "2", "script.py")
     seen: list[str] = []
     while seen.count("ready\n") < 2:
         seen.append(process.stdout.readline())
@@ -125,7 +125,7 @@ def test_an_interrupt_that_arrives_twice_at_once_lets_every_rank_save(
     started_with_torch: Callable, script: Callable
 ) -> None:
     script(SAVES_WHEN_INTERRUPTED)
-    process = started_with_torch("launch", "--num-processes", "2", "script.py", "raise")
+    process = started_with_torch("launch", "--no-prefix", "--num-processes", "2", "script.py", "raise")
     seen: list[str] = []
     while seen.count("ready\n") < 2:
         seen.append(process.stdout.readline())
@@ -147,7 +147,7 @@ def test_what_a_failed_rank_has_started_ends_with_it(started_with_torch: Callabl
         "os._exit(3)\n"
     )
     # Its output is a pipe, which ends when nobody holds it.
-    process = started_with_torch("launch", "--num-processes", "2", "script.py")
+    process = started_with_torch("launch", "--no-prefix", "--num-processes", "2", "script.py")
     output = process.stdout.read()
     assert process.wait(60) == 3
     wait_for_end(int(line) for line in output.splitlines() if line.isdigit())
@@ -175,15 +175,20 @@ def test_a_rank_that_leaves_early_is_told_apart_from_another_node(
 @pytest.mark.costly
 def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable) -> None:
     script("import os, time\nprint(os.getpid())\ntime.sleep(100)")
-    process = started("launch", "--num-processes", "2", "script.py")
+    process = started("launch", "--no-prefix", "--num-processes", "2", "script.py")
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGKILL)
     output = process.stdout.read()  # ends when the last rank has closed it
-    assert output.count(f"the launcher (process {process.pid}) of this rank died; the rank stops") == 2
+    assert (
+        output.count(
+            f"drivetrain: the launcher (process {process.pid}) died; its ranks stop, and have 30 s to"
+        )
+        == 1
+    )
     wait_for_end(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_a_rank_that_does_not_stop_is_killed_when_its_launcher_has_died(
     started_with_torch: Callable, script: Callable
 ) -> None:
@@ -194,7 +199,8 @@ def test_a_rank_that_does_not_stop_is_killed_when_its_launcher_has_died(
         "os.write(1, b'%d %d\\n' % (os.getpid(), child.pid))\n"
         "while True: time.sleep(1)"
     )
-    process = started_with_torch("launch", "--num-processes", "2", "script.py")
+    flags = ("--no-prefix", "--shutdown-timeout-seconds", "3")
+    process = started_with_torch("launch", *flags, "--num-processes", "2", "script.py")
     pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
     process.send_signal(signal.SIGKILL)
     wait_for_end(pids)
@@ -233,7 +239,7 @@ def test_a_port_in_use_is_a_clear_error(drivetrain_with_torch: Callable, script:
 
 
 @pytest.mark.costly
-def test_the_failing_rank_is_shown_first_and_once_and_restarted_ranks_meet_anew(
+def test_the_failing_rank_is_shown_last_and_once_and_restarted_ranks_meet_anew(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
     script(
@@ -251,14 +257,16 @@ def test_the_failing_rank_is_shown_first_and_once_and_restarted_ranks_meet_anew(
         "launch", "--num-processes", "2", "--max-restarts", "1", "--master-port", port, "script.py"
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["sum 2", "sum 2"]
-    said = done.stderr.index("drivetrain: rank 1 (local rank 1, process ")
-    assert "Traceback" not in done.stderr[:said]
-    assert done.stderr.count("ValueError: once\n") == 1
-    behind = done.stderr.partition("ValueError: once\n")[2]
-    others, restart, _ = behind.partition("drivetrain: restarting all ranks (1 of 1)\n")
-    assert re.fullmatch(r"(drivetrain: the other ranks of this node:\n  rank 0: .*\n)?", others), behind
-    assert restart
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] sum 2", "sum 2"]
+    told = "drivetrain: rank 1 failed: ValueError: once; the other ranks stop now, and have 30 s to save\n"
+    assert done.stderr.count(told) == 1
+    between, traceback, behind = done.stderr.partition(told)[2].partition(
+        "drivetrain: rank 1 (local rank 1, process "
+    )
+    assert re.fullmatch(r"(drivetrain: the other ranks of this node:\n  rank 0: .*\n)?", between), between
+    assert traceback
+    assert behind.count("ValueError: once\n") == 1
+    assert behind.endswith("ValueError: once\ndrivetrain: restarting all ranks (1 of 1)\n")
     assert "drivetrain_launcher" not in done.stderr
 
 
@@ -266,7 +274,40 @@ def test_the_failing_rank_is_shown_first_and_once_and_restarted_ranks_meet_anew(
 def test_lines_of_several_ranks_do_not_mix(drivetrain_with_torch: Callable, script: Callable) -> None:
     script("for _ in range(2000): print('a', 'line', 'in', 'pieces')")
     done = drivetrain_with_torch("launch", "--num-processes", "2", "script.py")
-    assert set(done.stdout.splitlines()) == {"a line in pieces"}
+    assert set(done.stdout.splitlines()) == {"a line in pieces", "[rank 1] a line in pieces"}
+
+
+@pytest.mark.costly
+def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script(
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving', file=sys.stderr)\n"
+        "    time.sleep(0.5)\n"
+        "    print('saved', file=sys.stderr)\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists('ready'): time.sleep(0.01)\n"
+        "    raise ValueError('boom')\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(100)\n"
+    )
+    done = drivetrain_with_torch("launch", "--num-processes", "2", "script.py")
+    assert done.returncode == 1
+    words = [
+        "drivetrain: rank 1 failed: ValueError: boom",
+        "saving",
+        "saved",
+        "the other ranks of",
+        "Traceback",
+    ]
+    places = [done.stderr.index(word) for word in words]
+    assert places == sorted(places), done.stderr
+    assert done.stderr.endswith("ValueError: boom\n")
+    assert done.stderr.count("Traceback") == 1
 
 
 @pytest.mark.costly
@@ -286,7 +327,15 @@ def test_two_nodes_meet(started_with_torch: Callable, script: Callable, meeting:
         "print(*places, 'and', total)\n"
     )
     shared = ("launch", "--num-nodes", "2", "--num-processes", "4")
-    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-backend", *meeting)
+    place = (
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--rdzv-backend",
+        *meeting,
+        "--no-prefix",
+    )
     node_ranks = [("--node-rank", str(node)) if meeting == ("static",) else () for node in (0, 1)]
     nodes = [started_with_torch(*shared, *place, *node_rank, "script.py") for node_rank in node_ranks]
     outputs = [node.stdout.read() for node in nodes]

@@ -6,8 +6,10 @@ import pytest
 
 from drivetrain_launcher.run.failures import (
     RankFailure,
+    announce,
     describe_others,
     describe_root,
+    describe_tail,
     find_root,
     format_for_user,
     read_failure,
@@ -168,3 +170,24 @@ def test_ranks_that_failed_alike_share_a_line() -> None:
         "drivetrain: the other ranks of this node:\n  ranks 1, 3: the same error\n  rank 2: KeyError\n"
     )
     assert "rank 1: the same error" in describe_others(failures[0], failures[:2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"error": "ValueError: two\nlines"}, "rank 2 failed: ValueError: two; the other ranks stop now"),
+        ({"exit_code": -9}, "rank 2 was ended by SIGKILL; the other"),
+        ({"exit_code": 3}, "rank 2 ended with exit code 3; the other"),
+    ],
+)
+def test_a_failure_is_told_at_once_in_one_line(changes: dict[str, object], said: str) -> None:
+    line = announce(failure(2, **changes), seconds=30.0)
+    assert line.startswith(said)
+    assert line.endswith("and have 30 s to save")
+    assert "\n" not in line
+
+
+def test_the_last_lines_are_shown_with_their_rank() -> None:
+    assert describe_tail(failure(1), []) == ""
+    assert describe_tail(failure(1), ["a"]) == "drivetrain: the last line of rank 1:\n  a\n"
+    assert describe_tail(failure(1), ["a", "b"]) == "drivetrain: the last 2 lines of rank 1:\n  a\n  b\n"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,10 @@ class FSDPSettings:
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = field(
         default=None,
         metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_strategy",
             "help": "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps "
             "them in between, hybrid_shard shards within groups of ranks and replicates across "
-            "groups, no_shard replicates; unset: full_shard."
+            "groups, no_shard replicates; unset: full_shard.",
         },
     )
     shard_size: int | None = field(
@@ -152,7 +153,10 @@ class FSDPSettings:
     )
     offload: bool = field(
         default=False,
-        metadata={"help": "Whether to keep shards, gradients and optimizer states on the CPU between uses."},
+        metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_offload",
+            "help": "Whether to keep shards, gradients and optimizer states on the CPU between uses.",
+        },
     )
     pin_memory: bool | None = field(
         default=None, metadata={"help": "Whether to offload to pinned memory; unset: with an accelerator."}
@@ -166,8 +170,9 @@ class FSDPSettings:
     activation_checkpointing: Literal["none", "full", "selective"] = field(
         default="none",
         metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_activation_checkpointing",
             "help": "Recomputation of activations in backward: full for each block, selective for all but "
-            "matrix products and attention."
+            "matrix products and attention.",
         },
     )
     compile_regions: bool = field(
@@ -201,7 +206,13 @@ class FSDPSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """The settings by which DeepSpeed partitions and offloads; those left out come from `config` or from the run."""
+    """The settings by which DeepSpeed partitions and offloads; those left out come from `config` or from the run.
+
+    Attributes:
+        requires: The modules that the backend needs; `drivetrain config` says so where one is missing.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("deepspeed",)
 
     config: dict[str, Any] | Path | None = field(
         default=None,
@@ -212,18 +223,31 @@ class DeepSpeedSettings:
     stage: Literal[0, 1, 2, 3] | None = field(
         default=None,
         metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_stage",
             "help": "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also "
-            "gradients, 3 also parameters; unset: 2."
+            "gradients, 3 also parameters; unset: 2.",
         },
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] | None = field(
-        default=None, metadata={"help": "Location of optimizer states and master weights (stages 1 to 3)."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_offload_optimizer",
+            "help": "Location of optimizer states and master weights (stages 1 to 3).",
+        },
     )
     offload_param: Literal["none", "cpu", "nvme"] | None = field(
-        default=None, metadata={"help": "Location of parameters between their uses (stage 3)."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_offload_param",
+            "help": "Location of parameters between their uses (stage 3).",
+        },
     )
     nvme_path: Path | None = field(
-        default=None, metadata={"help": "Folder on a fast local disk, for offloading to nvme."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_nvme_path",
+            "help": "Folder on a fast local disk, for offloading to nvme.",
+        },
     )
     reduce_bucket_size: int | None = field(
         default=None,
@@ -248,8 +272,9 @@ class DeepSpeedSettings:
     activation_checkpointing: Literal["none", "full", "selective"] = field(
         default="none",
         metadata={
+            "ask": "drivetrain_backends.backend_advice:ask_activation_checkpointing",
             "help": "Recomputation of activations in backward: full for each block, selective for all but "
-            "matrix products and attention."
+            "matrix products and attention.",
         },
     )
     blocks: tuple[str, ...] | None = field(

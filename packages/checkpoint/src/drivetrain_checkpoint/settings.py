@@ -29,7 +29,10 @@ class CheckpointSettings:
     )
     keep_last: int | None = field(
         default=None,
-        metadata={"help": "Number of newest checkpoints to keep; unset: all."},
+        metadata={
+            "ask": "drivetrain_checkpoint.checkpoint_advice:ask_keep_last",
+            "help": "Number of newest checkpoints to keep; unset: all.",
+        },
     )
     keep_every: int | None = field(
         default=None,

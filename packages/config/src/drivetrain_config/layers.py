@@ -14,6 +14,7 @@ from typing import Any
 from drivetrain_config import environ
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.files import Contents, read_file
+from drivetrain_config.found_file import SettingsFile
 from drivetrain_config.kinds import field_types, plain
 from drivetrain_config.schema import flag_name
 from drivetrain_config.source import Entry, Kind, Source
@@ -28,22 +29,29 @@ _Found = tuple[str, str, Entry]  # section, field, entry
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The values given outside code, by section and field, highest layer first."""
+    """The values given outside code, by section and field, highest layer first.
+
+    Attributes:
+        entries: The values of each field, with their sources.
+        file: The settings file that the launcher read; None without one, and in a worker.
+    """
 
     entries: Mapping[tuple[str, str], tuple[Entry, ...]]
+    file: SettingsFile | None = None
 
     @classmethod
     def read(
         cls,
         *,
-        file: Path | None = None,
+        file: Path | SettingsFile | None = None,
         command_line: Mapping[str, Mapping[str, Any]] | None = None,
         sections: Mapping[str, type[Any]] | None = None,
     ) -> "Layers":
         """Read and check every layer, as the launcher does.
 
         Args:
-            file: A YAML, TOML or JSON file of sections, or an Accelerate configuration file.
+            file: A YAML, TOML or JSON file of sections, or an Accelerate configuration file; by its path, or as
+                `choose_file` found it.
             command_line: The values of flags, by section and field; None means not given.
             sections: Section dataclasses in addition to those that installed packages register.
 
@@ -51,12 +59,13 @@ class Layers:
             ConfigError: A section or field is unknown, a value has the wrong type, or the file cannot be read.
         """
         vocabulary = Vocabulary(sections or {})
+        chosen = SettingsFile(path=file) if isinstance(file, Path) else file
         given = [
             *_of_command_line(command_line or {}),
             *_of_environment(vocabulary),
-            *_of_file(file, vocabulary),
+            *_of_file(None if chosen is None else chosen.path, vocabulary),
         ]
-        return cls(_ranked(_checked(given, vocabulary)))
+        return cls(_ranked(_checked(given, vocabulary)), chosen)
 
     @classmethod
     def of_process(
@@ -180,7 +189,7 @@ def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
             logger.warning("%s", line)
     found: list[_Found] = []
     for section, values in contents.data.items():
-        _check_mapping(contents, section, values, vocabulary)
+        check_mapping(contents, section, values, vocabulary)
         for field, value in (values or {}).items():
             source = Source("file", contents.where(section, str(field)))
             found.append((section, str(field), Entry(value, source, file=path.absolute())))
@@ -192,7 +201,7 @@ def _is_first() -> bool:
     return environ.read("RANK") in (None, "0")
 
 
-def _check_mapping(contents: Contents, section: str, values: object, vocabulary: Vocabulary) -> None:
+def check_mapping(contents: Contents, section: str, values: object, vocabulary: Vocabulary) -> None:
     """Check that a top-level key names a section and holds a mapping.
 
     An empty section is checked too, as its name may be misspelled; a single value is most likely a field outside its

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+from drivetrain_config.advice import Ask
 from drivetrain_config.kinds import (
     choices,
     describe,
@@ -36,6 +37,7 @@ class FieldSpec:
         default: The field's default; MISSING if it has none.
         help: The description in one sentence, with units.
         secret: Whether the value is masked in messages and never handed on.
+        ask: The function that decides whether a wizard asks for the field, or its place; None if there is none.
     """
 
     section: str
@@ -44,6 +46,7 @@ class FieldSpec:
     default: Any
     help: str
     secret: bool
+    ask: Ask | str | None = None
 
     @property
     def shown_default(self) -> str:
@@ -93,6 +96,7 @@ class Prompt:
         default: The value for an empty answer.
         choices: The allowed answers, where the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
+        ask: The function that decides whether to ask, and what to recommend, or its place; None if there is none.
     """
 
     section: str
@@ -101,6 +105,7 @@ class Prompt:
     default: Any
     choices: tuple[str, ...] | None
     secret: bool
+    ask: Ask | str | None = None
 
 
 def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
@@ -114,6 +119,7 @@ def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
             default=field.default if field.default_factory is MISSING else field.default_factory(),
             help=field.metadata.get("help", ""),
             secret=bool(field.metadata.get("secret")) or holds_secret(types[field.name]),
+            ask=field.metadata.get("ask"),
         )
         for field in fields(section_type)
         if field.init
@@ -167,6 +173,7 @@ def questions(section_type: type[Any], section: str) -> tuple[Prompt, ...]:
             default=spec.default,
             choices=spec.words,
             secret=spec.secret,
+            ask=spec.ask,
         )
         for spec in specs(section_type, section)
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from drivetrain.checkpointers import Checkpointers
 from drivetrain.choose_trackers import group_trackers
+from drivetrain.global_batch import scale_accumulation, warn_if_changed
 from drivetrain.parts import Parts
 from drivetrain.prepared import PreparedObjects
 from drivetrain.sections import Sections
@@ -71,7 +72,13 @@ def _build(
     """Build the parts, once the ranks are connected."""
     run, is_main = given.run, context.topology.is_main
     policy = choose_policy(run.mixed_precision, context.device, given.precision)
-    window = AccumulationWindow(run.gradient_accumulation_steps, nonfinite_gradients=run.nonfinite_gradients)
+    shard = _shard(context, parallelism)
+    scaled = scale_accumulation(
+        run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=shard.count
+    )
+    if is_main:
+        warn_if_changed(scaled)
+    window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
     backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
     _check_guard(backend, run)
     reading = LoaderTracker()
@@ -95,7 +102,7 @@ def _build(
     return Parts(
         resolved=given.resolved,
         context=context,
-        shard=_shard(context, parallelism),
+        shard=shard,
         readers=readers,
         policy=policy,
         backend=backend,

@@ -5,9 +5,11 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from drivetrain.effective_plan import EffectivePlan, make_plan
+from drivetrain.global_batch import ScaledAccumulation, scale_accumulation
 from drivetrain.parts import Parts
 from drivetrain.plan_summary import summarize
 from drivetrain.settings import RunSettings, automatic_backend
@@ -52,6 +54,8 @@ def _reasons(parts: Parts) -> dict[str, str]:
         "run.gradient_accumulation_steps": "set by the program since",
         "run.log_with": "all trackers of the installed packages",
     }
+    if parts.settings.accumulation_world_size is not None:
+        reasons["run.gradient_accumulation_steps"] = str(_scaled(parts))
     if loaders := parts.prepared.loaders:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
     if parts.settings.backend == "auto":
@@ -61,6 +65,14 @@ def _reasons(parts: Parts) -> dict[str, str]:
     if parts.resolved["state"].value.device == "auto":
         reasons["state.device"] = "the best that this machine has"
     return reasons
+
+
+def _scaled(parts: Parts) -> ScaledAccumulation:
+    run = parts.settings
+    scaled = scale_accumulation(
+        run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=parts.shard.count
+    )
+    return replace(scaled, steps=parts.backend.window.next_num_micro_batches)
 
 
 def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:

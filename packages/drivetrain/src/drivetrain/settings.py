@@ -15,19 +15,32 @@ class RunSettings:
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] = field(
         default="no",
         metadata={
+            "ask": "drivetrain.run_advice:ask_mixed_precision",
             "help": "Precision of forward and backward: no (the model's own), fp16, bf16, or auto for the "
-            "best the device can do."
+            "best the device can do.",
         },
     )
     backend: str = field(
         default="auto",
         metadata={
+            "ask": "drivetrain.run_advice:ask_backend",
             "help": "Backend that trains the models: single, ddp or an installed one; auto: ddp with several "
-            "processes, or single."
+            "processes, or single.",
         },
     )
     gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "Number of micro-batches in one optimizer step."}
+        default=1,
+        metadata={
+            "ask": "drivetrain.run_advice:ask_accumulation",
+            "help": "Number of micro-batches in one optimizer step.",
+        },
+    )
+    accumulation_world_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of processes that gradient_accumulation_steps is meant for; on another number, as in "
+            "an elastic run, it is scaled to keep the global batch; unset: it is the same for any number."
+        },
     )
     nonfinite_gradients: Literal["ignore", "skip", "raise"] = field(
         default="ignore",
@@ -43,10 +56,18 @@ class RunSettings:
         default=None, metadata={"help": "Seed of every random number generator and of the data's order."}
     )
     project_dir: Path | None = field(
-        default=None, metadata={"help": "Folder of checkpoints, logs and the effective plan."}
+        default=None,
+        metadata={
+            "ask": "drivetrain.run_advice:ask_project_dir",
+            "help": "Folder of checkpoints, logs and the effective plan.",
+        },
     )
     log_with: tuple[str, ...] = field(
-        default=(), metadata={"help": "Trackers to log to, such as jsonl; all: every installed one."}
+        default=(),
+        metadata={
+            "ask": "drivetrain.run_advice:ask_log_with",
+            "help": "Trackers to log to, such as jsonl; all: every installed one.",
+        },
     )
     show_plan: bool = field(
         default=True,
@@ -75,6 +96,10 @@ class RunSettings:
         if self.gradient_accumulation_steps < 1:
             raise ValueError(
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: must be at least 1 micro-batch"
+            )
+        if self.accumulation_world_size is not None and self.accumulation_world_size < 1:
+            raise ValueError(
+                f"accumulation_world_size={self.accumulation_world_size!r}: must be at least 1 process"
             )
         if self.nonfinite_gradients not in ("ignore", "skip", "raise"):
             raise ValueError(

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from drivetrain_launcher.plan.launch_plan import LaunchTarget as LaunchTarget
     from drivetrain_launcher.plan.launch_plan import RankPlan as RankPlan
     from drivetrain_launcher.plan.launch_planner import plan_launch as plan_launch
-    from drivetrain_launcher.run.notebook import debug_launcher as debug_launcher
-    from drivetrain_launcher.run.notebook import notebook_launcher as notebook_launcher
+    from drivetrain_launcher.run.notebook.launchers import debug_launcher as debug_launcher
+    from drivetrain_launcher.run.notebook.launchers import notebook_launcher as notebook_launcher
+    from drivetrain_launcher.run.notebook.workers import Workers as Workers
     from drivetrain_launcher.run.run import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
 
@@ -29,9 +30,10 @@ _MODULES = {
     "RankFailedError": "errors",
     "RankPlan": "plan.launch_plan",
     "LaunchTarget": "plan.launch_plan",
-    "debug_launcher": "run.notebook",
+    "Workers": "run.notebook.workers",
+    "debug_launcher": "run.notebook.launchers",
     "detect_host": "plan.host_detection",
-    "notebook_launcher": "run.notebook",
+    "notebook_launcher": "run.notebook.launchers",
     "plan_launch": "plan.launch_planner",
     "run_plan": "run.run",
 }

@@ -13,8 +13,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 # The methods of torch's agent that `run.elastic.Agent` overrides: the agent calls the first each time it starts the
-# ranks, the second at every interval, and the third to stop them.
-OVERRIDDEN = ("_start_workers", "_monitor_workers", "_shutdown")
+# ranks, the second at every interval, the third to stop them, and the fourth to agree on ranks with other nodes.
+OVERRIDDEN = ("_start_workers", "_monitor_workers", "_shutdown", "_rendezvous")
 # Whether `_shutdown` takes a timeout: torch 2.9 waits 30 s.
 HAS_SHUTDOWN_TIMEOUT = (
     "timeout" in signature(LocalElasticAgent._shutdown).parameters  # pyright: ignore[reportPrivateUsage]
@@ -26,6 +26,14 @@ def exit_codes(agent: LocalElasticAgent) -> list[int | None]:
     context = agent._pcontext  # pyright: ignore[reportPrivateUsage]
     handlers: Mapping[int, SubprocessHandler] = getattr(context, "subprocess_handlers", {})
     return [handler.proc.returncode for handler in handlers.values()]
+
+
+def poll_exit_codes(agent: LocalElasticAgent) -> dict[int, int]:
+    """Look at the ranks that the agent started last, and return the exit codes of those that ended, by local rank."""
+    context = agent._pcontext  # pyright: ignore[reportPrivateUsage]
+    handlers: Mapping[int, SubprocessHandler] = getattr(context, "subprocess_handlers", {})
+    codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+    return {local_rank: code for local_rank, code in codes.items() if code is not None}
 
 
 def remaining_restarts(agent: LocalElasticAgent) -> int:

@@ -10,4 +10,19 @@ class UsageError(LaunchError):
 
 
 class RankFailedError(RuntimeError):
-    """A launched function failed on a rank; the message shows that rank's traceback."""
+    """A launched function failed on a rank; the message shows that rank's traceback.
+
+    Attributes:
+        rank: The rank that failed first.
+        error: The exception of that rank, without its traceback; None if there is none, or if its class is not known
+            in this process.
+    """
+
+    def __init__(self, message: str, *, rank: int, error: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error = error
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback: those of the rank, not of its launcher."""
+        return str(self).splitlines()

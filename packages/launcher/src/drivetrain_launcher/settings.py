@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 RendezvousBackend = Literal["static", "c10d"]
+OutputPrefix = Literal["others", "all", "none"]
 
 # The default port for the rendezvous of several nodes, as in torchrun.
 DEFAULT_PORT = 29500
@@ -17,36 +18,77 @@ class LaunchSettings:
     num_processes: int | None = field(
         default=None,
         metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_num_processes",
             "help": "Number of processes on all nodes together; unset: one per visible accelerator, or one "
-            "without any."
+            "without any.",
         },
     )
     processes_per_node: int | None = field(
         default=None, metadata={"help": "Number of processes on each node, instead of num_processes."}
     )
     num_nodes: int = field(
-        default=1, metadata={"help": "Number of machines; start the launcher on each of them."}
+        default=1,
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_num_nodes",
+            "help": "Number of machines; start the launcher on each. MIN:MAX, such as 1:4, makes the run elastic.",
+        },
+    )
+    min_nodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Fewest machines that an elastic run goes on with, up to num_nodes; requires c10d; unset: the "
+            "number is fixed."
+        },
+    )
+    node_silence_seconds: float = field(
+        default=6.0,
+        metadata={
+            "help": "Seconds without a sign of life after which an elastic run goes on without a machine."
+        },
     )
     node_rank: int | None = field(
         default=None,
         metadata={"help": "Rank of this machine among them, from 0; required with static rendezvous."},
     )
     master_addr: str | None = field(
-        default=None, metadata={"help": "Host name or address of the machine with node rank 0."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_master_addr",
+            "help": "Host name or address of the machine with node rank 0.",
+        },
     )
     master_port: int | None = field(
         default=None,
         metadata={"help": "Port on master_addr; unset: any free port on one node, 29500 on several."},
     )
+    cluster: str = field(
+        default="auto",
+        metadata={
+            "help": "Cluster whose job this is, by the name of its plug-in; auto: found by the variables that only a "
+            "cluster's job has; none: all is given by settings."
+        },
+    )
+    max_requeues: int | None = field(
+        default=None,
+        metadata={
+            "help": "Maximum number of times that a cluster's job is started again after all ranks have saved on "
+            "a signal; unset: no limit, 0: never."
+        },
+    )
     rdzv_backend: RendezvousBackend = field(
         default="static",
         metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_rdzv_backend",
             "help": "Rendezvous of the nodes: static (node ranks are given) or c10d (nodes agree on their "
-            "ranks)."
+            "ranks).",
         },
     )
     rdzv_id: str | None = field(
-        default=None, metadata={"help": "Name of this run, the same on all nodes; required with c10d."}
+        default=None,
+        metadata={
+            "ask": "drivetrain_launcher.launch_advice:ask_rdzv_id",
+            "help": "Name of this run, the same on all nodes; required with c10d.",
+        },
     )
     rdzv_timeout_seconds: float = field(
         default=900.0, metadata={"help": "Seconds that nodes wait for each other before the launch fails."}
@@ -83,6 +125,26 @@ class LaunchSettings:
         default=None,
         metadata={"help": "Folder for the output of each process, in addition to the terminal."},
     )
+    prefix: OutputPrefix = field(
+        default="others",
+        metadata={
+            "help": "Lines that begin with their rank, with several processes: those of the ranks other than 0, all, "
+            "or none, where each process writes to the launcher's own output."
+        },
+    )
+    show_ranks: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "help": "Ranks whose output is shown, such as 0 or 0,8; empty: all. --log-dir keeps the others'."
+        },
+    )
+    tail: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of last lines of the failed rank to show again before its traceback; unset: 20 if its "
+            "output is not shown, else 0."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -92,6 +154,8 @@ class LaunchSettings:
         """
         if self.rdzv_backend not in get_args(RendezvousBackend):
             raise ValueError(f"rdzv_backend={self.rdzv_backend!r}: say static or c10d")
+        if self.prefix not in get_args(OutputPrefix):
+            raise ValueError(f"prefix={self.prefix!r}: say others, all or none")
         self._check_counts()
         self._check_seconds()
         if self.master_port is not None and not 0 <= self.master_port < 2**16:
@@ -109,12 +173,21 @@ class LaunchSettings:
             ("num_processes", 1),
             ("processes_per_node", 1),
             ("num_nodes", 1),
+            ("min_nodes", 1),
             ("max_restarts", 0),
+            ("max_requeues", 0),
             ("threads_per_process", 1),
+            ("tail", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value!r}: must be at least {least}")
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise ValueError(
+                f"min_nodes={self.min_nodes!r}: num_nodes={self.num_nodes} is the most that take part"
+            )
+        if any(rank < 0 for rank in self.show_ranks):
+            raise ValueError(f"show_ranks={self.show_ranks!r}: ranks count from 0")
         if self.num_processes is not None and self.num_processes % self.num_nodes:
             raise ValueError(
                 f"num_processes={self.num_processes!r}: counts the processes of all nodes together, and cannot be "
@@ -129,7 +202,12 @@ class LaunchSettings:
                 )
 
     def _check_seconds(self) -> None:
-        for name in ("rdzv_timeout_seconds", "monitor_interval_seconds", "shutdown_timeout_seconds"):
+        for name in (
+            "node_silence_seconds",
+            "rdzv_timeout_seconds",
+            "monitor_interval_seconds",
+            "shutdown_timeout_seconds",
+        ):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value!r}: a finite number of seconds above 0 is allowed")

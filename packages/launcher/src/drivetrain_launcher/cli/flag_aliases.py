@@ -1,7 +1,7 @@
 """The flags of Accelerate and torchrun: translated to drivetrain's, or refused with an alternative.
 
-Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags for FSDP and
-DeepSpeed, whose values need translation too, are in `accelerate_flags.py`.
+Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags whose values need
+translation too, such as those for FSDP and DeepSpeed, are in `accelerate_flags.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,12 +34,20 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--use-xpu": ("--state-device", "xpu"),
     "--mps": ("--state-device", "mps"),
     "--standalone": ("--num-nodes", "1"),
+    "--no-prefix": ("--prefix", "none"),
     "--same-network": (),  # requests static rendezvous, the default here
+    "--quiet": (),  # requests the failing rank's traceback alone, as the launcher shows it anyway
+    "-q": (),
+    "--no-tpu-cluster": (),  # switches off what is not here
 }
+
+# Their switch -> our flag and value, where an installed section has the flag.
+_IF_INSTALLED: Mapping[str, tuple[str, str]] = {"--enable-cpu-affinity": ("--bind", "auto")}
 
 _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
 _DIMENSIONS = "the parallel dimensions are set in code, Accelerator(parallelism=ParallelDims(...))"
-_LOGS = "--log-dir FOLDER writes the output of each rank to a file, in addition to the terminal"
+_TPU = "there is no TPU launcher here yet; --state-device xla trains on a TPU here, if torch-xla is installed"
+_FP8 = "there is no fp8 training here yet; --mixed-precision bf16 is the narrowest"
 _AFFINITY = "start the launcher under numactl or taskset; the ranks inherit what it sets"
 
 # Prefix of their flag -> the reason why it is unsupported, and the alternative.
@@ -48,24 +56,24 @@ _REFUSED: Mapping[str, str] = {
     "--megatron-lm": _MEGATRON,
     "--use-parallelism-config": _DIMENSIONS,
     "--parallelism-config": _DIMENSIONS,
-    "--tpu": "there is no TPU launcher here yet",
-    "--vm": "there is no TPU launcher here yet",
+    "--tpu": _TPU,
+    "--vm": _TPU,
+    "--env": "set the variables in the shell that starts the launcher: NAME=VALUE drivetrain launch ...",
     "--ipex": "Intel's extension is part of torch by now; --state-device xpu trains on an Intel GPU",
     "--dynamo": "call torch.compile(model) in the script, before accelerator.prepare",
     "--downcast-bf16": "it is for TPUs, for which there is no launcher here yet",
-    "--fp8": "there is no fp8 training here yet; --mixed-precision bf16 is the narrowest",
+    "--fp8": _FP8,
     "--enable-cpu-affinity": _AFFINITY,
     "--numa-binding": _AFFINITY,
     "--aws": "there is no SageMaker launcher here",
-    "--main-training-function": "it is for notebooks; use notebook_launcher(function)",
-    "--tee": _LOGS,
-    "--redirects": _LOGS,
+    "--local-ranks-filter": "--show-ranks 0,8 names the ranks to show, counted over all nodes",
     "--rdzv-endpoint": "say --master-addr HOST and --master-port PORT",
-    "--rdzv-conf": "--rdzv-timeout-seconds sets how long nodes wait for each other; nothing else is set",
-    "--role": "all ranks have one role here; leave it out",
-    "--start-method": "ranks are processes of their own here; leave it out",
-    "--quiet": "the launcher shows the failing rank's traceback alone already; leave it out",
+    "--mpirun": "start the launcher by mpirun itself: mpirun --hostfile FILE drivetrain launch ...; each task then "
+    "knows its rank",
 }
+
+# Our flag and a value of theirs -> the reason why the value is unsupported, and the alternative.
+_REFUSED_VALUES: Mapping[tuple[str, str], str] = {("--mixed-precision", "fp8"): _FP8}
 
 
 def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
@@ -83,10 +91,25 @@ def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
         return (hyphened,)
     if hyphened in MEANINGS:
         return MEANINGS[hyphened]
+    if hyphened in _IF_INSTALLED and _IF_INSTALLED[hyphened][0] in known:
+        return _IF_INSTALLED[hyphened]
     renamed = RENAMED.get(hyphened, hyphened)
     if renamed == "--cpu" and renamed not in known:  # the umbrella package, which has --cpu, is not installed
         return ("--state-device", "cpu")
     return (renamed,)
+
+
+def node_range(name: str, value: str) -> dict[str, str] | None:
+    """Return the fields that a range of nodes sets, as in torchrun's `--nnodes 1:4`; None if it is no range.
+
+    Args:
+        name: The flag in our spelling.
+        value: The value as written.
+    """
+    least, colon, most = value.partition(":")
+    if name != "--num-nodes" or not colon:
+        return None
+    return {"num_nodes": most, "min_nodes": least}
 
 
 def refusal(name: str) -> str | None:
@@ -96,3 +119,8 @@ def refusal(name: str) -> str | None:
         if hyphened == start or hyphened.startswith(f"{start}-"):
             return reason
     return None
+
+
+def refused_value(flag: str, value: str | bool) -> str | None:
+    """Return why a value that Accelerate takes is unsupported by our flag; None for any other value."""
+    return _REFUSED_VALUES.get((flag, str(value)))

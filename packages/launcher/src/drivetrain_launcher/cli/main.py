@@ -2,7 +2,8 @@
 
 Subcommands are found through the entry point group `drivetrain.commands`; only the module of the chosen one is
 imported, so that `drivetrain --help` is fast. The entry point `checkpoint.list` is called as
-`drivetrain checkpoint list`.
+`drivetrain checkpoint list`. A name may be both a command and a group: `drivetrain config` beside
+`drivetrain config show`.
 """
 
 import sys
@@ -15,6 +16,7 @@ from drivetrain_config.installed import EntryPoint
 from drivetrain_config.registry import commands
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError, UsageError
+from drivetrain_launcher.module_summary import module_summary
 
 # The exit code for an invalid command line, as with argparse.
 _USAGE = 2
@@ -47,10 +49,11 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
         sys.stdout.write(f"drivetrain {version('drivetrain-launcher')}\n")
         return 0
     name, *rest = tokens
-    if name in found:
+    members = _group(found, name)
+    if name in found and not _goes_to_member(rest, members):
         run = cast("Callable[[Any], int]", found[name].load())
-        return run(_parse(f"{group}{name}", run, rest))
-    if members := _group(found, name):
+        return run(_parse(f"{group}{name}", run, rest, members))
+    if members:
         return _run(rest, members, f"{group}{name} ")
     names = _names(found)
     near = get_close_matches(name, names, n=1)
@@ -58,6 +61,11 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
     raise UsageError(
         f"{group}{name}: no such command{hint}; the installed packages provide {', '.join(names)}"
     )
+
+
+def _goes_to_member(rest: Sequence[str], members: Mapping[str, EntryPoint]) -> bool:
+    """Return whether the tokens after a name choose a command of its group, or try to."""
+    return bool(members and rest) and not rest[0].startswith("-")
 
 
 def _names(found: Mapping[str, EntryPoint]) -> list[str]:
@@ -71,12 +79,17 @@ def _group(found: Mapping[str, EntryPoint], name: str) -> dict[str, EntryPoint]:
     return {full.removeprefix(prefix): point for full, point in found.items() if full.startswith(prefix)}
 
 
-def _parse(name: str, run: Callable[[Any], int], tokens: Sequence[str]) -> object:
+def _parse(
+    name: str, run: Callable[[Any], int], tokens: Sequence[str], members: Mapping[str, EntryPoint]
+) -> object:
     """Parse a command line into the dataclass that the command's function takes."""
     from drivetrain_launcher.cli.parser import build_parser
 
     arguments = next(hint for argument, hint in get_type_hints(run).items() if argument != "return")
-    return build_parser(name, arguments, (run.__doc__ or "").partition("\n")[0]).parse(tokens)
+    summary = (run.__doc__ or "").partition("\n")[0]
+    if members:
+        summary = f"{summary} See also: {', '.join(f'drivetrain {name} {member}' for member in members)}."
+    return build_parser(name, arguments, summary).parse(tokens)
 
 
 def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
@@ -105,23 +118,11 @@ def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
 def _about(name: str, found: Mapping[str, EntryPoint]) -> str:
     """Return the one-line summary of a command or a group."""
     if name in found:
-        return _summary(found[name].value.partition(":")[0])
+        return module_summary(found[name].value.partition(":")[0])
     return _about_group(_group(found, name))
 
 
 def _about_group(members: Mapping[str, EntryPoint]) -> str:
     """Return the summary of the package that contains the modules of a group's commands."""
     first = next(iter(members.values()))
-    return _summary(first.value.partition(":")[0].rpartition(".")[0])
-
-
-def _summary(module: str) -> str:
-    """Return the first docstring line of a module, without running the module, whose imports may take seconds."""
-    from ast import get_docstring, parse
-    from importlib.util import find_spec
-
-    spec = find_spec(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return ""
-    with open(spec.origin, encoding="utf-8") as source:
-        return (get_docstring(parse(source.read())) or "").partition("\n")[0]
+    return module_summary(first.value.partition(":")[0].rpartition(".")[0])

@@ -3,8 +3,12 @@
 A command's arguments are a frozen dataclass. Each field becomes a flag, like the fields of a section, whose names
 `drivetrain_config.schema.flag_name` makes, except that:
 
-- a field of type `Layers` provides the flags of every installed section, and `--config FILE`;
-- a field with metadata `{"positional": True}` is a positional argument; the last one takes several if it is a tuple;
+- a field of type `Layers` provides the flags of every installed section, and `--config FILE`; with metadata
+  `{"finds_file": True}`, a settings file is found without `--config` too;
+- a field with metadata `{"positional": True}` is a positional argument, which may be left out if it has a default;
+  the last one takes several if it is a tuple;
+- a field with metadata `{"repeated": True}`, a tuple of strings, is a flag that may be given several times;
+- an underscore at the end of a field's name, as in `from_`, is not part of its flag;
 - a field with metadata `{"rest": True}`, a tuple of strings, takes all tokens after the positional arguments,
   unchanged.
 """
@@ -13,13 +17,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from drivetrain_config import Flag, Layers, flags, sections
+from drivetrain_config import Flag, Layers, environ, flags, sections
 from drivetrain_config.conversion import convert
-from drivetrain_launcher.cli.accelerate_flags import Said, add_meanings, word_of
-from drivetrain_launcher.cli.flag_aliases import ours, refusal
+from drivetrain_config.found_file import SettingsFile, choose_file
+from drivetrain_launcher.cli.accelerate_flags import add_meanings, word_of
+from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal, refused_value
+from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.errors import UsageError
 
 # The key of the command's own flags, among the names of sections.
@@ -37,7 +42,7 @@ _CONFIG = Flag(
     field="config",
     is_switch=False,
     choices=None,
-    help="File of settings: YAML, TOML or JSON, or one of Accelerate's YAML files.",
+    help="File of settings: YAML, TOML or JSON, or one of Accelerate's YAML files; none: not even one that is found.",
 )
 
 
@@ -55,6 +60,8 @@ class CommandParser:
         positionals: The names of the fields that are positional arguments, in order.
         rest: The name of the field for the rest of the command line, if any.
         layers: The name of the field for the settings of all sections, if any.
+        finds_file: Whether a settings file is used that `--config` does not name.
+        repeated: The names of the fields whose flags may be given several times.
     """
 
     command: str
@@ -66,6 +73,8 @@ class CommandParser:
     positionals: tuple[str, ...]
     rest: str | None
     layers: str | None
+    finds_file: bool = False
+    repeated: frozenset[str] = frozenset()
 
     def parse(self, tokens: Sequence[str]) -> Any:
         """Parse a command line into the command's dataclass.
@@ -75,24 +84,26 @@ class CommandParser:
             ConfigError: If the settings file cannot be read.
             SystemExit: After `--help` has been printed.
         """
-        said, plain, rest = self._scan(tokens)
-        if len(plain) < len(self.positionals):
-            missing = self.positionals[len(plain)]
-            raise UsageError(f"{missing.upper()} is missing: {self._help_of(missing)}")
+        given, plain, rest = self._scan(tokens)
+        missing = [name for name in self.positionals[len(plain) :] if name in self._needed()]
+        if missing:
+            raise UsageError(f"{missing[0].upper()} is missing: {self._help_of(missing[0])}")
         if len(plain) > len(self.positionals) and not self.takes_several:
             raise UsageError(f"{plain[len(self.positionals)]!r}: not expected here; {_SEE_HELP}")
-        own = {**said.pop(_OWN, {}), **dict(zip(self.positionals, plain, strict=False))}
-        values = {name: self._converted(name, text) for name, text in own.items() if name in self.types}
-        if self.takes_several:
+        own = {**given.said.pop(_OWN, {}), **dict(zip(self.positionals, plain, strict=False))}
+        # A value of a repeated flag is not converted: a comma in it is part of it.
+        values = {
+            name: tuple(text) if name in self.repeated else self._converted(name, text)
+            for name, text in own.items()
+            if name in self.types
+        }
+        if self.takes_several and plain:
             # Not converted: a comma in a word is part of it, and would divide the value of a flag.
             values[self.positionals[-1]] = tuple(plain[len(self.positionals) - 1 :])
         if self.rest is not None:
             values[self.rest] = tuple(rest)
         if self.layers is not None:
-            file = own.get("config")
-            values[self.layers] = Layers.read(
-                file=None if file is None else Path(str(file)), command_line=said
-            )
+            values[self.layers] = Layers.read(file=self._file(own.get("config")), command_line=given.said)
         self._check_given(values)
         try:
             return self.arguments(**values)
@@ -104,17 +115,28 @@ class CommandParser:
         """True if the last positional argument takes one or more words."""
         return bool(self.positionals) and get_origin(self.types[self.positionals[-1]]) is tuple
 
-    def _check_given(self, values: Mapping[str, Any]) -> None:
-        for field in fields(self.arguments):
-            needed = field.default is MISSING and field.default_factory is MISSING
-            if needed and field.name not in values:
-                raise UsageError(
-                    f"--{field.name.replace('_', '-')} is missing: {field.metadata.get('help', '')}"
-                )
+    def _file(self, named: object) -> SettingsFile | None:
+        """Return the settings file that `--config` names, or that is found."""
+        if named is None and not self.finds_file:
+            return None
+        return choose_file(None if named is None else str(named), environ.child_environment())
 
-    def _scan(self, tokens: Sequence[str]) -> tuple[Said, list[str], list[str]]:
-        """Split a command line into the values of flags by section and field, positional arguments, and the rest."""
-        said: Said = {}
+    def _needed(self) -> dict[str, str]:
+        """Return the fields without a default, with the help of each."""
+        return {
+            field.name: field.metadata.get("help", "")
+            for field in fields(self.arguments)
+            if field.default is MISSING and field.default_factory is MISSING
+        }
+
+    def _check_given(self, values: Mapping[str, Any]) -> None:
+        for name, text in self._needed().items():
+            if name not in values:
+                raise UsageError(f"{_own_flag(name)} is missing: {text}")
+
+    def _scan(self, tokens: Sequence[str]) -> tuple[GivenFlags, list[str], list[str]]:
+        """Split a command line into flags with their values, positional arguments, and the rest."""
+        given = GivenFlags(repeated=self.repeated)
         plain: list[str] = []
         words: dict[str, tuple[str, str]] = {}
         waiting = list(tokens)
@@ -131,19 +153,19 @@ class CommandParser:
             if (word := self._word_of(written)) is not None:
                 words[word] = (written, text if equals else _next(written, waiting))
             else:
-                self._take(token, waiting, said)
-        add_meanings(words, said)
-        return said, plain, waiting
+                self._take(token, waiting, given)
+        add_meanings(words, given)
+        return given, plain, waiting
 
     def _word_of(self, written: str) -> str | None:
         """Return Accelerate's key of an FSDP or DeepSpeed flag; None for other flags and the command's own."""
         own = self.flags.get(written.replace("_", "-"))
         if self.layers is None or (own is not None and own.section == _OWN):
             return None
-        return word_of(written)
+        return word_of(written, self.flags)
 
-    def _take(self, token: str, waiting: list[str], said: Said) -> None:
-        """Parse one flag, with its value from the waiting tokens, into `said`."""
+    def _take(self, token: str, waiting: list[str], given: GivenFlags) -> None:
+        """Parse one flag, with its value from the waiting tokens, into `given`."""
         written, equals, text = token.partition("=")
         translated = ours(written, self.flags)
         if not translated:
@@ -159,17 +181,24 @@ class CommandParser:
             value = implied[0]
             if equals:
                 raise UsageError(f"{token}: takes no value; {written} alone means {name} {value}")
-            if (other := said.get(flag.section, {}).get(flag.field, value)) != value:
-                raise UsageError(
-                    f"{written}: means {name} {value}, and {name} {other} is said before; keep one"
-                )
         else:
             value = text if equals else _next(written, waiting, flag)
+        if (reason := refused_value(name, value)) is not None:
+            raise UsageError(f"{written} {value}: {reason}")
         if flag.choices is not None and value not in flag.choices:
             near = get_close_matches(str(value), flag.choices, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
-        said.setdefault(flag.section, {})[flag.field] = "" if (name, value) == ("--devices", "all") else value
+        if isinstance(value, str) and (meant := node_range(name, value)) is not None:
+            for part, text in meant.items():
+                given.add(replace(flag, field=part), text, written=written)
+            return
+        given.add(
+            flag,
+            "" if (name, value) == ("--devices", "all") else value,
+            written=written,
+            is_implied=bool(implied),
+        )
 
     def _unknown(self, written: str) -> str:
         reason = refusal(written)
@@ -195,7 +224,8 @@ class CommandParser:
         """Return the text for `--help`."""
         from argparse import ArgumentParser
 
-        shown = [_metavar(name) for name in self.positionals]
+        needed = self._needed()
+        shown = [_metavar(n) if n in needed else f"[{_metavar(n)}]" for n in self.positionals]
         shown += [f"[{shown[-1]} ...]"] if self.takes_several else []
         shown += [] if self.rest is None else [f"[{_metavar(self.rest)} ...]"]
         usage = " ".join([f"drivetrain {self.command} [flags]", *shown])
@@ -247,7 +277,7 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
     special = {*positionals, rest, layers}
     groups: dict[str, tuple[Flag, ...]] = {
         _OWN: tuple(
-            replace(flag, name="--" + flag.field.replace("_", "-"), section=_OWN)
+            replace(flag, name=_own_flag(flag.field), section=_OWN)
             for flag in flags(arguments, command)
             if flag.field not in special
         )
@@ -273,4 +303,11 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
         positionals=positionals,
         rest=rest,
         layers=layers,
+        finds_file=any(field.metadata.get("finds_file", False) for field in described),
+        repeated=frozenset(field.name for field in described if field.metadata.get("repeated")),
     )
+
+
+def _own_flag(field: str) -> str:
+    """Return the flag of a command's own field."""
+    return "--" + field.rstrip("_").replace("_", "-")

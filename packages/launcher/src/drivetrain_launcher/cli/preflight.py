@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
+from drivetrain_config import Layers
 from drivetrain_config.source import Source
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
@@ -52,6 +53,22 @@ def check_backend(name: str, installed: Collection[str], script: str | None, sou
         f"run.backend={name!r}: there is no such backend{meant or ';'} say one of {', '.join(known)}; from {source}. "
         "A backend that the script registers itself is accepted if the script's file contains its name"
     )
+
+
+def check_device(layers: Layers) -> None:
+    """Reject a device beside `run.cpu` where one layer sets both; a higher layer may well override a lower one.
+
+    Raises:
+        LaunchError: If the two contradict each other; the message gives both values with their sources.
+    """
+    cpu, device = layers.of_section("run").get("cpu", ()), layers.of_section("state").get("device", ())
+    if not (cpu and device) or cpu[0].source.kind != device[0].source.kind:
+        return
+    if str(cpu[0].value).lower() in ("true", "1", "yes", "on") and device[0].value not in ("auto", "cpu"):
+        raise LaunchError(
+            f"run.cpu={cpu[0].value} (from {cpu[0].source}) contradicts state.device={device[0].value!r} (from "
+            f"{device[0].source}); keep one of the two"
+        )
 
 
 def _takes(script: str, word: str) -> bool:

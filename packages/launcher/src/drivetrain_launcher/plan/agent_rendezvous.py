@@ -1,41 +1,137 @@
-"""The rendezvous of a plan's nodes: a store hosted by the launcher for one node, torch's handlers for several."""
+"""The rendezvous of a plan's nodes: a store hosted by a launcher if their ranks are given, else torch's handler."""
 
 from datetime import timedelta
-from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from drivetrain_launcher.membership.decision import Limits
+from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
+from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes, enter_by_number, missing_numbers
+
+# The first round of an elastic run begins with fewer than its most nodes when none has come for this long.
+_GATHER_SECONDS = 5.0
 
 
 def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     """Return the handler from which torch's agent gets ranks and a store."""
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
-    host = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
-    seconds = round(plan.rdzv_timeout_seconds)
-    # The two backends use different names for the timeout.
-    wishes: dict[str, Any] = (
-        {"rank": plan.node_rank, "timeout": seconds}
-        if plan.rdzv_backend == "static"
-        else {"join_timeout": seconds}
+    if plan.min_nodes is not None:
+        return ElasticNodes(_elastic_meeting(plan, plan.min_nodes))
+    meeting = Meeting(
+        address=plan.master_addr,
+        port=plan.master_port,
+        run_id=plan.rdzv_id,
+        num_nodes=plan.num_nodes,
+        timeout_seconds=plan.rdzv_timeout_seconds,
+        hosts=() if plan.placement is None else plan.placement.hosts,
     )
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend=plan.rdzv_backend,
-            endpoint=f"{host}:{plan.master_port}",
-            run_id=plan.rdzv_id,
-            min_nodes=plan.num_nodes,
+    if plan.rdzv_backend == "static":
+        return StaticNodes(meeting, rank=plan.node_rank or 0)
+    return _agreeing_nodes(meeting)
+
+
+def _agreeing_nodes(meeting: Meeting) -> RendezvousHandler:
+    """Return torch's handler of nodes that agree on their ranks, which says who came if some are missing."""
+    host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{host}:{meeting.port}",
+        run_id=meeting.run_id,
+        min_nodes=meeting.num_nodes,
+        max_nodes=meeting.num_nodes,
+        join_timeout=round(meeting.timeout_seconds),
+    )
+    backend, store = create_backend(parameters)
+    return CountedNodes(
+        create_handler(store, backend, parameters), PrefixStore(meeting.run_id, store), meeting
+    )
+
+
+class CountedNodes(RendezvousHandler):
+    """Torch's handler of nodes that agree on their ranks, with an error that says who came if some are missing.
+
+    Args:
+        handler: The handler that torch made.
+        store: The store of the handler.
+        meeting: The meeting, the same on all nodes.
+    """
+
+    def __init__(self, handler: RendezvousHandler, store: Store, meeting: Meeting) -> None:
+        self._handler = handler
+        self._store = store
+        self._meeting = meeting
+        self._has_entered = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True if ranks use the launcher's store, as torch's handler says."""
+        return self._handler.use_agent_store
+
+    def get_backend(self) -> str:
+        """Return the name of torch's handler."""
+        return self._handler.get_backend()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all nodes. Called on all nodes.
+
+        Raises:
+            LaunchError: Nodes are missing at the first start; the message names those that came.
+        """
+        is_first, self._has_entered = not self._has_entered, True
+        if is_first:
+            enter_by_number(self._store)
+        try:
+            return self._handler.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            if not is_first:
+                raise
+            raise missing_numbers(self._store, self._meeting, error) from error
+
+    def is_closed(self) -> bool:
+        """Return whether nodes are turned away."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """Turn nodes away."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Return the number of nodes that want to join."""
+        return self._handler.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Close the meeting."""
+        return self._handler.shutdown()
+
+
+def _elastic_meeting(plan: LaunchPlan, min_nodes: int) -> ElasticMeeting:
+    return ElasticMeeting(
+        address=plan.master_addr,
+        port=plan.master_port,
+        run_id=plan.rdzv_id,
+        processes=plan.processes_per_node,
+        limits=Limits(
+            min_nodes=min_nodes,
             max_nodes=plan.num_nodes,
-            **wishes,
-        )
+            silence_seconds=plan.node_silence_seconds,
+            gather_seconds=_GATHER_SECONDS,
+            wait_seconds=plan.rdzv_timeout_seconds,
+        ),
     )
 
 

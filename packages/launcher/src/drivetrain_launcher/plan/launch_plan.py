@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from drivetrain_launcher.settings import RendezvousBackend
+from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.settings import OutputPrefix, RendezvousBackend
 
 # Run by its path, so that the folder that Python puts first on sys.path is one that the worker then replaces.
 WORKER = Path(__file__).parents[1] / "run" / "worker.py"
 # What a plan shows for a port that is chosen as the processes start.
 ANY_PORT = "any free port"
+# The number of last lines that are shown of a failed rank whose output was not.
+HIDDEN_TAIL = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,9 @@ class LaunchPlan:
     Attributes:
         mode: "in place" runs the script in the launcher's own process; "elastic" starts processes with torch's agent.
         target: The script, module or program to run.
-        num_nodes: The number of nodes.
+        num_nodes: The number of nodes; the most of an elastic run.
+        min_nodes: The fewest nodes of an elastic run; None if the number is fixed.
+        node_silence_seconds: The time without a sign of life after which an elastic run goes on without a node.
         node_rank: The rank of this node; None if the rendezvous decides.
         processes_per_node: The number of processes on each node.
         rdzv_backend: The rendezvous backend, "static" or "c10d".
@@ -65,7 +70,13 @@ class LaunchPlan:
         monitor_interval_seconds: The time between two checks of the processes.
         shutdown_timeout_seconds: The time that processes have to save before they are killed.
         log_dir: The folder for output files, in addition to the terminal.
+        prefix: The ranks whose lines begin with their rank: those other than 0, all or none.
+        show_ranks: The ranks whose output is shown; empty for all.
+        tail: The number of last lines of a failed rank to show again; None for a few if its output is not shown.
         environment: The variables that the launcher adds to the environment of each process, besides its ranks.
+        placement: The place in a cluster's job; None outside any job.
+        max_requeues: The maximum number of times that the job is started again after all ranks have saved; None for
+            no limit.
         has_ranks: Whether another launcher has set the ranks of this process, which are kept; only in place.
         notes: The decisions made by default, to be printed once.
     """
@@ -73,6 +84,8 @@ class LaunchPlan:
     mode: Literal["in place", "elastic"]
     target: LaunchTarget
     num_nodes: int = 1
+    min_nodes: int | None = None
+    node_silence_seconds: float = 6.0
     node_rank: int | None = 0
     processes_per_node: int = 1
     rdzv_backend: RendezvousBackend = "static"
@@ -84,14 +97,26 @@ class LaunchPlan:
     monitor_interval_seconds: float = 0.1
     shutdown_timeout_seconds: float = 30.0
     log_dir: Path | None = None
+    prefix: OutputPrefix = "others"
+    show_ranks: tuple[int, ...] = ()
+    tail: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    placement: JobPlacement | None = None
+    max_requeues: int | None = None
     has_ranks: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
         """The number of processes on all nodes together."""
+        if self.is_cluster_task and self.placement is not None:
+            return self.placement.num_tasks
         return self.num_nodes * self.processes_per_node
+
+    @property
+    def is_cluster_task(self) -> bool:
+        """True if the cluster starts one task per rank, and this process is one of them."""
+        return self.placement is not None and self.placement.is_one_task_per_rank
 
     @property
     def is_static_meeting(self) -> bool:
@@ -109,17 +134,26 @@ class LaunchPlan:
             return (sys.executable, *dash_m, target.name, *target.arguments)
         return (sys.executable, str(WORKER), *dash_m, target.name, *target.arguments)
 
+    def tail_of(self, rank: int) -> int:
+        """Return the number of last lines of a rank to show again if it fails."""
+        if self.tail is not None:
+            return self.tail
+        return HIDDEN_TAIL if self.show_ranks and rank not in self.show_ranks else 0
+
     def ranks(self) -> tuple[RankPlan, ...]:
-        """Return the plans of the processes on this node."""
+        """Return the plans of the processes on this node that this launcher starts."""
+        if self.is_cluster_task and self.placement is not None:
+            local_task = self.placement.local_task
+            return (self._rank(self.placement.task_rank - local_task, local_task),)
         first = (self.node_rank or 0) * self.processes_per_node
-        return tuple(
-            RankPlan(
-                rank=first + local_rank,
-                local_rank=local_rank,
-                command=self.command,
-                environment={**self.environment, **self._ranks_environment(first, local_rank)},
-            )
-            for local_rank in range(self.processes_per_node)
+        return tuple(self._rank(first, local_rank) for local_rank in range(self.processes_per_node))
+
+    def _rank(self, first: int, local_rank: int) -> RankPlan:
+        return RankPlan(
+            rank=first + local_rank,
+            local_rank=local_rank,
+            command=self.command,
+            environment={**self.environment, **self._ranks_environment(first, local_rank)},
         )
 
     def _ranks_environment(self, first: int, local_rank: int) -> dict[str, str]:
@@ -139,9 +173,20 @@ class LaunchPlan:
     def __str__(self) -> str:
         how = "in the launcher's own process" if self.mode == "in place" else "under torch's elastic agent"
         lines = [
+            *_cluster_lines(self.placement),
             f"{self.world_size} process{'es' if self.world_size > 1 else ''} {how}: "
             f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} x {self.processes_per_node}",
         ]
+        if self.is_cluster_task:
+            lines[-1] = (
+                f"{self.world_size} processes, each started by the cluster and run in its launcher's own process: "
+                f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}, {self.processes_per_node} on this one"
+            )
+        if self.min_nodes is not None:
+            lines.append(
+                f"elastic: goes on with {self.min_nodes} to {self.num_nodes} nodes; one that is silent for "
+                f"{self.node_silence_seconds:g} s is left behind"
+            )
         if self.mode == "elastic":
             port = self.master_port or "any free port"
             lines.append(
@@ -151,3 +196,35 @@ class LaunchPlan:
             lines.append(f"rank {plan.rank}: {' '.join(plan.command)}")
             lines += [f"    {name}={text}" for name, text in plan.environment.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _cluster_lines(place: JobPlacement | None) -> list[str]:
+    """Describe the place in a cluster's job: each value with the variables that it was read from."""
+    if place is None:
+        return []
+    shown = {
+        "num_nodes": place.num_nodes,
+        "node_rank": place.node_rank,
+        "num_tasks": place.num_tasks,
+        "tasks_per_node": place.tasks_per_node,
+        "task_rank": place.task_rank,
+        "local_task": place.local_task,
+        "hosts": _shorten(place.hosts),
+        "master_addr": place.master_addr,
+        "master_port": place.master_port,
+        "devices": None if place.devices is None else ",".join(place.devices) or "none",
+        "restart_count": place.restart_count,
+    }
+    each = "one task per rank" if place.is_one_task_per_rank else "one task per node"
+    rows = [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
+    width = max(len(value) for _, value in rows)
+    return [
+        f"cluster {place.cluster}, job {place.job_id} ({place.source('job_id')}), {each}:",
+        *(f"    {name:<14} {value:<{width}}  {place.source(name)}" for name, value in rows),
+    ]
+
+
+def _shorten(hosts: tuple[str, ...]) -> str:
+    if len(hosts) <= 4:
+        return ",".join(hosts)
+    return f"{hosts[0]},{hosts[1]},...,{hosts[-1]}"

@@ -5,6 +5,7 @@ All functions are pure, so that a plan for ten thousand ranks can be built and r
 
 from dataclasses import replace
 
+from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
@@ -12,7 +13,12 @@ from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
 
 def plan_launch(
-    settings: LaunchSettings, target: LaunchTarget, host: Host, *, handed_down: str | None = None
+    settings: LaunchSettings,
+    target: LaunchTarget,
+    host: Host,
+    *,
+    handed_down: str | None = None,
+    placement: JobPlacement | None = None,
 ) -> LaunchPlan:
     """Plan a launch on this node.
 
@@ -21,12 +27,14 @@ def plan_launch(
         target: The script, module or program to run.
         host: The description of this node.
         handed_down: The settings for the workers, as written by `Layers.to_json`.
+        placement: The place of this process in a cluster's job, whose values the settings hold already.
 
     Raises:
         LaunchError: If the launch is impossible, such as with too few accelerators or without a node rank. The
             message gives the numbers and a remedy.
     """
-    count, notes = _processes_per_node(settings, host)
+    task = placement if placement is not None and placement.is_one_task_per_rank else None
+    count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())
     environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
     environment |= _visible(settings, host)
     threads = _threads(settings, host, count)
@@ -37,22 +45,84 @@ def plan_launch(
                 f"OMP_NUM_THREADS={threads} for each of {count} processes, so that they do not crowd the CPU; "
                 "--threads-per-process sets another number",
             )
-    # These need torch's agent, even for a single process.
-    needs_agent = settings.num_nodes > 1 or settings.max_restarts > 0 or settings.log_dir is not None
+    _check_shown(settings, count * settings.num_nodes)
     plan = LaunchPlan(
-        mode="elastic" if count > 1 or needs_agent else "in place",
+        mode="elastic" if count > 1 or _needs_agent(settings) else "in place",
         target=target,
         processes_per_node=count,
         max_restarts=settings.max_restarts,
         monitor_interval_seconds=settings.monitor_interval_seconds,
         shutdown_timeout_seconds=settings.shutdown_timeout_seconds,
         log_dir=settings.log_dir,
+        prefix=settings.prefix,
+        show_ranks=settings.show_ranks,
+        tail=settings.tail,
         environment=environment,
+        placement=placement,
+        max_requeues=settings.max_requeues,
         notes=notes,
     )
+    if task is not None:
+        return _task(plan, settings, task, host)
     if plan.mode == "in place":
         return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
     return _meeting(plan, settings)
+
+
+def _needs_agent(settings: LaunchSettings) -> bool:
+    """Return whether torch's agent is needed even for a single process."""
+    return (
+        settings.num_nodes > 1
+        or settings.max_restarts > 0
+        or settings.log_dir is not None
+        or settings.prefix == "all"
+        or bool(settings.show_ranks)
+        or bool(settings.tail)
+    )
+
+
+def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
+    """Return the plan of a task that the cluster started as one rank."""
+    if settings.master_addr is None:
+        _check_address(place)
+    environment = dict(plan.environment)
+    if host.accelerator is not None and place.devices is not None and len(place.devices) == 1:
+        # The task sees its own accelerator alone, as the first, whatever its local rank.
+        environment["DRIVETRAIN_STATE__DEVICE"] = f"{host.accelerator}:0"
+    return replace(
+        plan,
+        mode="in place",
+        num_nodes=place.num_nodes,
+        node_rank=place.node_rank,
+        rdzv_id=settings.rdzv_id or place.job_id,
+        master_addr=settings.master_addr or place.master_addr,
+        master_port=settings.master_port or place.master_port,
+        environment=environment,
+    )
+
+
+def _check_address(place: JobPlacement) -> None:
+    if not place.master_addr:
+        raise LaunchError(
+            f"{place.cluster}: nothing tells the {place.num_nodes} nodes ({place.source('num_nodes')}) where "
+            "node 0 is: "
+            "say --master-addr HOST, the host of rank 0, or set MASTER_ADDR for all ranks (mpirun -x "
+            "MASTER_ADDR=HOST, "
+            "mpiexec -genv MASTER_ADDR HOST)"
+        )
+
+
+def _check_shown(settings: LaunchSettings, world_size: int) -> None:
+    if settings.tail and settings.prefix == "none":
+        raise LaunchError(
+            f"--tail {settings.tail}: with --prefix none the launcher does not see the output; leave one of them out"
+        )
+    missing = [rank for rank in settings.show_ranks if rank >= world_size]
+    if missing:
+        raise LaunchError(
+            f"--show-ranks {','.join(map(str, settings.show_ranks))}: {world_size} processes have the ranks 0 to "
+            f"{world_size - 1}; there is no {', '.join(map(str, missing))}"
+        )
 
 
 def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tuple[str, ...]]:
@@ -114,6 +184,8 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
             master_addr=settings.master_addr or "127.0.0.1",
             master_port=settings.master_port or 0,
         )
+    if settings.master_addr is None and plan.placement is not None:
+        _check_address(plan.placement)
     if settings.master_addr is None:
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or "
@@ -123,6 +195,11 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
         raise LaunchError(
             f"--master-port 0: {settings.num_nodes} nodes must be told the same port; say one, or leave it out for "
             f"{DEFAULT_PORT}"
+        )
+    if settings.min_nodes is not None and settings.rdzv_backend != "c10d":
+        raise LaunchError(
+            f"--num-nodes {settings.min_nodes}:{settings.num_nodes}: nodes come and go only with --rdzv-backend c10d "
+            "--rdzv-id NAME; say both on every node, or a single number"
         )
     if settings.rdzv_backend == "static":
         _check_static(settings)
@@ -137,6 +214,8 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
     return replace(
         plan,
         num_nodes=settings.num_nodes,
+        min_nodes=settings.min_nodes,
+        node_silence_seconds=settings.node_silence_seconds,
         node_rank=settings.node_rank,
         rdzv_backend=settings.rdzv_backend,
         rdzv_id=settings.rdzv_id or "none",

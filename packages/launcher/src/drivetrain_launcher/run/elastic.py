@@ -1,4 +1,4 @@
-"""Run an elastic plan with torch's agent, and report a failure as soon as it is known.
+"""Run an elastic plan with torch's agent, and report a failure once all ranks have stopped.
 
 Imported only when processes are started under the agent, since it imports the parts of torch that torchrun does.
 """
@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import cast
 
@@ -25,21 +26,32 @@ from drivetrain_launcher.compat import (
     HAS_SHUTDOWN_TIMEOUT,
     exit_codes,
     forgo_restarts,
+    poll_exit_codes,
     remaining_restarts,
 )
 from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
+from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
+from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
 from drivetrain_launcher.run.failures import (
-    RESUME_EXIT_CODE,
     RankFailure,
+    announce,
     describe_others,
     describe_root,
+    describe_tail,
     find_root,
     read_failure,
     read_process_failure,
 )
+from drivetrain_launcher.run.keeper.keeper import Keeper, output_terminals
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
+from drivetrain_launcher.run.keeper.sessions import kill_sessions
+from drivetrain_launcher.run.node_changes import NodeChanges
+from drivetrain_launcher.run.output.palette import is_coloured
+from drivetrain_launcher.run.output.rank_streams import RankStreams
 from drivetrain_launcher.run.signals import StopSignals
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
@@ -60,7 +72,8 @@ def run_elastic(plan: LaunchPlan) -> int:
             environ.exported(**plan.environment),
             torch_silenced(),
         ):
-            return _run(plan, WorkerLogs(plan, Path(scratch)))
+            with _kept(plan) as (keeper, streams):
+                return _run(plan, WorkerLogs(plan, Path(scratch), streams), keeper)
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}; no rank is left")
         return 128 + stop.sigval
@@ -68,7 +81,42 @@ def run_elastic(plan: LaunchPlan) -> int:
         raise LaunchError(_why_no_meeting(plan, error)) from error
 
 
-def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
+@contextmanager
+def _kept(plan: LaunchPlan) -> Generator[tuple[Keeper, RankStreams]]:
+    """Run the block with a keeper process, and the outputs of the ranks that it shows."""
+    terminals, are_same = output_terminals(environ.read("TERM"))
+    colours = tuple(
+        is_coloured(
+            no_color=environ.read("NO_COLOR"),
+            force_color=environ.read("FORCE_COLOR"),
+            is_terminal=is_terminal,
+        )
+        for is_terminal in terminals
+    )
+    options = KeeperOptions(
+        launcher=os.getpid(),
+        grace_seconds=plan.shutdown_timeout_seconds,
+        are_same=are_same,
+        terminals=terminals,
+    )
+    host = gethostname().partition(".")[0] if plan.num_nodes > 1 else ""
+    with Keeper(options) as keeper:
+        streams = RankStreams(
+            plan,
+            keeper,
+            terminals=terminals,
+            are_same=are_same,
+            colours=(colours[0], colours[1]),
+            host=host,
+        )
+        try:
+            yield keeper, streams
+        finally:
+            keeper.drain()
+            streams.close()
+
+
+def _run(plan: LaunchPlan, logs: "WorkerLogs", keeper: Keeper) -> int:
     program, *arguments = plan.command
     spec = WorkerSpec(
         role="default",
@@ -82,15 +130,23 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
         master_addr=plan.master_addr if plan.is_static_meeting else None,
         master_port=plan.master_port if plan.is_static_meeting else None,
     )
-    agent = Agent(spec, logs, plan)
+    agent = Agent(spec, logs, plan, keeper)
     try:
         result = cast("RunResult | None", agent.run())
-    except SignalException:
-        if not agent.has_saved:
+    except (SignalException, RunOverError) as stop:
+        if isinstance(stop, RunOverError):
+            say(str(stop))
+        if agent.has_saved:
+            keeper.drain()
+            say(_SAVED)
+            return RESUME_EXIT_CODE
+        if isinstance(stop, SignalException):
             raise
-        say(_SAVED)
-        return RESUME_EXIT_CODE
+        return stop.exit_code
     finally:
+        if isinstance(spec.rdzv_handler, ElasticNodes):
+            code = agent.exit_code or int(sys.exception() is not None)
+            spec.rdzv_handler.leave("failed" if code else "finished", exit_code=code)
         spec.rdzv_handler.shutdown()
     if agent.exit_code == 0 and result is not None and result.state is not WorkerState.SUCCEEDED:
         say(f"torch's agent gave up on the ranks, which are {result.state.name.lower()}")
@@ -101,56 +157,96 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs") -> int:
 class WorkerLogs(DefaultLogsSpecs):
     """The error files of the ranks, and their output files if the plan has a log folder."""
 
-    def __init__(self, plan: LaunchPlan, scratch: Path) -> None:
+    def __init__(self, plan: LaunchPlan, scratch: Path, streams: RankStreams) -> None:
         super().__init__(
-            log_dir=str(plan.log_dir or scratch), tee=Std.ALL if plan.log_dir is not None else Std.NONE
+            log_dir=str(plan.log_dir or scratch), redirects=Std.ALL if plan.log_dir is not None else Std.NONE
         )
         self.error_files: dict[int, Path] = {}
+        self._streams = streams
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Assign the files of all ranks; the agent calls this each time it starts the ranks."""
         destinations = super().reify(envs)
         self.error_files = {rank: Path(file) for rank, file in destinations.error_files.items()}
+        self._streams.begin_attempt(f"TORCHELASTIC_ERROR_FILE={self.error_files[0].parents[1]}")
+        for local_rank, variables in envs.items():
+            files = {1: destinations.stdouts[local_rank], 2: destinations.stderrs[local_rank]}
+            opened = self._streams.open(int(variables["RANK"]), files)
+            destinations.stdouts[local_rank], destinations.stderrs[local_rank] = opened
         return destinations
 
 
 class Agent(LocalElasticAgent):
     """An extension of torch's agent that reports failures and stops.
 
-    It shows a rank's exception as soon as its error file exists, since stopping the other ranks, which may be saving,
-    can take long.
+    It tells in a line which rank failed as soon as that is known, since stopping the other ranks, which may be
+    saving, can take long. The traceback comes last, below what the other ranks wrote meanwhile.
 
     Attributes:
         exit_code: The exit code for the shell.
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
-    def __init__(self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan) -> None:
-        super().__init__(spec, logs_specs=logs, log_line_prefix_template="[rank ${rank}] ")
+    def __init__(self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan, keeper: Keeper) -> None:
+        super().__init__(spec, logs_specs=logs)
         self.exit_code = 0
         self.has_saved = False
         self._logs = logs
         self._plan = plan
+        self._keeper = keeper
         self._root: RankFailure | None = None
+        self._has_told = False
         self._signals = StopSignals()
+        self._changes: NodeChanges | None = None
+        if isinstance(spec.rdzv_handler, ElasticNodes):
+            self._changes = NodeChanges(
+                spec.rdzv_handler,
+                silence_seconds=plan.node_silence_seconds,
+                shutdown_seconds=plan.shutdown_timeout_seconds,
+            )
 
-    # The methods of compat.OVERRIDDEN. torch decorates the first two with a timer, whose type hides their signatures.
+    # The methods of compat.OVERRIDDEN. torch decorates all but `_shutdown` with a timer, whose type hides signatures.
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        rendezvous = cast("Callable[[WorkerGroup], None]", super()._rendezvous)
+        while True:
+            try:
+                return rendezvous(worker_group)
+            except RoundOverError:  # the nodes changed before all of them had started their ranks
+                continue
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._root = None
+        self._root, self._has_told = None, False
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
         pids = start(worker_group)
+        self._keeper.set_ranks(list(pids.values()))
         # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()
         self._signals.forward_user_signals(pids.values())
+        if self._changes is not None:
+            self._changes.started(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._root is None:
-            self._show_first(self._recorded(worker_group))
+        if self._changes is not None:
+            self._changes.check()
+        self._keeper.ensure_running()
+        if not self._has_told:
+            self._tell_first(worker_group)
         monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
         result = monitor(worker_group)
+        if self._changes is not None:
+            result = self._settled(result, self._changes)
         if result.is_failed():
             self._show_all(result, worker_group)
+        return result
+
+    def _settled(self, result: RunResult, changes: NodeChanges) -> RunResult:
+        """Return the result; a healthy one if the ranks failed as the nodes changed, which costs no restart."""
+        if result.state is WorkerState.SUCCEEDED:
+            changes.finished()
+        failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
+        if result.is_failed() and changes.caused(failures):
+            return RunResult(state=WorkerState.HEALTHY)
         return result
 
     def _shutdown(
@@ -160,19 +256,28 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stop the ranks; a second signal during this time kills them."""
         seconds = self._plan.shutdown_timeout_seconds
+        if self._changes is not None:
+            seconds = self._changes.stop_seconds()
         if isinstance(sys.exception(), SignalException):
-            say(
+            self._keeper.say(
                 f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
                 "save; once more kills them"
             )
+            if self._changes is not None:
+                self._changes.leave_by_signal()
+        elif self._changes is not None:
+            self._changes.say_why_restart()
         try:
             self._stop(death_sig, seconds)
         except SignalException:
-            say("killing the ranks: what they were saving is left uncommitted")
+            self._keeper.say("killing the ranks: what they were saving is left uncommitted")
             self._stop(signal.SIGKILL, seconds)
         self.has_saved = RESUME_EXIT_CODE in exit_codes(self)
         if (worker_group := self.get_worker_group()).state is not WorkerState.SUCCEEDED:
-            _kill_leftovers(worker_group)
+            # What failed or stopped ranks have started, such as loader workers; each rank leads a session.
+            kill_sessions(
+                [cast("int", worker.id) for worker in worker_group.workers if worker.id is not None]
+            )
 
     def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
         if HAS_SHUTDOWN_TIMEOUT:
@@ -180,60 +285,67 @@ class Agent(LocalElasticAgent):
         else:
             super()._shutdown(death_sig)
 
-    def _recorded(self, worker_group: WorkerGroup) -> list[RankFailure]:
-        """Return the exceptions that ranks have recorded so far."""
+    def _failures(self, worker_group: WorkerGroup, codes: Mapping[int, int]) -> list[RankFailure]:
+        """Return the failures so far: exceptions that ranks have recorded, and ends with an exit code.
+
+        Args:
+            worker_group: The ranks of this node.
+            codes: The exit codes of ranks that have ended, by local rank.
+        """
         found: list[RankFailure] = []
         for worker in worker_group.workers:
             record = _read_record(self._logs.error_files.get(worker.local_rank))
-            if record:
+            code = codes.get(worker.local_rank)
+            if record or code not in (None, 0, RESUME_EXIT_CODE):
                 failure = read_failure(
                     record,
                     rank=worker.global_rank,
                     local_rank=worker.local_rank,
                     pid=cast("int", worker.id),
-                    exit_code=None,
+                    exit_code=code,
                     seen=time.time(),
                 )
                 found.append(failure)
         return found
 
-    def _show_first(self, failures: list[RankFailure]) -> None:
-        """Show the root failure if it is known; a broken connection is only a consequence of another failure."""
-        causes = [failure for failure in failures if not failure.is_aftermath]
+    def _tell_first(self, worker_group: WorkerGroup) -> None:
+        """Tell in a line of the first failure; a broken connection is only a consequence of another one."""
+        codes = poll_exit_codes(self)
+        failures = self._failures(worker_group, codes)
+        causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
         if causes:
             self._root = find_root(causes)
-            sys.stderr.write(describe_root(self._root, num_nodes=self._plan.num_nodes))
+        has_ended = any(code not in (0, RESUME_EXIT_CODE) for code in codes.values())
+        if failures and (causes or has_ended) and self._plan.world_size > 1:
+            self._has_told = True
+            seconds = self._plan.shutdown_timeout_seconds
+            self._keeper.say(announce(self._root or find_root(failures), seconds=seconds))
 
     def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
         failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
         # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
+        self._keeper.drain()
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             say(_SAVED)
             self.exit_code = RESUME_EXIT_CODE
             forgo_restarts(self)
             return
         # torch 2.9 omits ranks that failed while they were being stopped.
-        failures += [each for each in self._recorded(worker_group) if each.rank not in result.failures]
+        recorded = self._failures(worker_group, {})
+        failures += [each for each in recorded if each.rank not in result.failures]
         root = find_root(
             [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
         )
-        if self._root is None:
-            sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))
         self._root = root
+        lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
         sys.stderr.write(describe_others(root, failures))
+        sys.stderr.write(describe_tail(root, lines))
+        sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))
         self.exit_code = root.shell_code
         if (remaining := remaining_restarts(self)) > 0:
             attempt = self._plan.max_restarts - remaining + 1
             say(f"restarting all ranks ({attempt} of {self._plan.max_restarts})")
             self.exit_code = 0
-
-
-def _kill_leftovers(worker_group: WorkerGroup) -> None:
-    """Kill the children of failed or stopped ranks, such as loader workers; each rank leads a process group."""
-    for worker in worker_group.workers:
-        if worker.id is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(cast("int", worker.id), signal.SIGKILL)
 
 
 def _read_record(file: Path | None) -> dict[str, object]:
@@ -251,6 +363,8 @@ def _why_no_meeting(plan: LaunchPlan, error: Exception) -> str:
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         free = "leave it out for any free one" if plan.num_nodes == 1 else "say another on every node"
         port = f"--master-port {plan.master_port}"
+        if plan.placement is not None and plan.master_port == plan.placement.master_port:
+            port += f", which follows from {plan.placement.source('master_port')}"
         return f"{port}: the port is in use on this machine, most likely by another run; {free}"
     if plan.num_nodes == 1:
         return (

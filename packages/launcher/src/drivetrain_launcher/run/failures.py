@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -36,8 +38,6 @@ _SIGNALS = {
 }
 
 
-# The exit code of a rank that has saved on a signal and asks for a restart: EX_TEMPFAIL of sysexits.h.
-RESUME_EXIT_CODE = 75
 # The meaning of drivetrain's own exit codes.
 _EXIT_CODES = {
     124: "its watchdog ended it; the table above names the rank that all waited for",
@@ -189,6 +189,29 @@ def find_root(failures: Sequence[RankFailure]) -> RankFailure:
         return was_stopped, failure.is_aftermath, failure.time, failure.rank
 
     return min(failures, key=rank_as_root)
+
+
+def announce(failure: RankFailure, *, seconds: float) -> str:
+    """Return the line that tells of a failure at once, before the other ranks have stopped."""
+    if failure.error:
+        what = f"failed: {failure.error.splitlines()[0]}"
+    elif failure.signal:
+        what = f"was ended by {failure.signal}"
+    else:
+        what = f"ended with exit code {failure.exit_code}"
+    return f"rank {failure.rank} {what}; the other ranks stop now, and have {seconds:g} s to save"
+
+
+def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
+    """Show the last lines of a failed rank again; empty if there are none."""
+    if not lines:
+        return ""
+    head = (
+        f"drivetrain: the last {len(lines)} lines of rank {failure.rank}:"
+        if len(lines) > 1
+        else (f"drivetrain: the last line of rank {failure.rank}:")
+    )
+    return "".join(f"{line}\n" for line in [head, *(f"  {line}" for line in lines)])
 
 
 def describe_root(failure: RankFailure, *, num_nodes: int) -> str:

@@ -9,6 +9,8 @@ import sys
 import time
 from threading import Thread
 
+from drivetrain_launcher.run.keeper.sessions import has_keeper, kill_others_of_session
+
 # The interval at which a rank checks that its launcher is alive.
 _LOOK_INTERVAL_SECONDS = 1.0
 # The time that a rank has to end by itself after its launcher has died.
@@ -27,9 +29,13 @@ def watch_launcher(launcher: int) -> None:
 def _stop_with(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_LOOK_INTERVAL_SECONDS)
+    # A launcher's keeper knows at once, stops its ranks and kills them in time. This is for ranks that have none, as
+    # those of a notebook, or no longer one.
+    while has_keeper(launcher):
+        time.sleep(_LOOK_INTERVAL_SECONDS)
     sys.stderr.write(f"drivetrain: the launcher (process {launcher}) of this rank died; the rank stops\n")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_SECONDS)  # time to save, if the script handles SIGTERM and its ranks still communicate
-    if os.getpgrp() == os.getpid():  # kill its child processes too
-        os.killpg(os.getpid(), signal.SIGKILL)
+    if os.getsid(0) == os.getpid():  # kill its child processes too
+        kill_others_of_session(os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)

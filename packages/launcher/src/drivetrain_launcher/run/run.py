@@ -7,6 +7,7 @@ from drivetrain_config import environ
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import ANY_PORT, LaunchPlan
+from drivetrain_launcher.run.job import check_address, requeue_after
 from drivetrain_launcher.run.runpy_main import run_as_main
 
 
@@ -20,15 +21,23 @@ def run_plan(plan: LaunchPlan) -> int:
         LaunchError: If the plan cannot be run on this machine.
         SystemExit: If a script that ran in place exits or fails.
     """
-    for note in plan.notes:
-        say(note)
+    if plan.placement is None or plan.placement.task_rank == 0:
+        for note in plan.notes:
+            say(note)
+    if plan.placement is not None:
+        check_address(plan, plan.placement)
     if plan.mode == "elastic":
-        return _run_under_agent(plan)
+        code = _run_under_agent(plan)
+        return requeue_after(code, plan)
     environment = _environment_in_place(plan)
     if plan.target.kind == "program":
         _become(plan, environment)
     with environ.exported(**environment):
-        run_as_main(plan.target.name, plan.target.arguments, is_module=plan.target.kind == "module")
+        try:
+            run_as_main(plan.target.name, plan.target.arguments, is_module=plan.target.kind == "module")
+        except SystemExit as ending:
+            requeue_after(ending.code, plan)
+            raise
     return 0
 
 

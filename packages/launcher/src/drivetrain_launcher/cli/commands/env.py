@@ -5,9 +5,11 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from drivetrain_config import Layers, Source, resolve, sections
+from drivetrain_config import Layers, Source, environ, resolve, sections
+from drivetrain_config.found_file import settings_places
 from drivetrain_config.kinds import plain
 
 
@@ -16,7 +18,7 @@ class EnvArguments:
     """The arguments of `drivetrain env`."""
 
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs and bug reports."})
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ def run(arguments: EnvArguments) -> int:
         report = {
             "versions": versions,
             "devices": devices,
+            "settings_files": read_places(arguments.layers),
             "settings": {
                 section: {
                     name: {
@@ -54,8 +57,22 @@ def run(arguments: EnvArguments) -> int:
         }
         sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
     else:
-        sys.stdout.write(_as_text(versions, devices, settings))
+        sys.stdout.write(_as_text(versions, devices, read_places(arguments.layers), settings))
     return 0
+
+
+def read_places(layers: Layers) -> dict[str, str]:
+    """Return the places of settings files in their order, and what is there: used, not used or no file."""
+    chosen = layers.file
+    found: dict[str, str] = {}
+    if chosen is not None and chosen.place is None:
+        found[str(chosen.path)] = "used, named by --config"
+    for place in settings_places(Path.cwd(), environ.child_environment()):
+        there = place.file()
+        is_used = chosen is not None and there == chosen.path
+        state = "no file" if there is None else "used" if is_used else "not used"
+        found.setdefault(str(place if there is None else there), f"{state}, {place.title}")
+    return found
 
 
 def read_versions() -> dict[str, str]:
@@ -103,10 +120,18 @@ def read_settings(layers: Layers) -> dict[str, dict[str, Setting]]:
 
 
 def _as_text(
-    versions: Mapping[str, str], devices: list[str], settings: Mapping[str, Mapping[str, Setting]]
+    versions: Mapping[str, str],
+    devices: list[str],
+    places: Mapping[str, str],
+    settings: Mapping[str, Mapping[str, Setting]],
 ) -> str:
     lines = [f"{name} {version}" for name, version in versions.items()]
     lines += ["", "devices", *(f"  {line}" for line in devices)]
+    lines += [
+        "",
+        "settings files, of which the first is used",
+        *(f"  {path}: {state}" for path, state in places.items()),
+    ]
     for section, found in settings.items():
         lines += ["", section]
         rows = [(name, json.dumps(setting.value), str(setting.source)) for name, setting in found.items()]

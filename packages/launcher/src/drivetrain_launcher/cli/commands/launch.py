@@ -1,19 +1,22 @@
 """Run a script on one process or many, on one machine or many."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from drivetrain_config import Layers, flags, resolve, sections
+from drivetrain_config import Layers, environ, flags, resolve, sections
 from drivetrain_config.installed import entry_points
-from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_device, misplaced_flags
+from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
+from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
@@ -42,20 +45,45 @@ class LaunchArguments:
         default=False,
         metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 
 def run(arguments: LaunchArguments) -> int:
     """Run a script on one process or many, here or on many machines."""
-    settings = resolve_said(arguments.layers)
+    placement = find_place(arguments.layers)
+    layers = arguments.layers if placement is None else place_layers(arguments.layers, placement)
+    settings = resolve_said(layers)
+    check_device(arguments.layers)
     launch: LaunchSettings = settings["launch"]
     target = _target(arguments, launch)
-    _check(arguments.layers, settings, target)
-    plan = plan_launch(launch, target, detect_host(_device(settings)), handed_down=arguments.layers.to_json())
+    _check(layers, settings, target)
+    device = _device(settings)
+    if placement is not None:
+        sources = resolve(LaunchSettings, section="launch", layers=layers).sources
+        count, source = asked_processes(launch, sources, placement)
+        check_devices(placement, processes=count, source=source, wants_cpu=device == "cpu")
+    plan = plan_launch(launch, target, detect_host(device), handed_down=layers.to_json(), placement=placement)
+    plan = replace(plan, notes=(*_file_notes(arguments.layers), *plan.notes))
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0
     return run_plan(plan)
+
+
+def find_place(layers: Layers) -> JobPlacement | None:
+    """Return the place of this process in a cluster's job; None outside any job, and with `launch.cluster="none"`.
+
+    A launcher around this one that has set the ranks, such as torchrun, decides in place of the cluster.
+
+    Raises:
+        LaunchError: There is no such cluster, or the variables of the job are missing or contradict each other.
+    """
+    entries = layers.of_section("launch").get("cluster")
+    asked = str(entries[0].value) if entries else "auto"
+    environment = environ.child_environment()
+    if asked == "none" or {"RANK", "LOCAL_RANK"} <= environment.keys():
+        return None
+    return find_placement(environment, asked=asked)
 
 
 def resolve_said(layers: Layers) -> dict[str, Any]:
@@ -85,6 +113,13 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
             f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
+
+
+def _file_notes(layers: Layers) -> tuple[str, ...]:
+    """Return a note of a settings file that the user did not name."""
+    if layers.file is None or layers.file.place is None:
+        return ()
+    return (f"settings from {layers.file}; --config none leaves them out",)
 
 
 def _device(settings: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -9,7 +8,7 @@ import torch
 
 from drivetrain_launcher import LaunchError, debug_launcher, notebook_launcher
 
-# A process that has computed with several threads is the one that a notebook forks from.
+# What a notebook has done before: threads of native code, which would not exist in a fork.
 NOTEBOOK = """
 import os
 import torch
@@ -54,18 +53,6 @@ def test_functions_of_a_notebook_run_on_several_processes(run_source: Callable) 
     assert lines == ["[30, 30]", "[6, 6, 6]"], done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts a process's children in /proc")
-def test_no_rank_runs_before_all_are_forked(run_source: Callable) -> None:
-    # A fork while the store in the parent answers a rank may inherit a lock that nobody gives back.
-    source = """
-def siblings():
-    return len(open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split())
-print(debug_launcher(siblings, num_processes=12))
-"""
-    done = run_source(NOTEBOOK + source)
-    assert done.stdout == f"{[12] * 12}\n", done.stderr
-
-
 def test_a_failing_rank_is_shown_and_the_interpreter_goes_on(run_source: Callable) -> None:
     source = """
 import signal, time
@@ -107,32 +94,19 @@ print(debug_launcher(where, num_processes=2)[1])
 
 
 def test_a_launch_after_one_that_failed_ends(run_source: Callable) -> None:
-    # What a failed launch leaves is garbage of the interpreter, which its next ranks inherit and may collect.
     source = """
-import gc, time
-gc.disable()
-gc.unfreeze()  # what this process was forked with
 def fail(): raise ValueError("boom")
-def collect():
-    gc.collect()
-    return len(gc.garbage)
 def attempt():
     try:
         debug_launcher(fail, num_processes=1)
     except RankFailedError as error:
-        kept = error  # a frame that holds its own error is a cycle
-def store_of_mine():
-    from torch.distributed import TCPStore
-    cycle = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    cycle.append(cycle)
-attempt()
-store_of_mine()
-began = time.monotonic()
-print(debug_launcher(collect), notebook_launcher(collect, num_processes=2))
-print(time.monotonic() - began < 30, gc.get_freeze_count())
+        return error
+kept = attempt()
+print(repr(kept.error), kept.rank)
+print(debug_launcher(len, ("four",)), notebook_launcher(len, ("three",), num_processes=2))
 """
     done = run_source(NOTEBOOK + source)
-    assert done.stdout == "[0, 0] [0, 0]\nTrue 0\n", done.stderr
+    assert done.stdout == "ValueError('boom') 0\n[4, 4] [5, 5]\n", done.stderr
 
 
 def test_ranks_of_a_function_end_when_their_parent_is_killed(
@@ -159,7 +133,6 @@ debug_launcher(wait_for_each_other)
     output = process.stdout.read()  # ends when the last rank has closed it
     assert (output.count("ready\n"), process.wait(60)) == (2, -signal.SIGKILL), output
     assert time.monotonic() - began < 20
-    assert output.count("of this rank died; the rank stops") >= 1, output
 
 
 @pytest.mark.parametrize("number", [0, -1, "2", True])
@@ -171,10 +144,16 @@ def test_a_number_of_processes_that_is_none_is_refused(launch: Callable, number:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two CUDA devices")
-def test_an_accelerator_in_use_cannot_be_forked(run_source: Callable) -> None:
-    source = "torch.ones(1, device='cuda')\nnotebook_launcher(train, (1,), torch.cuda.device_count())\n"
+def test_an_accelerator_may_be_in_use_and_its_tensors_arrive_on_the_cpu(run_source: Callable) -> None:
+    source = """
+held = torch.ones(1, device="cuda")
+def where():
+    return str(held.device), torch.ones(1, device=f"cuda:{os.environ['LOCAL_RANK']}")
+print([(held, str(made.device)) for held, made in notebook_launcher(where, num_processes=2)])
+"""
     done = run_source(NOTEBOOK + source)
-    assert "the cuda device was used in this process already" in done.stderr
+    assert done.stdout == "[('cpu', 'cpu'), ('cpu', 'cpu')]\n", done.stderr
+    assert "1 tensor of cuda:0 reaches the ranks on the CPU" in done.stderr
 
 
 @pytest.fixture

@@ -1,0 +1,104 @@
+"""The questions of `drivetrain config` about the chosen backend, with recommended answers; torch is not imported."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_RECOMPUTE = {
+    "none": "keeps all activations",
+    "full": "keeps those between blocks, about a third more compute",
+    "selective": "recomputes all but matrix products and attention",
+}
+
+
+def ask_strategy(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask how FSDP2 shards."""
+    return {
+        "value": "full_shard",
+        "why": "it saves the most memory, and prefetching hides most of its traffic within a machine",
+        "text": "What does each rank keep of the model?",
+        "choices": {
+            "full_shard": "a shard of parameters, gradients and optimizer states",
+            "shard_grad_op": "parameters whole between forward and backward: less traffic, more memory",
+            "hybrid_shard": "shards within each machine, replicas across: for slow networks",
+            "no_shard": "everything, as with replicas",
+        },
+    }
+
+
+def ask_offload(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask whether FSDP2 offloads to the CPU."""
+    return {
+        "value": False,
+        "why": "a step that waits for the host's memory is several times slower; say yes if shards do not fit",
+        "text": "Keep shards and optimizer states in host memory between uses?",
+    }
+
+
+def ask_activation_checkpointing(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask whether activations are recomputed."""
+    return {
+        "value": "none",
+        "why": "recomputing costs time, and is for activations that do not fit the memory",
+        "text": "Recompute activations in backward?",
+        "choices": _RECOMPUTE,
+    }
+
+
+def ask_stage(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask for ZeRO's stage, unless a DeepSpeed configuration says it."""
+    if known.get("deepspeed.config") is not None:
+        return None
+    return {
+        "value": 2,
+        "why": "it divides gradients and optimizer states at the traffic of plain replicas",
+        "text": "What does ZeRO divide over the ranks?",
+        "choices": {
+            1: "optimizer states",
+            2: "optimizer states and gradients",
+            3: "parameters too: the most memory saved, half as much traffic again",
+            0: "nothing",
+        },
+    }
+
+
+def ask_offload_optimizer(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask where optimizer states are kept, if ZeRO divides them."""
+    if known.get("deepspeed.config") is not None or known.get("deepspeed.stage") == 0:
+        return None
+    places = {
+        "none": "on the devices",
+        "cpu": "in host memory, updated by the CPU",
+        "nvme": "on a fast local disk",
+    }
+    if known.get("deepspeed.stage") != 3:
+        del places["nvme"]
+    return {
+        "value": "none",
+        "why": "the devices update fastest; offload what does not fit them",
+        "text": "Where are optimizer states kept?",
+        "choices": places,
+    }
+
+
+def ask_offload_param(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask where parameters are kept in stage 3."""
+    if known.get("deepspeed.config") is not None or known.get("deepspeed.stage") != 3:
+        return None
+    return {
+        "value": "none",
+        "why": "the devices are fastest; offload what does not fit them",
+        "text": "Where are parameters kept between their uses?",
+        "choices": {"none": "on the devices", "cpu": "in host memory", "nvme": "on a fast local disk"},
+    }
+
+
+def ask_nvme_path(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Ask for the folder of what is offloaded to a disk."""
+    offloaded = (known.get("deepspeed.offload_optimizer"), known.get("deepspeed.offload_param"))
+    if "nvme" not in offloaded:
+        return None
+    return {
+        "value": "/local_nvme",
+        "why": "where many clusters mount the local disk of a node",
+        "text": "Folder on the fast local disk?",
+    }

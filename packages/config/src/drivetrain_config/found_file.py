@@ -1,0 +1,132 @@
+"""Find the settings file that a user saved, in stated places and in a stated order.
+
+The `drivetrain` command looks there unless `--config` names a file; a plain script does not. One file is used, never
+several.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_config.errors import ConfigError
+
+# The endings of settings files, in the order in which messages list them.
+SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+# What `--config` takes for no file at all.
+NO_FILE = "none"
+
+# What marks the top folder of a project; no folder above it is looked at.
+_TOP = (".git", "pyproject.toml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsPlace:
+    """A place that may hold a settings file.
+
+    Attributes:
+        folder: The folder of the file.
+        stem: The file's name without its ending.
+        title: The name of the place for messages, such as "the working folder".
+    """
+
+    folder: Path
+    stem: str
+    title: str
+
+    def __str__(self) -> str:
+        return f"{self.folder / self.stem}.yaml"
+
+    def file(self) -> Path | None:
+        """Return the file in this place; None if there is none.
+
+        Raises:
+            ConfigError: The place holds several, of different endings.
+        """
+        there = [path for suffix in SUFFIXES if (path := self.folder / f"{self.stem}{suffix}").is_file()]
+        if len(there) > 1:
+            raise ConfigError(
+                f"{' and '.join(map(str, there))}: both are settings files of {self.title}; keep one, or choose by "
+                "--config FILE"
+            )
+        return there[0] if there else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsFile:
+    """The settings file of a launch.
+
+    Attributes:
+        path: The path of the file.
+        place: The place where it was found; None if the user named it.
+    """
+
+    path: Path
+    place: SettingsPlace | None = None
+
+    def __str__(self) -> str:
+        how = "named by --config" if self.place is None else f"found in {self.place.title}"
+        return f"{self.path}, {how}"
+
+
+def settings_places(folder: Path, environment: Mapping[str, str]) -> tuple[SettingsPlace, ...]:
+    """Return the places to look for a settings file, in their order.
+
+    They are the working folder, each folder above it up to the top of the project (the folder with `.git` or
+    `pyproject.toml`; none without one), and `$XDG_CONFIG_HOME/drivetrain`, by default `~/.config/drivetrain`.
+
+    Args:
+        folder: The working folder.
+        environment: The environment of the process.
+    """
+    here = Path() if folder == Path.cwd() else folder
+    found = [SettingsPlace(folder=here, stem="drivetrain", title="the working folder")]
+    found += [
+        SettingsPlace(folder=above, stem="drivetrain", title="a folder above, within the project")
+        for above in _project_above(folder.absolute())
+    ]
+    if (user := _user_folder(environment)) is not None:
+        found.append(SettingsPlace(folder=user, stem="config", title="the user's folder"))
+    return tuple(found)
+
+
+def find_file(folder: Path, environment: Mapping[str, str]) -> SettingsFile | None:
+    """Return the file in the first place that has one; None if no place has.
+
+    Raises:
+        ConfigError: A place holds several files.
+    """
+    for place in settings_places(folder, environment):
+        if (found := place.file()) is not None:
+            return SettingsFile(path=found, place=place)
+    return None
+
+
+def choose_file(named: str | None, environment: Mapping[str, str]) -> SettingsFile | None:
+    """Return the file that `--config` names, or else the one that is found; None for none.
+
+    Args:
+        named: The value of `--config`; `none` asks for no file at all, None means that it was not given.
+        environment: The environment of the process.
+    """
+    if named is None:
+        return find_file(Path.cwd(), environment)
+    return None if named == NO_FILE else SettingsFile(path=Path(named).expanduser())
+
+
+def _project_above(folder: Path) -> list[Path]:
+    """Return the folders above a folder, nearest first, up to the top of its project."""
+    above: list[Path] = []
+    for each in (folder, *folder.parents):
+        if each != folder:
+            above.append(each)
+        if any((each / mark).exists() for mark in _TOP):
+            return above
+    return []
+
+
+def _user_folder(environment: Mapping[str, str]) -> Path | None:
+    """Return the user's folder of drivetrain; None for a user without a home."""
+    if base := environment.get("XDG_CONFIG_HOME"):
+        return Path(base) / "drivetrain"
+    home = environment.get("HOME")
+    return Path(home) / ".config" / "drivetrain" if home else None

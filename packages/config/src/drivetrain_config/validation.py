@@ -1,0 +1,92 @@
+"""Find every problem of a settings file, where reading it for a launch stops at the first."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain_config.errors import ConfigError
+from drivetrain_config.files import Contents, read_file
+from drivetrain_config.kinds import field_types
+from drivetrain_config.layers import Layers, check_mapping
+from drivetrain_config.resolution import resolve
+from drivetrain_config.source import Entry, Source
+from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReview:
+    """The result of a review of a settings file.
+
+    Attributes:
+        path: The path of the file.
+        num_settings: The number of settings in the file.
+        problems: The problems, each a message with its line; empty for a valid file.
+        notices: The notices of Accelerate's options that drivetrain meets in another way.
+    """
+
+    path: Path
+    num_settings: int = 0
+    problems: tuple[str, ...] = ()
+    notices: tuple[str, ...] = field(default=())
+
+
+def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) -> FileReview:
+    """Check every section and field of a file, each section as a whole too.
+
+    Args:
+        path: The settings file, drivetrain's or Accelerate's.
+        sections: Section dataclasses in addition to those that installed packages register.
+    """
+    try:
+        contents = read_file(path)
+    except ConfigError as error:
+        return FileReview(path=path, problems=(str(error),))
+    vocabulary = Vocabulary(sections or {})
+    problems: list[str] = []
+    number = 0
+    for section, values in contents.data.items():
+        try:
+            check_mapping(contents, section, values, vocabulary)
+            kind = vocabulary.section(section, Source("file", contents.where(section)))
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        number += len(values or {})
+        problems += _section_problems(contents, section, kind, values or {})
+    return FileReview(path=path, num_settings=number, problems=tuple(problems), notices=contents.notices)
+
+
+def _section_problems(
+    contents: Contents, section: str, kind: type[Any], values: Mapping[Any, Any]
+) -> list[str]:
+    problems: list[str] = []
+    valid: dict[tuple[str, str], tuple[Entry, ...]] = {}
+    types = field_types(kind)
+    for name, value in values.items():
+        source = Source("file", contents.where(section, str(name)))
+        entry = Entry(value, source, file=contents.path.absolute())
+        try:
+            check_field(section, str(name), types, source)
+            marked = replace(entry, secret=is_secret(kind, str(name)))
+            converted(section, str(name), types[str(name)], marked)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            valid[section, str(name)] = (marked,)
+    if problems or not _is_complete(kind, valid, section):
+        return problems  # what is wrong with one field would show again in the section as a whole
+    try:
+        resolve(kind, section=section, layers=Layers(valid))
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _is_complete(kind: type[Any], given: Mapping[tuple[str, str], object], section: str) -> bool:
+    """Return whether each field without a default is given; a flag or the script may give those that are not."""
+    return all(
+        (section, each.name) in given
+        for each in fields(kind)
+        if each.init and each.default is MISSING and each.default_factory is MISSING
+    )

@@ -1,0 +1,191 @@
+"""Ask what matters for a run on this machine, and write it as a settings file."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+from shutil import get_terminal_size
+from textwrap import wrap
+from typing import Any
+
+from drivetrain_config import ConfigError, Layers, sections
+from drivetrain_config.files import read_file
+from drivetrain_config.kinds import field_types
+from drivetrain_config.source import Entry, Source
+from drivetrain_config.vocabulary import check_field, converted
+from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.wizard.choose_asker import choose_asker
+from drivetrain_launcher.wizard.interview import Asker, ask_all, take_recommended
+from drivetrain_launcher.wizard.machine_facts import MachineFacts, detect_machine
+from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
+from drivetrain_launcher.wizard.settings_text import launch_line, settings_text
+from drivetrain_launcher.wizard.settings_writer import backup_of, write_settings
+
+_FILE = Path("drivetrain.yaml")
+_INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigArguments:
+    """The arguments of `drivetrain config`."""
+
+    output: Path = field(
+        default=_FILE,
+        metadata={"help": "File to write, ending in .yaml; launches find the default by themselves."},
+    )
+    yes: bool = field(default=False, metadata={"help": "Take every recommended answer, and ask nothing."})
+    from_: Path | None = field(
+        default=None,
+        metadata={"help": "Settings file to convert, such as Accelerate's YAML; asks nothing."},
+    )
+    force: bool = field(
+        default=False, metadata={"help": "Replace a file that is there without asking; a copy is kept."}
+    )
+    layers: Layers = field(default_factory=lambda: Layers({}))
+
+    def __post_init__(self) -> None:
+        if self.output.suffix not in (".yaml", ".yml"):
+            raise ValueError(f"output={str(self.output)!r}: the file is YAML; say a name that ends in .yaml")
+
+
+def run(arguments: ConfigArguments) -> int:
+    """Ask what matters for a run on this machine, and write a settings file; flags answer questions beforehand."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        say("interrupted; nothing was written")
+        return _INTERRUPTED
+
+
+def _run(arguments: ConfigArguments) -> int:
+    asker = None if arguments.yes or arguments.from_ is not None else choose_asker()
+    if not _may_write(arguments, asker):
+        say(f"{arguments.output} is left as it is")
+        return 0
+    kinds = sections()
+    given = _given(arguments.layers, kinds)
+    if arguments.from_ is not None:
+        answers = {**_settings_of(arguments.from_, kinds, "as in"), **given}
+        heading = [f"The settings of a drivetrain run, converted from {arguments.from_}."]
+    else:
+        machine = detect_machine()
+        sys.stdout.write(f"{machine}\n")
+        answers = _answers(arguments, machine, asker, given)
+        heading = [f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."]
+    kept = write_settings(arguments.output, settings_text(answers, kinds, heading=heading))
+    _report(arguments.output, kept, answers, launch_line(answers, kinds))
+    return 0
+
+
+def _answers(
+    arguments: ConfigArguments, machine: MachineFacts, asker: Asker | None, given: dict[Key, GivenAnswer]
+) -> dict[Key, GivenAnswer]:
+    """Return the answers to all questions, from flags, the user or the recommendations."""
+    kinds = sections()
+    before = _earlier_file(arguments)
+    earlier = {} if before is None else _settings_of(before, kinds, "as before, in")
+    if asker is None:
+        return take_recommended(kinds, machine.known(), given, earlier)
+    return ask_all(asker, kinds, machine.known(), given, earlier)
+
+
+def _earlier_file(arguments: ConfigArguments) -> Path | None:
+    """Return the file whose settings become recommendations: that of --config, or the one to be replaced."""
+    if arguments.layers.file is not None:
+        return arguments.layers.file.path
+    return arguments.output if arguments.output.is_file() else None
+
+
+def _may_write(arguments: ConfigArguments, asker: Asker | None) -> bool:
+    """Return whether the output may be replaced, before any other question is asked.
+
+    Raises:
+        LaunchError: The file is there, and nobody can be asked.
+    """
+    path = arguments.output
+    if not path.exists() or arguments.force:
+        return True
+    if asker is None:
+        raise LaunchError(
+            f"{path} is there: say --force to replace it (a copy is kept as {backup_of(path)}), or --output FILE"
+        )
+    replace = Choice(value=True, label="replace it", about=f"a copy is kept as {backup_of(path)}")
+    keep = Choice(value=False, label="keep it", about="and ask nothing")
+    return asker.choose(
+        f"{path} is there. Replace it?", "its settings become the recommended answers", (replace, keep)
+    ).value
+
+
+def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer]:
+    """Return the settings that flags give, and report variables that will win over the file."""
+    found: dict[Key, GivenAnswer] = {}
+    for (section, name), entries in layers.entries.items():
+        types = field_types(kinds[section])
+        for entry in entries:
+            if entry.source.kind == "command line":
+                value = converted(section, name, types[name], entry)
+                found[section, name] = GivenAnswer(value=value, why=f"given by {entry.source.where}")
+            elif entry.source.kind == "environment":
+                say(
+                    f"{entry.source.where} in the environment wins over {section}.{name} of the file while it is set"
+                )
+    return found
+
+
+def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key, GivenAnswer]:
+    """Return the settings of a file, checked.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting of it is invalid.
+    """
+    contents = read_file(path)
+    for line in contents.notices:
+        say(line)
+    found: dict[Key, GivenAnswer] = {}
+    for section, values in contents.data.items():
+        if section not in kinds:
+            raise ConfigError(
+                f"{contents.where(section)}: there is no section {section!r}; mend or remove it first"
+            )
+        types = field_types(kinds[section])
+        for name, value in (values or {}).items():
+            source = Source("file", contents.where(section, name))
+            check_field(section, name, types, source)
+            found[section, name] = GivenAnswer(
+                value=converted(section, name, types[name], Entry(value, source)), why=f"{why} {source}"
+            )
+    return found
+
+
+def _report(path: Path, kept: Path | None, answers: Mapping[Key, GivenAnswer], line: str) -> None:
+    copy = "" if kept is None else f"; the one that was there is {kept}"
+    words = ["drivetrain launch"]
+    words += [] if path == _FILE else [f"--config {quote(str(path))}"]
+    words += ["--node-rank N"] if _needs_node_rank(answers) else []
+    columns = get_terminal_size().columns - 4
+    wrapped = " \\\n".join(
+        wrap(
+            line,
+            columns,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+    each = " on each machine, with its own N from 0," if _needs_node_rank(answers) else ""
+    sys.stdout.write(
+        f"\nWrote {path}{copy}.\n\n  {' '.join([*words, 'train.py'])}\n\nis{each} now the same as\n\n{wrapped}\n"
+    )
+
+
+def _needs_node_rank(answers: Mapping[Key, GivenAnswer]) -> bool:
+    """Return whether each launch must say which machine it is on."""
+    num_nodes, rendezvous = (answers.get(("launch", name)) for name in ("num_nodes", "rdzv_backend"))
+    is_told = rendezvous is None or rendezvous.value == "static"
+    return (
+        num_nodes is not None and num_nodes.value > 1 and is_told and ("launch", "node_rank") not in answers
+    )

@@ -1,0 +1,46 @@
+"""Change settings of a file, with its comments kept; turn Accelerate's file into drivetrain's."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain_launcher.cli.commands.config_validate import file_or_found
+from drivetrain_launcher.wizard.settings_update import parse_change, updated_text
+from drivetrain_launcher.wizard.settings_writer import write_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigUpdateArguments:
+    """The arguments of `drivetrain config update`."""
+
+    file: Path | None = field(
+        default=None,
+        metadata={
+            "positional": True,
+            "help": "Settings file to change; the one that a launch finds by default.",
+        },
+    )
+    set: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "repeated": True,
+            "help": "Setting to write, as run.mixed_precision=bf16; may be repeated.",
+        },
+    )
+    unset: tuple[str, ...] = field(
+        default=(), metadata={"repeated": True, "help": "Setting to take out, as run.seed; may be repeated."}
+    )
+
+
+def run(arguments: ConfigUpdateArguments) -> int:
+    """Change settings of a file with its comments kept; a file of Accelerate becomes one of drivetrain."""
+    path = file_or_found(arguments.file)
+    changes = [parse_change(text) for text in arguments.set]
+    removals = [parse_change(f"{name}=") for name in arguments.unset]
+    text, lines = updated_text(path, changes, [(each.section, each.field) for each in removals])
+    if not lines:
+        sys.stdout.write(f"{path}: nothing to change\n")
+        return 0
+    kept = write_settings(path, text)
+    sys.stdout.write("\n".join([*lines, f"wrote {path}; the one that was there is {kept}", ""]))
+    return 0

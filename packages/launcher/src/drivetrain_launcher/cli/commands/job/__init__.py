@@ -1,0 +1,1 @@
+"""Follow or cancel a job that `drivetrain submit` has submitted."""

@@ -1,0 +1,91 @@
+"""Show the last lines of each rank's output file, also while the run goes on."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain_launcher.errors import UsageError
+
+# What is read from the end of a file for each line that is asked for.
+_LINE_BYTES = 4096
+_STREAMS = ("stdout.log", "stderr.log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailArguments:
+    """The arguments of `drivetrain tail`."""
+
+    folder: Path = field(
+        metadata={"positional": True, "help": "Folder that was given to drivetrain launch as --log-dir."}
+    )
+    lines: int = field(default=10, metadata={"help": "Number of last lines of each file."})
+    ranks: tuple[int, ...] = field(
+        default=(), metadata={"help": "Ranks of the node to show, such as 0,3; empty: all."}
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: If a value is outside its range.
+        """
+        if self.lines < 1:
+            raise ValueError(f"lines={self.lines}: must be at least 1")
+
+
+def run(arguments: TailArguments) -> int:
+    """Show the last lines of each rank's output file, also while the run goes on."""
+    attempt = newest_attempt(arguments.folder)
+    ranks = sorted(int(each.name) for each in attempt.iterdir() if each.name.isdigit())
+    missing = [rank for rank in arguments.ranks if rank not in ranks]
+    if missing:
+        raise UsageError(
+            f"--ranks {','.join(map(str, arguments.ranks))}: {attempt} has files of ranks "
+            f"{', '.join(map(str, ranks))}; there is no {', '.join(map(str, missing))}"
+        )
+    for rank in arguments.ranks or ranks:
+        for text in _described(attempt / str(rank), rank, arguments.lines):
+            sys.stdout.write(text)
+    return 0
+
+
+def newest_attempt(folder: Path) -> Path:
+    """Return the folder of the newest attempt of the newest run.
+
+    Raises:
+        UsageError: If the folder holds no output of a run.
+    """
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda each: each.stat().st_mtime_ns)
+    if not attempts:
+        raise UsageError(
+            f"{folder}: holds no output of a run; say the folder that was given to drivetrain launch as --log-dir"
+        )
+    return attempts[-1]
+
+
+def _described(folder: Path, rank: int, lines: int) -> Iterator[str]:
+    for name in _STREAMS:
+        found = last_lines(folder / name, lines)
+        if found:
+            yield f"==> rank {rank}, {name.removesuffix('.log')} <==\n"
+            yield from (f"{line}\n" for line in found)
+
+
+def last_lines(file: Path, lines: int) -> list[str]:
+    """Return the last lines of a file that may be large and may still grow; none if it does not exist.
+
+    Of a line that carriage returns have overwritten, as those of a progress bar, the last state is returned.
+    """
+    if not file.exists():
+        return []
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        length = min(size, lines * _LINE_BYTES)
+        opened.seek(size - length)
+        text = opened.read(length).decode("utf-8", "replace")
+    states = [[state for state in line.split("\r") if state.strip()] for line in text.split("\n")]
+    if states and not states[-1]:
+        states.pop()
+    return [line[-1] if line else "" for line in states[-lines:]]

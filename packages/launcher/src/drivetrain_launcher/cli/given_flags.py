@@ -1,0 +1,56 @@
+"""The flags of one command line: their values, and as what each was written, so that contradictions name both."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain_config import Flag
+from drivetrain_launcher.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenFlags:
+    """The flags found so far.
+
+    Attributes:
+        said: The values, by section and field.
+        written: The flag as it was written, with its value, by section and field.
+        repeated: The names of the command's own fields whose flags may be given several times.
+    """
+
+    said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    written: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+    repeated: frozenset[str] = frozenset()
+
+    def add(self, flag: Flag, value: str | bool, *, written: str, is_implied: bool = False) -> None:
+        """Add a flag's value.
+
+        Args:
+            flag: The flag in our spelling.
+            value: The value of the flag.
+            written: The flag as written, ours or another spelling.
+            is_implied: Whether the flag as written implies the value.
+
+        Raises:
+            UsageError: Another value was given before, by this flag or by another spelling of it.
+        """
+        if not flag.section and flag.field in self.repeated:
+            before = self.said.setdefault(flag.section, {}).get(flag.field, ())
+            self.said[flag.section][flag.field] = (*before, value)
+            return
+        shown = f"{written} ({flag.name} {value})" if is_implied else f"{written} {value}"
+        shown = written if flag.is_switch else shown
+        if (contradiction := self.contradiction(flag.section, flag.field, value)) is not None:
+            raise UsageError(f"{shown}: contradicts {contradiction}; keep one of the two")
+        self.put(flag.section, flag.field, value, written=shown)
+
+    def put(self, section: str, name: str, value: Any, *, written: str) -> None:
+        """Set the value of a field that no flag has set differently."""
+        self.said.setdefault(section, {})[name] = value
+        self.written.setdefault((section, name), written)
+
+    def contradiction(self, section: str, name: str, value: Any) -> str | None:
+        """Return what was written for another value of a field; None if there is no other value."""
+        fields = self.said.get(section, {})
+        if name not in fields or str(fields[name]) == str(value):
+            return None
+        return self.written[section, name]

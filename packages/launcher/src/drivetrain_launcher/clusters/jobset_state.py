@@ -1,0 +1,96 @@
+"""The states of a JobSet and of its pods, out of what the cluster says of them. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodState:
+    """The state of a pod.
+
+    Attributes:
+        name: The name of the pod.
+        node_rank: The rank of its node.
+        has_started: Whether its container runs or has run.
+        is_running: Whether its container runs.
+        exit_code: The exit code of its container; None while it has none.
+        ended_at: When its container ended, as the cluster writes times; empty while it has not.
+        waits_for: The reason why it has not started; empty if it has.
+    """
+
+    name: str
+    node_rank: int
+    has_started: bool
+    is_running: bool
+    exit_code: int | None
+    ended_at: str
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSetState:
+    """The state of a JobSet.
+
+    Attributes:
+        end: The kind of its end; None while it has not ended.
+        message: The sentence of the cluster about its end.
+        restarts: The number of times that it has started again.
+    """
+
+    end: Literal["Completed", "Failed"] | None
+    message: str
+    restarts: int
+
+
+def read_jobset(data: Mapping[str, Any]) -> JobSetState:
+    """Return the state of a JobSet from its JSON."""
+    status: Mapping[str, Any] = data.get("status") or {}
+    restarts = int(status.get("restarts", 0))
+    for condition in status.get("conditions") or ():
+        if condition.get("status") == "True" and condition.get("type") in ("Completed", "Failed"):
+            return JobSetState(
+                end=condition["type"], message=str(condition.get("message", "")), restarts=restarts
+            )
+    return JobSetState(end=None, message="", restarts=restarts)
+
+
+def read_pods(data: Mapping[str, Any]) -> tuple[PodState, ...]:
+    """Return the states of pods from the JSON of their list, in order of their nodes' ranks."""
+    return tuple(sorted(map(_read_pod, data.get("items") or ()), key=lambda pod: pod.node_rank))
+
+
+def _read_pod(pod: Mapping[str, Any]) -> PodState:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    marks = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+    containers = status.get("containerStatuses") or ({},)
+    state: Mapping[str, Any] = containers[0].get("state") or {}
+    ended: Mapping[str, Any] = state.get("terminated") or {}
+    has_started = "running" in state or "terminated" in state
+    return PodState(
+        name=metadata["name"],
+        node_rank=int(marks.get(_INDEX, 0)),
+        has_started=has_started,
+        is_running="running" in state,
+        exit_code=ended.get("exitCode"),
+        ended_at=str(ended.get("finishedAt") or ""),
+        waits_for="" if has_started else _why_it_waits(state.get("waiting") or {}, status),
+    )
+
+
+def _why_it_waits(waiting: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Return the reason, and the cluster's own sentence about it."""
+    scheduled = [c for c in status.get("conditions") or () if c.get("type") == "PodScheduled"]
+    found = waiting if waiting.get("reason") else next((c for c in scheduled if c.get("reason")), {})
+    return ": ".join(part for part in (found.get("reason", "Pending"), found.get("message", "")) if part)
+
+
+def exit_code_of(state: JobSetState, pods: Iterable[PodState]) -> int:
+    """Return the exit code of a job that ended: that of the pod that failed first, or 1 if none is left to tell."""
+    if state.end == "Completed":
+        return 0
+    failed = [pod for pod in pods if pod.exit_code]
+    first = min(failed, key=lambda pod: (pod.ended_at, pod.node_rank), default=None)
+    return 1 if first is None or first.exit_code is None else first.exit_code

@@ -1,0 +1,242 @@
+"""The script of a Slurm job: options for sbatch, and a command that no shell can misread."""
+
+import re
+import shlex
+from difflib import get_close_matches
+from pathlib import Path
+
+from drivetrain_launcher.clusters.protocol import JobRequest, Submission
+from drivetrain_launcher.errors import LaunchError
+
+# The options of sbatch that a request may add; the others are set by the request's own fields, or change what a
+# script is.
+OPTIONS = frozenset(
+    [
+        "account",
+        "begin",
+        "comment",
+        "constraint",
+        "contiguous",
+        "core-spec",
+        "cpus-per-gpu",
+        "deadline",
+        "delay-boot",
+        "dependency",
+        "distribution",
+        "exclude",
+        "exclusive",
+        "extra-node-info",
+        "gid",
+        "gpu-bind",
+        "gpu-freq",
+        "gpus-per-task",
+        "gres",
+        "gres-flags",
+        "hint",
+        "ignore-pbs",
+        "kill-on-invalid-dep",
+        "licenses",
+        "mail-type",
+        "mail-user",
+        "mcs-label",
+        "mem-bind",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "network",
+        "nice",
+        "nodelist",
+        "overcommit",
+        "oversubscribe",
+        "partition",
+        "power",
+        "prefer",
+        "priority",
+        "profile",
+        "propagate",
+        "qos",
+        "reboot",
+        "reservation",
+        "spread-job",
+        "switches",
+        "thread-spec",
+        "threads-per-core",
+        "time-min",
+        "tmp",
+        "uid",
+        "use-min-nodes",
+        "wckey",
+    ]
+)
+# sbatch's option -> the request that sets it.
+_OURS = {
+    "job-name": "the job's name",
+    "nodes": "the number of nodes",
+    "ntasks": "the number of nodes: one task a node is started",
+    "ntasks-per-node": "the number of nodes: one task a node is started",
+    "cpus-per-task": "the number of cores of each node",
+    "gpus": "the number of accelerators of each node",
+    "gpus-per-node": "the number of accelerators of each node",
+    "mem": "the memory of each node",
+    "time": "the time limit",
+    "signal": "the seconds to save",
+    "requeue": "the number of requeues",
+    "no-requeue": "the number of requeues",
+    "output": "the folder of logs",
+    "error": "the folder of logs",
+    "open-mode": "the folder of logs",
+    "chdir": "the job's folder",
+    "export": "the job's environment",
+}
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=\[\]*-]*")  # what an #SBATCH line takes without quotes
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MEMORY = re.compile(r"(\d+)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
+_LONGEST_SAVE_SECONDS = 65535
+
+
+def plan_slurm(request: JobRequest) -> Submission:
+    """Return the script of a job, and the command that submits it.
+
+    The launcher's command is one word after another in single quotes. Options with characters that an #SBATCH line
+    would need quotes for are arguments of sbatch, which no shell reads.
+
+    Raises:
+        LaunchError: An option is unknown, or a value cannot be given to Slurm.
+    """
+    _check(request)
+    slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
+    path = request.log_dir / f"{slug}.sbatch"
+    options = _options(request, slug)
+    on_lines = [option for option in options if _PLAIN.fullmatch(option)]
+    as_arguments = [option for option in options if option not in on_lines]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in on_lines),
+        *(f"# and as an argument of sbatch: {shlex.quote(option)}" for option in as_arguments),
+        "",
+        *(f"export {name}={shlex.quote(text)}" for name, text in _environment(request).items()),
+        "",
+        f"exec srun --ntasks={request.num_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 "
+        f"{shlex.join(request.command)}",
+        "",
+    ]
+    return Submission(
+        files={path: "\n".join(lines)},
+        command=("sbatch", "--parsable", *as_arguments, str(path.absolute())),
+        request=request,
+        notes=_notes(request),
+    )
+
+
+def output_file(submission: Submission, job_id: str) -> Path:
+    """Return the file that Slurm writes a job's output to."""
+    script = next(iter(submission.files))
+    folder = submission.request.folder / submission.request.log_dir
+    return folder / f"{script.stem}-{job_id}.out"
+
+
+def _options(request: JobRequest, slug: str) -> list[str]:
+    options = [
+        f"--job-name={request.name}",
+        f"--nodes={request.num_nodes}",
+        f"--ntasks={request.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--chdir={request.folder.absolute()}",
+        f"--output={request.log_dir / slug}-%j.out",
+        "--open-mode=append",
+        # Without B: the tasks of srun are told, that is the launchers.
+        f"--signal=TERM@{request.save_seconds}",
+        "--requeue" if request.max_requeues else "--no-requeue",
+    ]
+    if request.accelerators_per_node:
+        options.append(f"--gpus-per-node={request.accelerators_per_node}")
+    if request.cpus_per_node is not None:
+        options.append(f"--cpus-per-task={request.cpus_per_node}")
+    if request.memory_per_node is not None:
+        options.append(f"--mem={_memory(request.memory_per_node)}")
+    if request.time_limit_seconds is not None:
+        hours, rest = divmod(request.time_limit_seconds, 3600)
+        options.append(f"--time={hours}:{rest // 60:02}:{rest % 60:02}")
+    return [
+        *options,
+        *(f"--{name}={text}" if text else f"--{name}" for name, text in request.options.items()),
+    ]
+
+
+def _environment(request: JobRequest) -> dict[str, str]:
+    added = {
+        "DRIVETRAIN_LAUNCH__MAX_REQUEUES": str(request.max_requeues),
+        "DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds),
+    }
+    if request.processes_per_node is not None:
+        added["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
+    if request.cpus_per_node is not None:
+        added["SRUN_CPUS_PER_TASK"] = str(
+            request.cpus_per_node
+        )  # srun takes it from sbatch no more since 22.05
+    return {**added, **request.environment}
+
+
+def _check(request: JobRequest) -> None:
+    if not request.command:
+        raise LaunchError(
+            "slurm: the job has no command: say what each node runs, such as drivetrain launch train.py"
+        )
+    texts = {"name": request.name, "folder": str(request.folder), "log_dir": str(request.log_dir)}
+    for what, text in {**texts, **request.options}.items():
+        if any(ord(character) < 32 or ord(character) == 127 for character in text):
+            raise LaunchError(
+                f"slurm: {what}={text!r}: Slurm takes no control characters there; leave them out"
+            )
+    if set("%\\") & set(str(request.log_dir)):
+        raise LaunchError(
+            f"slurm: log_dir={str(request.log_dir)!r}: Slurm replaces % and \\ there; say another folder"
+        )
+    if any("\0" in word for word in (*request.command, *request.environment.values())):
+        raise LaunchError(
+            "slurm: a word of the command or a variable holds a null character, which no command can"
+        )
+    for name in request.environment:
+        if not _NAME.fullmatch(name):
+            raise LaunchError(f"slurm: {name!r} is no name of a variable: letters, digits and _ are allowed")
+    _check_numbers(request)
+    for name in request.options:
+        _check_option(name)
+
+
+def _check_numbers(request: JobRequest) -> None:
+    if request.num_nodes < 1:
+        raise LaunchError(f"slurm: num_nodes={request.num_nodes}: must be at least 1")
+    most = _LONGEST_SAVE_SECONDS
+    if not 0 < request.save_seconds <= most:
+        raise LaunchError(f"slurm: save_seconds={request.save_seconds}: Slurm takes 1 to {most}")
+    limit = request.time_limit_seconds
+    if limit is not None and limit <= request.save_seconds:
+        raise LaunchError(
+            f"slurm: time_limit_seconds={limit}: leaves no time to train, since the job is told to save "
+            f"save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
+        )
+
+
+def _check_option(name: str) -> None:
+    if name in _OURS:
+        raise LaunchError(f"slurm: option {name!r}: it follows from {_OURS[name]}; set that instead")
+    if name not in OPTIONS:
+        near = get_close_matches(name, OPTIONS, n=1)
+        hint = f"; did you mean {near[0]}" if near else f"; there are {', '.join(sorted(OPTIONS))}"
+        raise LaunchError(f"slurm: option {name!r}: sbatch has no such option for a job of drivetrain{hint}")
+
+
+def _memory(text: str) -> str:
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise LaunchError(f"slurm: memory_per_node={text!r}: say a whole number with a unit, such as 64GB")
+    return f"{match[1]}{match[2].upper()}"
+
+
+def _notes(request: JobRequest) -> tuple[str, ...]:
+    if request.max_requeues:
+        return (
+            f"told to save {request.save_seconds} s before the time limit; then it starts again, at most "
+            f"{request.max_requeues} times",
+        )
+    return ("the job is not requeued after a preemption or at its time limit",)

@@ -1,0 +1,105 @@
+"""The findings of checks, as frozen values that a test, a table and JSON can show."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+# "error" will break a run, "warning" may slow it or break a larger one.
+Severity = Literal["error", "warning"]
+State = Literal["ok", "warning", "error", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorFinding:
+    """Something that breaks runs or slows them.
+
+    Attributes:
+        severity: "error" if it will break a run, else "warning".
+        what: The fault, with the measured value.
+        why: The effect on a run.
+        mend: The command to run or the setting to change.
+        measured: The numbers and names behind it, for programs.
+    """
+
+    severity: Severity
+    what: str
+    why: str
+    mend: str
+    measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+
+
+def error(what: str, *, why: str, mend: str, **measured: float | str) -> DoctorFinding:
+    """Return a finding that will break a run."""
+    return DoctorFinding(severity="error", what=what, why=why, mend=mend, measured=measured)
+
+
+def warning(what: str, *, why: str, mend: str, **measured: float | str) -> DoctorFinding:
+    """Return a finding that may slow a run, or break a larger one."""
+    return DoctorFinding(severity="warning", what=what, why=why, mend=mend, measured=measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckVerdict:
+    """The judgement on one measurement.
+
+    Attributes:
+        summary: The measured values in a few words, shown also if nothing is wrong.
+        findings: The faults that were found.
+        skipped: The reason why nothing could be measured; None if it was.
+    """
+
+    summary: str = ""
+    findings: tuple[DoctorFinding, ...] = ()
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check: its name, and the function that measures and judges.
+
+    Attributes:
+        name: A short name, the first column of the table.
+        run: Measures and judges; an OSError means that the measurement was not possible.
+    """
+
+    name: str
+    run: Callable[[], CheckVerdict]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """A check that was run.
+
+    Attributes:
+        name: The name of the check.
+        summary: The measured values, or the reason why there are none.
+        is_skipped: Whether nothing could be measured.
+        findings: The faults that were found.
+        seconds: The time that the check took.
+    """
+
+    name: str
+    summary: str
+    is_skipped: bool = False
+    findings: tuple[DoctorFinding, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> State:
+        """The worst of the findings; "skipped" if nothing was measured."""
+        severities = {finding.severity for finding in self.findings}
+        if "error" in severities:
+            return "error"
+        if "warning" in severities:
+            return "warning"
+        return "skipped" if self.is_skipped else "ok"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the report as plain JSON data."""
+        return {**asdict(self), "state": self.state}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "CheckReport":
+        """Return the report that `as_data` wrote."""
+        plain = {name: value for name, value in data.items() if name not in ("state", "findings")}
+        return cls(**plain, findings=tuple(DoctorFinding(**finding) for finding in data["findings"]))

@@ -1,0 +1,90 @@
+"""Decide whether slow links have a host in common, divide the hosts into islands, or are slow for themselves.
+
+All functions are pure. A link between two hosts carries a value of which more is better: its bandwidth, or the
+inverse of its latency; or 0 if it does not work at all.
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from statistics import median_high
+
+Link = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFaults:
+    """The slow links of a set of hosts, explained.
+
+    Attributes:
+        usual: The value of a healthy link: the median over hosts of each host's best link.
+        hosts: Hosts most of whose links are slow.
+        links: Slow links of which neither end is in `hosts`.
+        islands: Groups of hosts, at least two of at least two hosts each, that have fast links within and slow ones
+            between them; empty if there is no such division.
+    """
+
+    usual: float
+    hosts: tuple[int, ...] = ()
+    links: tuple[Link, ...] = ()
+    islands: tuple[tuple[int, ...], ...] = ()
+
+
+def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFaults:
+    """Find the slow hosts, links or islands.
+
+    The reference is robust against slow hosts: one slow host of three makes two of three links slow, but leaves two
+    hosts with a fast one. A host is blamed only if more than half of its links to the others, and at least two, are
+    slow; hosts are blamed one at a time, the worst first, so that one slow host does not blame its partners.
+
+    Args:
+        values: The value of each link, lower host first; links that were not measured are missing.
+        slow_below: The part of the usual value below which a link is slow.
+    """
+    hosts = sorted({host for link in values for host in link})
+    if not hosts:
+        return LinkFaults(usual=0.0)
+    usual = median_high(max(values[link] for link in values if host in link) for host in hosts)
+    slow = {link for link, value in values.items() if value < slow_below * usual or value <= 0}
+    islands = _islands(hosts, set(values) - slow)
+    if len(islands) > 1 and all(
+        _island_of(link[0], islands) != _island_of(link[1], islands) for link in slow
+    ):
+        return LinkFaults(usual=usual, islands=islands)
+    blamed = _blame(hosts, values.keys(), slow)
+    left = sorted(link for link in slow if not blamed & set(link))
+    return LinkFaults(usual=usual, hosts=tuple(sorted(blamed)), links=tuple(left))
+
+
+def _blame(hosts: Iterable[int], links: Set[Link], slow: Set[Link]) -> set[int]:
+    """Return the hosts whose links are mostly slow."""
+    blamed: set[int] = set()
+    waiting = set(hosts)
+    while waiting:
+        shares = {host: _share(host, links, slow, blamed) for host in waiting}
+        worst = max(sorted(waiting), key=lambda host: shares[host])
+        if shares[worst] <= 0.5:
+            break
+        blamed.add(worst)
+        waiting.remove(worst)
+    return blamed
+
+
+def _share(host: int, links: Set[Link], slow: Set[Link], blamed: Set[int]) -> float:
+    """Return the part of a host's links to hosts not blamed that is slow; 0 with one link, which blames no end."""
+    own = [link for link in links if host in link and not blamed & set(link)]
+    return sum(link in slow for link in own) / len(own) if len(own) > 1 else 0.0
+
+
+def _islands(hosts: Iterable[int], fast: Set[Link]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of at least two hosts that fast links connect; empty if a host is in none."""
+    group_of = {host: {host} for host in hosts}
+    for first, second in fast:
+        if group_of[first] is not group_of[second]:
+            joined = group_of[first] | group_of[second]
+            group_of |= dict.fromkeys(joined, joined)
+    groups = sorted({tuple(sorted(group)) for group in group_of.values()})
+    return tuple(groups) if all(len(group) > 1 for group in groups) else ()
+
+
+def _island_of(host: int, islands: tuple[tuple[int, ...], ...]) -> int:
+    return next(number for number, island in enumerate(islands) if host in island)

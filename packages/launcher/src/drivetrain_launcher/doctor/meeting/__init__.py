@@ -1,0 +1,1 @@
+"""Hosts that meet over a store: who is there, how clocks and versions differ, and who can reach whom."""

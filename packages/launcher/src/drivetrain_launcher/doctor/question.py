@@ -1,0 +1,116 @@
+"""The question to the doctor: the run that would start, as launch's settings or a cluster's job describe it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.host_detection import Host
+from drivetrain_launcher.plan.launch_plan import LaunchTarget
+from drivetrain_launcher.plan.launch_planner import plan_launch
+from drivetrain_launcher.settings import LaunchSettings, RendezvousBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inquiry:
+    """The run that the doctor checks this host for.
+
+    Attributes:
+        environment: The environment of this process, which a run's processes would inherit.
+        num_nodes: The number of hosts.
+        node_rank: The rank of this host; None if the hosts agree on their ranks.
+        processes_per_node: The number of processes on each host.
+        master_addr: The name or address of the host with rank 0.
+        master_port: The port of the rendezvous; 0 for any free one.
+        rdzv_backend: The way in which hosts get their ranks.
+        accelerator: The kind of accelerator that torch would use; None if there is none.
+        folder: The folder of the checkpoints.
+        num_workers: The number of workers of each process's DataLoader.
+        batch_bytes: The size of a batch; None if it was not said.
+        wait_seconds: The time that hosts wait for each other.
+        is_idle: Whether another task of the job checks this host.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    num_nodes: int = 1
+    node_rank: int | None = 0
+    processes_per_node: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    rdzv_backend: RendezvousBackend = "static"
+    accelerator: str | None = None
+    folder: Path = Path()
+    num_workers: int = 4
+    batch_bytes: int | None = None
+    wait_seconds: float = 30.0
+    is_idle: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes on all hosts together."""
+        return self.num_nodes * self.processes_per_node
+
+    @property
+    def hosts_store(self) -> bool:
+        """True if the store of the run is surely to listen on this host."""
+        return self.num_nodes == 1 or self.node_rank == 0
+
+
+def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **wishes: Any) -> Inquiry:
+    """Return the question for the doctor from launch's settings, or from the job that this process belongs to.
+
+    Args:
+        settings: The `launch` section.
+        host: The description of this host.
+        placement: The place of this process in a cluster's job; None outside any.
+        wishes: The attributes of the question that neither of them states.
+
+    Raises:
+        LaunchError: The settings describe no possible launch, as `drivetrain launch` would say.
+    """
+    if placement is not None:
+        try:
+            settings = _placed(settings, placement)
+        except LaunchError:
+            raise
+        except ValueError as contradiction:
+            raise LaunchError(
+                f"in the {placement.cluster} job {placement.job_id}: {contradiction}"
+            ) from contradiction
+    plan = plan_launch(settings, LaunchTarget(name="doctor"), host)
+    return Inquiry(
+        num_nodes=plan.num_nodes if plan.num_nodes > 1 else settings.num_nodes,
+        node_rank=plan.node_rank,
+        processes_per_node=plan.processes_per_node,
+        master_addr=plan.master_addr,
+        master_port=plan.master_port,
+        rdzv_backend=plan.rdzv_backend,
+        accelerator=host.accelerator,
+        is_idle=placement is not None and placement.local_task > 0,
+        **wishes,
+    )
+
+
+def _placed(settings: LaunchSettings, placement: JobPlacement) -> LaunchSettings:
+    """Return the settings with what the cluster states, which must not contradict what the user states."""
+    if settings.num_nodes not in (1, placement.num_nodes):
+        where = placement.sources.get("num_nodes", placement.cluster)
+        raise LaunchError(
+            f"--num-nodes {settings.num_nodes}: the {placement.cluster} job {placement.job_id} has "
+            f"{placement.num_nodes} nodes (from {where}); leave it out"
+        )
+    count = placement.tasks_per_node if placement.is_one_task_per_rank else settings.processes_per_node
+    if placement.num_nodes == 1:
+        return settings if count is None else replace(settings, num_processes=None, processes_per_node=count)
+    return replace(
+        settings,
+        num_processes=None if placement.is_one_task_per_rank else settings.num_processes,
+        processes_per_node=count,
+        num_nodes=placement.num_nodes,
+        node_rank=placement.node_rank,
+        master_addr=settings.master_addr or placement.master_addr,
+        master_port=settings.master_port or placement.master_port,
+        rdzv_backend="static",
+    )

@@ -1,0 +1,91 @@
+"""A connection to the store whose calls end in time: torch's own wait forever for a host that is frozen."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+
+Result = TypeVar("Result")
+
+
+class StoreSilentError(RuntimeError):
+    """The store did not answer in time."""
+
+
+class StoreGoneError(RuntimeError):
+    """The store has closed its connection, or refuses one."""
+
+
+class BoundedStore:
+    """A connection whose calls run on a thread of their own, which a caller leaves behind when time is up.
+
+    Calls of several threads take turns. After a call that got no answer, later ones fail at once: the connection is
+    never used again, since an answer that comes late would be taken for that of another call.
+
+    Args:
+        connect: A function that connects; called on the thread.
+    """
+
+    def __init__(self, connect: Callable[[], TCPStore]) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[TCPStore], Any], Future[Any]] | None] = SimpleQueue()
+        self._turn = Lock()
+        self._is_stuck = False
+        Thread(target=self._serve, args=(connect,), name="store connection", daemon=True).start()
+
+    def call(self, function: Callable[[TCPStore], Result], *, seconds: float) -> Result:
+        """Call a function with the store.
+
+        Raises:
+            StoreSilentError: There was no answer within the time.
+            StoreGoneError: The connection broke.
+        """
+        future: Future[Result] = Future()
+        if not self._turn.acquire(timeout=seconds):
+            raise StoreSilentError(f"no answer within {seconds:g} s")
+        try:
+            if self._is_stuck:
+                raise StoreSilentError("no answer to an earlier call")
+            self._queue.put((function, future))
+            return _result(future, seconds)
+        except FutureTimeoutError as error:
+            self._is_stuck = True
+            raise StoreSilentError(f"no answer within {seconds:g} s") from error
+        except DistNetworkError as error:
+            self._is_stuck = True
+            raise StoreGoneError(str(error)) from error
+        except DistStoreError as error:
+            raise StoreSilentError(str(error)) from error
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """End the thread, and with it the connection, as soon as the current call has ended."""
+        self._queue.put(None)
+
+    def _serve(self, connect: Callable[[], TCPStore]) -> None:
+        store: TCPStore | None = None
+        while (work := self._queue.get()) is not None:
+            function, future = work
+            try:
+                store = connect() if store is None else store
+                future.set_result(function(store))
+            except (
+                RuntimeError
+            ) as error:  # what torch raises for connections that break, and for waits that end
+                future.set_exception(error)
+
+
+def _result(future: "Future[Result]", seconds: float) -> Result:
+    """Wait for a result; once more if this process itself stood still for the whole time."""
+    began = time.monotonic()
+    try:
+        return future.result(seconds)
+    except FutureTimeoutError:
+        if time.monotonic() - began < 2 * seconds:
+            raise
+        return future.result(seconds)

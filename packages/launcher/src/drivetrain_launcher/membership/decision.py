@@ -1,0 +1,166 @@
+"""Decide what becomes of a run when its nodes change: pure, from what the leader knows to the next state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from drivetrain_launcher.membership.elastic_state import ElasticState, MemberNode, NodeStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of a run.
+
+    Attributes:
+        min_nodes: The fewest nodes that it goes on with.
+        max_nodes: The most nodes; others wait until one of these is gone.
+        silence_seconds: The time without a sign of life after which a node is lost.
+        gather_seconds: The time since the last arrival after which the first round begins with fewer than max_nodes.
+        wait_seconds: The time that a run waits for its fewest nodes before it ends.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    silence_seconds: float
+    gather_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The knowledge of the leader about a node.
+
+    Attributes:
+        node: The node that this is about.
+        status: The last status of the node.
+        silent_seconds: The time since that status came.
+    """
+
+    node: MemberNode
+    status: NodeStatus
+    silent_seconds: float
+
+
+def decide(
+    state: ElasticState,
+    peers: Sequence[Peer],
+    limits: Limits,
+    *,
+    gathering_seconds: float,
+    quiet_seconds: float,
+) -> ElasticState:
+    """Return the next state of a run; the same one if nothing changes.
+
+    Args:
+        state: The state so far.
+        peers: All nodes that ever came, in the order of their arrival; the first is the leader.
+        limits: The limits of the run.
+        gathering_seconds: The time since the last round ended, or since the run began.
+        quiet_seconds: The time since a node came last.
+    """
+    if state.closed:
+        return state
+    leader = peers[0] if peers else None
+    failed = next(
+        (
+            peer
+            for peer in peers
+            if peer.status.left == "failed"
+            and (peer is leader or state.rank_of(peer.node.number) is not None)
+        ),
+        None,
+    )
+    if failed is not None:
+        who, code = state.name_of(failed.node), failed.status.exit_code
+        return replace(
+            state,
+            closed=f"the ranks of {who} ended with exit code {code}",
+            change="failed",
+            exit_code=code or 1,
+        )
+    if leader is not None and leader.status.left == "stopped":
+        who = state.name_of(leader.node)
+        return replace(
+            state, closed=f"{who}, which hosts the store of the run, was stopped", change="left", exit_code=1
+        )
+    if state.is_running:
+        return _watch(state, peers, limits)
+    return _gather(state, peers, limits, gathering_seconds, quiet_seconds)
+
+
+def _watch(state: ElasticState, peers: Sequence[Peer], limits: Limits) -> ElasticState:
+    """Return the state after a look at the nodes of a running round."""
+    members = [peer for peer in peers if state.rank_of(peer.node.number) is not None]
+    unfinished = [peer for peer in members if peer.status.finished < state.round]
+    if not unfinished:
+        return replace(state, closed="the ranks of all nodes have ended well")
+    gone = [peer for peer in unfinished if peer.status.left or is_silent(peer, limits)]
+    if gone and len(unfinished) < len(members):
+        reason = f"{_why_gone(state, gone[0])} while the ranks of other nodes had ended"
+        return replace(state, closed=reason, change="lost", exit_code=1)
+    if gone:
+        change = "left" if all(peer.status.left for peer in gone) else "lost"
+        return replace(
+            state, is_over=True, change=change, reason=", ".join(_why_gone(state, peer) for peer in gone)
+        )
+    if restarting := [peer for peer in members if peer.status.ready > state.round]:
+        who = state.name_of(restarting[0].node)
+        return replace(state, is_over=True, change="failed", reason=f"{who} restarts its ranks")
+    # A node that thaws shows signs of life before its ranks are stopped and it is ready.
+    came = [
+        peer
+        for peer in peers
+        if peer not in members and peer.status.ready > state.round and is_alive(peer, limits)
+    ]
+    if came and len(members) < limits.max_nodes and len(unfinished) == len(members):
+        reason = f"{state.name_of(came[0].node)} came"
+        return replace(state, is_over=True, change="joined", reason=reason)
+    return state
+
+
+def _gather(
+    state: ElasticState,
+    peers: Sequence[Peer],
+    limits: Limits,
+    gathering_seconds: float,
+    quiet_seconds: float,
+) -> ElasticState:
+    """Return a new round if all nodes that live are ready and suffice; else the state as it is."""
+    alive = [peer for peer in peers if is_alive(peer, limits)]
+    ready = [peer for peer in alive if peer.status.ready > state.round]
+    is_settled = state.round > 0 or quiet_seconds >= limits.gather_seconds
+    if len(ready) == len(alive) >= limits.min_nodes and (len(ready) >= limits.max_nodes or is_settled):
+        # The leader stays first: rank 0 commits checkpoints, and is never on a host that the run went on without.
+        order = sorted(ready, key=lambda peer: (peer is not peers[0], *_age(state, peer.node)))
+        members = tuple(peer.node for peer in order[: limits.max_nodes])
+        return replace(state, round=state.round + 1, members=members, is_over=False, ranks_port=0)
+    if len(alive) < limits.min_nodes and gathering_seconds > limits.wait_seconds:
+        before = f" ({state.reason})" if state.reason else ""
+        return replace(
+            state,
+            closed=f"{len(alive)} of at least {limits.min_nodes} nodes came within {limits.wait_seconds:g} s{before}",
+            exit_code=1,
+        )
+    return state
+
+
+def _age(state: ElasticState, node: MemberNode) -> tuple[bool, int, int]:
+    """Return a key that sorts members of the last round first, in their order, then nodes as they came."""
+    rank = state.rank_of(node.number)
+    return rank is None, rank or 0, node.number
+
+
+def is_silent(peer: Peer, limits: Limits) -> bool:
+    """Return whether a node has shown no sign of life for too long."""
+    return peer.silent_seconds > limits.silence_seconds
+
+
+def is_alive(peer: Peer, limits: Limits) -> bool:
+    """Return whether a node shows signs of life and has not left."""
+    return not peer.status.left and not peer.status.finished and not is_silent(peer, limits)
+
+
+def _why_gone(state: ElasticState, peer: Peer) -> str:
+    who = state.name_of(peer.node)
+    if peer.status.left:
+        return f"{who} was stopped"
+    return f"{who} has been silent for {peer.silent_seconds:.0f} s"

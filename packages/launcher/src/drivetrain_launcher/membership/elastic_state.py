@@ -1,0 +1,123 @@
+"""The messages of an elastic run: the leader tells the state of the run, each node its own status.
+
+Both are small JSON texts in the store, one key for the run and one for each node. A node writes only its own status,
+and the leader, which hosts the store, alone writes the state of the run: so no two ever write the same key.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+# Why a round ended: a node fell silent, came or left, or the ranks of one failed and are to restart.
+Change = Literal["", "lost", "joined", "left", "failed"]
+# How a node left: its ranks failed for good, it was stopped by a signal, or its ranks have ended well.
+Leave = Literal["", "failed", "stopped", "finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberNode:
+    """A node of an elastic run, which is one launcher: one that starts again is another node.
+
+    Attributes:
+        number: The order of arrival, from 1.
+        host: The name of its host, for messages.
+        processes: The number of its ranks.
+    """
+
+    number: int
+    host: str
+    processes: int
+
+    def to_json(self) -> str:
+        """Return the node as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> "MemberNode":
+        """Return the node from its text."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """The status of a node, which it sends each time it shows that it is alive.
+
+    Attributes:
+        count: The number of times it has said so, which shows to others that it is alive, whatever their clocks say.
+        ready: The round that it is ready to take part in; 0 before it is ready for any.
+        finished: The round in which all its ranks ended well; 0 for none.
+        left: The way in which the node left; empty while it takes part.
+        exit_code: The exit code with which its ranks failed.
+        has_seen_end: Whether it knows that the run is over.
+    """
+
+    count: int = 0
+    ready: int = 0
+    finished: int = 0
+    left: Leave = ""
+    exit_code: int = 0
+    has_seen_end: bool = False
+
+    def to_json(self) -> str:
+        """Return the status as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> "NodeStatus":
+        """Return the status from its text."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticState:
+    """The state of a run, as its leader decides it.
+
+    Attributes:
+        round: The number of the newest round, from 1; 0 before the first. The ranks start anew in each.
+        members: The nodes of that round, in the order of their ranks; the leader is the first.
+        ranks_port: The port of the store that the ranks of that round use.
+        is_over: Whether that round is over, so that every member stops its ranks and gets ready for the next.
+        change: The reason why it is over.
+        reason: The same for people, as a sentence.
+        closed: The reason why the run is over, as a sentence; empty while it goes on.
+        exit_code: The exit code of a run that is over, for the nodes whose ranks have not ended well.
+    """
+
+    round: int = 0
+    members: tuple[MemberNode, ...] = field(default=())
+    ranks_port: int = 0
+    is_over: bool = False
+    change: Change = ""
+    reason: str = ""
+    closed: str = ""
+    exit_code: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        """True while the ranks of a round run."""
+        return self.round > 0 and not self.is_over and not self.closed
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the newest round."""
+        return sum(node.processes for node in self.members)
+
+    def rank_of(self, number: int) -> int | None:
+        """Return the place of a node in the newest round; None if it takes no part in it."""
+        return next((rank for rank, node in enumerate(self.members) if node.number == number), None)
+
+    def name_of(self, node: MemberNode) -> str:
+        """Return the name of a node for messages, such as "node 1 (host b)"."""
+        rank = self.rank_of(node.number)
+        return f"a new node (host {node.host})" if rank is None else f"node {rank} (host {node.host})"
+
+    def to_json(self) -> str:
+        """Return the state as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> "ElasticState":
+        """Return the state from its text."""
+        values: dict[str, Any] = json.loads(text)
+        members = tuple(MemberNode(**node) for node in values.pop("members"))
+        return cls(**values, members=members)

@@ -1,0 +1,246 @@
+"""The rendezvous of an elastic run, as torch's agent asks for it."""
+
+import os
+import signal
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
+from drivetrain_launcher.membership.decision import Limits
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
+from drivetrain_launcher.membership.leader import Leader, is_local
+from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, RUN_KEY, STATUS_KEY, Member
+from drivetrain_launcher.membership.round_store import RoundStore
+
+_WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticMeeting:
+    """The place of an elastic run in the network, and its limits.
+
+    Attributes:
+        address: The host that hosts the store.
+        port: The port of the store.
+        run_id: The name of the run.
+        processes: The number of ranks of this node.
+        limits: The limits of the run.
+    """
+
+    address: str
+    port: int
+    run_id: str
+    processes: int
+    limits: Limits
+
+
+class ElasticNodes(RendezvousHandler):
+    """A rendezvous handler for nodes that come and go; the launcher on the store's host leads.
+
+    Attributes:
+        pids: The process ids of the running ranks, which end at once when this node was frozen.
+    """
+
+    def __init__(self, meeting: ElasticMeeting) -> None:
+        self.pids: Collection[int] = ()
+        self._meeting = meeting
+        self._leader: Leader | None = None
+        self._server: TCPStore | None = None
+        self._member: Member | None = None
+        self._round = 0
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True, since the ranks use a store in the leader's process, a new one in each round."""
+        return True
+
+    @property
+    def state(self) -> ElasticState:
+        """The state of the run, as this node knows it."""
+        return ElasticState() if self._member is None else self._member.state
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the others went on without this node, since it was silent or frozen."""
+        if self._member is None:
+            return False
+        return self._member.was_frozen or self._member.state.round > self._round
+
+    @property
+    def can_save(self) -> bool:
+        """True unless ranks of other nodes are gone or broken, with which a save would never end."""
+        state = self.state
+        if self._member is None or not (state.is_over or state.closed or self.is_lost or self.is_dropped):
+            return True
+        return not self.is_lost and not self.is_dropped and state.change in ("joined", "left")
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the host of the store does not answer."""
+        return self._member is not None and self._member.is_lost
+
+    def get_backend(self) -> str:
+        """Return the name for the agent's events."""
+        return "c10d"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round that this node takes part in. The agent calls this before it starts the ranks.
+
+        Raises:
+            RunOverError: The run is over.
+            LaunchError: The store cannot be reached, or belongs to another run.
+        """
+        if self._member is None:
+            self._member = self._join()
+        member = self._member
+        member.ready_for_next()
+        while True:
+            member.check()
+            state = member.state
+            rank = state.rank_of(member.node.number)
+            if state.is_running and state.round > self._round and rank is not None:
+                break
+            if state.round >= member.ready and (rank is None or state.is_over):
+                member.ready_for_next()  # the others began a round without this node
+            member.wait(_WAIT_SECONDS)
+        self._round = state.round
+        place = RendezvousStoreInfo(self._meeting.address, state.ranks_port)
+        return RendezvousInfo(RoundStore(member, state.round), rank, len(state.members), place)
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if the ranks are to start anew because the nodes have changed, else 0."""
+        state = self.state
+        return int(self._round > 0 and (self.is_dropped or state.is_over))
+
+    def check(self) -> None:
+        """Check that the run goes on for this node.
+
+        Raises:
+            RunOverError: The run is over.
+        """
+        if self._member is not None:
+            self._member.check()
+
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait until the nodes have changed or the run is over, for some seconds at most."""
+        if self._member is not None:
+            self._member.wait(seconds)
+
+    def finished(self) -> None:
+        """Say that all ranks of this node have ended well."""
+        if self._member is not None:
+            self._member.finished(self._round)
+
+    def leave(self, how: Leave, *, exit_code: int = 0) -> None:
+        """Say that this node leaves; later calls do not change how."""
+        if self._member is not None:
+            self._member.leave(how, exit_code)
+
+    def is_closed(self) -> bool:
+        """Return whether the run is over."""
+        return bool(self.state.closed)
+
+    def set_closed(self) -> None:
+        """Do nothing: the leader closes the run."""
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._meeting.run_id
+
+    def shutdown(self) -> bool:
+        """End this node's part; the leader stays until the others know that the run is over."""
+        if self._member is None:
+            return True
+        if self._leader is not None:
+            self._leader.wait_until_told()
+        self._member.close(seconds=self._meeting.limits.silence_seconds)
+        return True
+
+    def _join(self) -> Member:
+        """Connect to the store, or host it, and say who this node is."""
+        meeting, seconds = self._meeting, self._meeting.limits.wait_seconds
+        if is_local(meeting.address):
+            self._lead()
+        store = BoundedStore(lambda: self._connect(seconds))
+        number = self._arrive(store, seconds)
+        node = MemberNode(number=number, host=socket.gethostname(), processes=meeting.processes)
+        status = NodeStatus().to_json()
+        store.call(lambda tcp: tcp.set(f"{STATUS_KEY}{number}", status), seconds=seconds)
+        store.call(lambda tcp: tcp.set(f"{NODE_KEY}{number}", node.to_json()), seconds=seconds)
+        if self._server is not None:
+            self._server.set(RUN_KEY, meeting.run_id)  # the others come from now on: the leader is the first
+        return Member(
+            store,
+            node,
+            silence_seconds=meeting.limits.silence_seconds,
+            place=f"{meeting.address}:{meeting.port}",
+            fence=self._end_ranks,
+        )
+
+    def _arrive(self, store: BoundedStore, seconds: float) -> int:
+        """Return the number of this node in the order of arrival.
+
+        Raises:
+            LaunchError: The store cannot be reached, or belongs to another run.
+        """
+        meeting = self._meeting
+        place = f"{meeting.address}:{meeting.port}"
+
+        def run_of(tcp: TCPStore) -> str:
+            tcp.wait([RUN_KEY], timedelta(seconds=seconds))
+            return tcp.get(RUN_KEY).decode()
+
+        try:
+            # Twice the time: to connect, and for a leader that has just begun to say which run it leads.
+            run = meeting.run_id if self._leader is not None else store.call(run_of, seconds=2 * seconds)
+            if run == meeting.run_id:
+                return store.call(lambda tcp: tcp.add(ARRIVED_KEY, 1), seconds=seconds)
+        except (StoreGoneError, StoreSilentError) as error:
+            raise LaunchError(
+                f"the store of run {meeting.run_id!r} at {place} did not answer within {seconds:g} s: start the "
+                f"launcher on the host with that address, and check that the port is reachable ({error})"
+            ) from error
+        raise LaunchError(
+            f"--rdzv-id {meeting.run_id}: the store at {place} belongs to run {run!r}; say its name to take part in "
+            "it, or another --master-port"
+        )
+
+    def _lead(self) -> None:
+        """Host the store and lead the run, unless another launcher on this host does."""
+        meeting = self._meeting
+        try:
+            self._server = TCPStore(
+                meeting.address,
+                meeting.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+                raise
+            return
+        self._leader = Leader(lambda: self._connect(60.0), address=meeting.address, limits=meeting.limits)
+
+    def _connect(self, seconds: float) -> TCPStore:
+        meeting = self._meeting
+        return TCPStore(
+            meeting.address,
+            meeting.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+        )
+
+    def _end_ranks(self) -> None:
+        """Kill the ranks, each of which leads a process group."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,155 @@
+"""The leader of an elastic run: the node that hosts the store watches the others and begins each round."""
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+
+from torch.distributed import TCPStore
+
+from drivetrain_launcher.membership.bounded_store import BoundedStore
+from drivetrain_launcher.membership.decision import Limits, Peer, decide
+from drivetrain_launcher.membership.elastic_state import ElasticState, MemberNode, NodeStatus
+from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, STATE_KEY, STATUS_KEY
+
+Result = TypeVar("Result")
+
+_LOOKS_IN_A_SILENCE = 20
+_LONGEST_LOOK_SECONDS = 0.3
+_CALL_SECONDS = 60.0  # to the store in this process
+
+
+def is_local(address: str) -> bool:
+    """Return whether a host name or address is one of this machine, so that its launcher hosts the store."""
+    try:
+        places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, place in places:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(place)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+class Leader:
+    """A thread that reads the status of all nodes, and writes the state of the run.
+
+    A node is lost when its status has not changed for `limits.silence_seconds` of this machine's clock: clocks of
+    different machines are never compared.
+
+    Args:
+        connect: A function that connects to the store.
+        address: The address of this host, under which the ranks find their store.
+        limits: The limits of the run.
+    """
+
+    def __init__(self, connect: Callable[[], TCPStore], *, address: str, limits: Limits) -> None:
+        self._store = BoundedStore(connect)
+        self._address = address
+        self._limits = limits
+        self._state = ElasticState()
+        self._nodes: dict[int, MemberNode] = {}
+        self._statuses: dict[int, NodeStatus] = {}
+        self._seen: dict[int, float] = {}
+        self._began = self._quiet_since = time.monotonic()
+        self._ranks_store: TCPStore | None = None
+        self._write(self._state)
+        self._thread = Thread(target=self._lead, name="elastic leader", daemon=True)
+        self._thread.start()
+
+    def wait_until_told(self) -> None:
+        """Wait until the run is over and every node that lives knows so."""
+        self._thread.join()
+
+    def _lead(self) -> None:
+        interval = min(_LONGEST_LOOK_SECONDS, self._limits.silence_seconds / _LOOKS_IN_A_SILENCE)
+        before = time.monotonic()
+        while not self._is_told():
+            time.sleep(interval)
+            now = time.monotonic()
+            if now - before > self._limits.silence_seconds / 2:
+                # This process stood still, and does not know who was silent meanwhile: all get their time again.
+                self._seen = dict.fromkeys(self._seen, now)
+            before = now
+            self._look()
+            self._decide()
+
+    def _look(self) -> None:
+        """Read who came and what every node says."""
+        now = time.monotonic()
+        for number in self._call(self._arrived):
+            if number not in self._nodes:
+                text = self._call(lambda store, key=f"{NODE_KEY}{number}": store.get(key))
+                self._nodes[number] = MemberNode.from_json(text)
+                self._statuses[number], self._seen[number] = NodeStatus(), now
+                self._quiet_since = now
+        numbers = sorted(self._nodes)
+        if not numbers:
+            return
+        texts = self._call(lambda store: store.multi_get([f"{STATUS_KEY}{number}" for number in numbers]))
+        for number, text in zip(numbers, texts, strict=True):
+            status = NodeStatus.from_json(text)
+            if status != self._statuses[number]:
+                self._statuses[number], self._seen[number] = status, now
+
+    def _arrived(self, store: TCPStore) -> list[int]:
+        """Return the numbers of the nodes that have said who they are; one may have ended before."""
+        count = store.add(ARRIVED_KEY, 0)
+        return [
+            number
+            for number in range(1, count + 1)
+            if number in self._nodes or store.check([f"{NODE_KEY}{number}", f"{STATUS_KEY}{number}"])
+        ]
+
+    def _decide(self) -> None:
+        now = time.monotonic()
+        state = decide(
+            self._state,
+            self._peers(now),
+            self._limits,
+            gathering_seconds=now - self._began,
+            quiet_seconds=now - self._quiet_since,
+        )
+        if state == self._state:
+            return
+        if state.round > self._state.round:
+            # A new store for each round: ranks of an earlier one, on a host that was frozen, reach nothing any more.
+            self._ranks_store = TCPStore(
+                self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
+            state = replace(state, ranks_port=self._ranks_store.port)
+        elif state.is_over and not self._state.is_over:
+            self._began = now
+        self._write(state)
+        self._state = state
+
+    def _peers(self, now: float) -> list[Peer]:
+        numbers = sorted(self._nodes)
+        return [
+            Peer(
+                node=self._nodes[number],
+                status=self._statuses[number],
+                silent_seconds=now - self._seen[number],
+            )
+            for number in numbers
+        ]
+
+    def _is_told(self) -> bool:
+        return bool(self._state.closed) and all(
+            peer.status.has_seen_end or peer.status.left or peer.silent_seconds > self._limits.silence_seconds
+            for peer in self._peers(time.monotonic())
+        )
+
+    def _write(self, state: ElasticState) -> None:
+        text = state.to_json()
+        self._call(lambda store: store.set(STATE_KEY, text))
+
+    def _call(self, function: Callable[[TCPStore], Result]) -> Result:
+        return self._store.call(function, seconds=_CALL_SECONDS)

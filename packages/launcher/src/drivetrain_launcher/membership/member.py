@@ -1,0 +1,195 @@
+"""A node's part in an elastic run: it says that it is alive, and learns from the leader what the run does."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Condition, Event, Thread
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore
+
+from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
+from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
+from drivetrain_launcher.membership.errors import RunOverError
+
+Result = TypeVar("Result")
+
+# The keys of the store: the name of the run, its state, the number of nodes that came, and two for each node.
+RUN_KEY = "drivetrain/run"
+STATE_KEY = "drivetrain/state"
+ARRIVED_KEY = "drivetrain/arrived"
+NODE_KEY = "drivetrain/node/"
+STATUS_KEY = "drivetrain/status/"
+# The fraction of the silence that ends a membership after which a node says again that it is alive.
+_BEATS_IN_A_SILENCE = 12
+_LONGEST_BEAT_SECONDS = 0.5
+# A node that was frozen for this fraction of that silence may have been given up: its ranks end before anything else.
+_FENCED_FRACTION = 0.8
+
+
+class Member:
+    """A node that takes part in a run, with a thread that speaks to the store until `close`.
+
+    Args:
+        store: The connection to the store.
+        node: The node, whose number came from the store.
+        silence_seconds: The time without an answer after which the store's host is given up.
+        place: The address of the store, for messages.
+        fence: A function that ends the ranks at once; called on the thread, after the node was frozen for so long
+            that the others may have gone on without it.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        node: MemberNode,
+        *,
+        silence_seconds: float,
+        place: str,
+        fence: Callable[[], None],
+    ) -> None:
+        self.node = node
+        self._store = store
+        self._silence_seconds = silence_seconds
+        self._place = place
+        self._fence = fence
+        self._status = NodeStatus()
+        self._state = ElasticState()
+        self._lost = ""
+        self._was_frozen = False
+        self._changed = Condition()
+        self._now = Event()
+        self._ended = False
+        self._thread = Thread(target=self._live, name="elastic member", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> ElasticState:
+        """The state of the run, as this node knows it."""
+        return self._state
+
+    @property
+    def was_frozen(self) -> bool:
+        """True if the ranks were ended because this node was frozen, until it is ready again."""
+        return self._was_frozen
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the host of the store does not answer."""
+        return bool(self._lost)
+
+    def check(self) -> None:
+        """Check that the run goes on for this node.
+
+        Raises:
+            RunOverError: The run is over, or the host of its store is silent or gone.
+        """
+        if self._state.closed:
+            raise RunOverError(self._state.closed, exit_code=self._state.exit_code)
+        if self._lost:
+            raise RunOverError(self._lost, exit_code=1)
+
+    def ready_for_next(self) -> None:
+        """Say that this node's ranks are stopped, and that it is ready for the next round."""
+        self._was_frozen = False
+        self._tell(ready=self._state.round + 1, finished=0)
+
+    @property
+    def ready(self) -> int:
+        """The round that this node is ready for."""
+        return self._status.ready
+
+    def finished(self, number: int) -> None:
+        """Say that the ranks of this node have ended well in a round."""
+        self._tell(finished=number)
+
+    def leave(self, how: Leave, exit_code: int) -> None:
+        """Say that this node leaves; later calls do not change how."""
+        if not self._status.left:
+            self._tell(left=how, exit_code=exit_code)
+
+    def call(self, function: Callable[[TCPStore], Result]) -> Result:
+        """Call a function with the store, in a time that is bounded.
+
+        Raises:
+            RunOverError: The store does not answer, or the run is over.
+        """
+        try:
+            return self._store.call(function, seconds=self._silence_seconds)
+        except (StoreSilentError, StoreGoneError) as error:
+            self._give_up(error)
+            self.check()
+            raise
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the state of the run changes, for some seconds at most."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def close(self, *, seconds: float) -> None:
+        """Say a last time what this node's status is, then end the thread."""
+        self._ended = True
+        self._now.set()
+        self._thread.join(seconds)
+        self._store.close()
+
+    def _tell(self, **changes: Any) -> None:
+        with self._changed:
+            self._status = replace(self._status, **changes)
+        self._now.set()
+
+    def _live(self) -> None:
+        interval = min(_LONGEST_BEAT_SECONDS, self._silence_seconds / _BEATS_IN_A_SILENCE)
+        while not self._lost:
+            is_last, began = self._ended, time.monotonic()
+            try:
+                self._beat()
+            except (StoreSilentError, StoreGoneError) as error:
+                self._give_up(error)
+                return
+            if is_last:
+                return
+            self._end_ranks_after(time.monotonic() - began, limit=self._silence_seconds)
+            waiting = time.monotonic()
+            self._now.wait(interval)
+            self._now.clear()
+            self._end_ranks_after(time.monotonic() - waiting, limit=self._silence_seconds * _FENCED_FRACTION)
+
+    def _end_ranks_after(self, seconds: float, *, limit: float) -> None:
+        """End the ranks if this process stood still for so long that the others may have gone on without it."""
+        if seconds > limit and len(self._state.members) > 1 and not self._ended:
+            self._was_frozen = True
+            self._fence()
+
+    def _beat(self) -> None:
+        with self._changed:
+            self._status = replace(self._status, count=self._status.count + 1)
+            text = self._status.to_json()
+
+        def exchange(store: TCPStore) -> bytes:
+            store.set(f"{STATUS_KEY}{self.node.number}", text)
+            return store.get(STATE_KEY)
+
+        state = ElasticState.from_json(self._store.call(exchange, seconds=self._silence_seconds))
+        if state != self._state:
+            with self._changed:
+                self._state = state
+                self._status = replace(self._status, has_seen_end=bool(state.closed))
+                self._changed.notify_all()
+            self._now.set()
+
+    def _give_up(self, error: StoreSilentError | StoreGoneError) -> None:
+        if self._state.closed or self._ended or self._lost:
+            self._lost = self._lost or self._state.closed or "ended"
+            return
+        how = (
+            f"has been silent for {self._silence_seconds:g} s"
+            if isinstance(error, StoreSilentError)
+            else "has closed its connection"
+        )
+        with self._changed:
+            self._lost = (
+                f"the host of the store of this run ({self._place}) {how}: the run is over on this node; start the "
+                "launcher again here to take part again, or on every node if that host is down"
+            )
+            self._changed.notify_all()

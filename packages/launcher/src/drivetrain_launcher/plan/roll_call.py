@@ -1,0 +1,223 @@
+"""Nodes that meet and are counted: when some are missing, every node that came says how many did, and which."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from drivetrain_launcher.errors import LaunchError
+
+_PREFIX = "drivetrain_roll_call"
+_ALL = "all"
+# What the verdict takes from node 0 to the others, on top of the time that nodes wait for each other.
+_GRACE_SECONDS = 10.0
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """A meeting of nodes with given ranks.
+
+    Attributes:
+        address: The host name or address of node 0.
+        port: The port on node 0.
+        run_id: The name of the run.
+        num_nodes: The number of nodes.
+        timeout_seconds: The time that nodes wait for each other.
+        hosts: The host name of each node by its rank, for error messages; empty if unknown.
+    """
+
+    address: str
+    port: int
+    run_id: str
+    num_nodes: int
+    timeout_seconds: float
+    hosts: tuple[str, ...] = ()
+
+    def name(self, rank: int) -> str:
+        """Return a node's rank, with its host if it is known."""
+        return f"node {rank} ({self.hosts[rank]})" if self.hosts else f"node {rank}"
+
+    def describe(self, came: Sequence[str], missing: Sequence[str]) -> str:
+        """Return the error message that names the nodes that came and those that are missing."""
+        return (
+            f"{len(came)} of {self.num_nodes} nodes came to {self.address}:{self.port} within "
+            f"{self.timeout_seconds:g} s: "
+            f"{_listed(came)}. Missing: {_listed(missing)}; look at the output there, and check that "
+            "drivetrain launch "
+            "started, with the same --master-addr and --master-port, and that this port can be reached from there"
+        )
+
+
+class StaticNodes(RendezvousHandler):
+    """A rendezvous of nodes with given ranks over a store that node 0 hosts.
+
+    Args:
+        meeting: The meeting, the same on all nodes.
+        rank: The rank of this node.
+    """
+
+    def __init__(self, meeting: Meeting, *, rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+        self._store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True, since ranks use the store of node 0's launcher."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name for the agent's events: static."""
+        return "static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all nodes. Called on all nodes.
+
+        Raises:
+            LaunchError: Nodes are missing, two have the same rank, or node 0 cannot be reached.
+            DistNetworkError: The port is in use.
+        """
+        if self._store is None:
+            self._store = self._connect()
+            self._call_roll(PrefixStore(_PREFIX, PrefixStore(self._meeting.run_id, self._store)))
+        place = RendezvousStoreInfo(self._meeting.address, self._meeting.port)
+        store = PrefixStore(self._meeting.run_id, self._store)
+        return RendezvousInfo(store, self._rank, self._meeting.num_nodes, place)
+
+    def _connect(self) -> Store:
+        meeting = self._meeting
+        try:
+            return TCPStore(
+                meeting.address,
+                meeting.port,
+                is_master=self._rank == 0,
+                timeout=timedelta(seconds=meeting.timeout_seconds),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            if self._rank == 0:
+                raise
+            raise LaunchError(
+                f"the {meeting.num_nodes} nodes did not meet at {meeting.address}:{meeting.port} within "
+                f"{meeting.timeout_seconds:g} s: node {self._rank}, this one, could not reach "
+                f"{meeting.name(0)}; look at "
+                "the output there, and check that this is its address and that the port can be reached from here"
+            ) from error
+
+    def _call_roll(self, store: Store) -> None:
+        meeting, me = self._meeting, f"{socket.gethostname()}, process {os.getpid()}"
+        count = store.compare_set("num_nodes", "", str(meeting.num_nodes)).decode()
+        if count != str(meeting.num_nodes):
+            raise LaunchError(
+                f"this node was told of {meeting.num_nodes} nodes, but another of the run {meeting.run_id!r} "
+                f"of {count}: "
+                "say the same --num-nodes on all, or another --master-port for another run"
+            )
+        if store.add(f"taken/{self._rank}", 1) > 1:
+            other = store.get(f"node/{self._rank}").decode()
+            raise LaunchError(
+                f"--node-rank {self._rank}: another node came with this rank ({other}; this one is {me}): "
+                "say another "
+                "rank on each node, or another --master-port for another run"
+            )
+        store.set(f"node/{self._rank}", me)
+        verdict = self._judge(store) if self._rank == 0 else self._hear(store)
+        if verdict != _ALL:
+            raise LaunchError(verdict)
+
+    def _judge(self, store: Store) -> str:
+        """Wait for all nodes, and tell them who came. Called on node 0 only."""
+        meeting = self._meeting
+        keys = [f"node/{rank}" for rank in range(meeting.num_nodes)]
+        verdict, came = _ALL, list[int]()
+        try:
+            store.wait(keys, timedelta(seconds=meeting.timeout_seconds))
+        except DistStoreError:
+            came = [rank for rank, key in enumerate(keys) if store.check([key])]
+            hosts = [f"{meeting.name(rank)} on {store.get(keys[rank]).decode()}" for rank in came]
+            missing = [meeting.name(rank) for rank in range(meeting.num_nodes) if rank not in came]
+            verdict = meeting.describe(hosts, missing)
+        store.set("verdict", verdict)
+        if verdict != _ALL:
+            self._wait_for_readers(store, len(came) - 1)
+        return verdict
+
+    def _hear(self, store: Store) -> str:
+        meeting = self._meeting
+        try:
+            store.wait(["verdict"], timedelta(seconds=meeting.timeout_seconds + _GRACE_SECONDS))
+            verdict = store.get("verdict").decode()
+            if verdict != _ALL:
+                store.add("heard", 1)
+        except (DistNetworkError, DistStoreError, ConnectionError) as error:
+            raise LaunchError(
+                f"{meeting.name(0)} at {meeting.address}:{meeting.port} left before all of "
+                f"{meeting.num_nodes} nodes came; "
+                "its output says why"
+            ) from error
+        return verdict
+
+    def _wait_for_readers(self, store: Store, count: int) -> None:
+        """Keep the store until the others have read why the meeting failed, or the grace is over."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        with suppress(DistNetworkError, DistStoreError):
+            while store.add("heard", 0) < count and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def is_closed(self) -> bool:
+        """Return False: nodes with given ranks turn nobody away."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing, as no node joins later."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0, as no node joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._meeting.run_id
+
+    def shutdown(self) -> bool:
+        """Return True; the store ends with node 0's launcher."""
+        return True
+
+
+def enter_by_number(store: Store) -> None:
+    """Number this node among those that come to a store without ranks, and leave its name."""
+    number = store.add(f"{_PREFIX}/came", 1)
+    store.set(f"{_PREFIX}/name/{number}", f"{socket.gethostname()}, process {os.getpid()}")
+
+
+def missing_numbers(store: Store, meeting: Meeting, error: RendezvousTimeoutError) -> LaunchError:
+    """Return the error of a meeting without ranks to which not all nodes came."""
+    count = store.add(f"{_PREFIX}/came", 0)
+    came = [store.get(f"{_PREFIX}/name/{number}").decode() for number in range(1, count + 1)]
+    if count >= meeting.num_nodes:
+        return LaunchError(
+            f"{count} nodes came to {meeting.address}:{meeting.port} ({_listed(came)}), but did not agree on the "
+            f"{meeting.num_nodes} of the run within {meeting.timeout_seconds:g} s ({error}): some left again; their "
+            "output says why"
+        )
+    absent = [host for host in meeting.hosts if not any(name.startswith(f"{host},") for name in came)]
+    known = absent if len(absent) == meeting.num_nodes - count else []
+    return LaunchError(meeting.describe(came, known or [f"{meeting.num_nodes - count} without a name"]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown or "none"

@@ -1,0 +1,117 @@
+"""Serve the cluster's job that a launcher is part of: find node 0, and start the job again after a save."""
+
+from typing import TYPE_CHECKING
+
+from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.clusters.registry import make_cluster
+from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.launch_plan import LaunchPlan
+from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
+
+if TYPE_CHECKING:
+    from threading import Event
+
+
+def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
+    """Check that node 0's name has an address, and warn on node 0 if it is not this machine's.
+
+    Raises:
+        LaunchError: The name does not resolve; the message says what it was read from.
+    """
+    if plan.num_nodes == 1:
+        return
+    import socket  # takes tens of milliseconds
+
+    host = plan.master_addr
+    told = host if host != place.master_addr else f"{host}, read from {place.source('master_addr')}"
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
+            f"({error}): mend the "
+            "name's entry in DNS or /etc/hosts, or export MASTER_ADDR in the job with an address of node 0"
+        ) from None
+    if place.task_rank == 0 and not any(_is_own(family, str(address[0])) for family, *_, address in found):
+        say(
+            f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
+            "it, export MASTER_ADDR in the job with an address of this machine"
+        )
+
+
+def requeue_after(code: object, plan: LaunchPlan) -> int:
+    """Have the cluster start the job again if all ranks have saved. Called by every launcher of the job.
+
+    The launcher of task 0 asks the cluster. Those of other tasks stay until the cluster stops them, or until the time
+    that ranks have to save is over: a cluster may stop a job as soon as one of its tasks ends with an error, and that
+    must not be before task 0 has asked.
+
+    Args:
+        code: The exit code of the ranks of this launcher, or the value with which the script called `sys.exit`.
+        plan: The plan that was run.
+
+    Returns:
+        The exit code for the shell.
+    """
+    shown = code if isinstance(code, int) else int(code is not None)
+    place = plan.placement
+    if shown != RESUME_EXIT_CODE or place is None:
+        return shown
+    stop = _note_stop()
+    if place.task_rank == 0:
+        _requeue(place, plan.max_requeues)
+    elif may_requeue(place, plan.max_requeues):
+        stop.wait(plan.shutdown_timeout_seconds)
+    return shown
+
+
+def may_requeue(place: JobPlacement, max_requeues: int | None) -> bool:
+    """Return whether a job may be started once more."""
+    return max_requeues is None or place.restart_count < max_requeues
+
+
+def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
+    job = f"{place.cluster} job {place.job_id}"
+    if not may_requeue(place, max_requeues):
+        say(
+            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} "
+            "allows no more: "
+            "submit it again to go on"
+        )
+        return
+    try:
+        if make_cluster(place.cluster).requeue(place):
+            say(f"{job} is in the queue again, and goes on from what was saved")
+    except LaunchError as error:
+        say(f"{job} was not put into the queue again: {error}")
+
+
+def _note_stop() -> "Event":
+    """Have SIGTERM set an event from now on, in place of ending this process, which is about to end anyway.
+
+    A cluster sends it to every task once task 0 has asked; by then nothing is left to stop.
+    """
+    import signal  # late, so that a script may have a module of this name
+    from threading import Event
+
+    stop = Event()
+
+    def note(number: int, frame: object) -> None:
+        del number, frame
+        stop.set()
+
+    signal.signal(signal.SIGTERM, note)
+    return stop
+
+
+def _is_own(family: int, host: str) -> bool:
+    """Return whether an address is one of this machine, which alone can listen there."""
+    import socket
+
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True

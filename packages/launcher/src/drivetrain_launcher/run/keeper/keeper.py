@@ -1,0 +1,151 @@
+"""The launcher's side of the keeper process: starts it, tells it of ranks and their outputs, and replaces it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperLink, KeeperOptions, Stream
+
+# Run by its path and isolated, so that it starts in some milliseconds.
+_PROCESS = Path(__file__).with_name("process.py")
+
+
+class Keeper:
+    """The keeper process of a launch.
+
+    Use it as a context manager; at the end of the block, the process ends.
+
+    Args:
+        options: The facts that the process knows from its start.
+    """
+
+    def __init__(self, options: KeeperOptions) -> None:
+        self._options = options
+        self._token = ""
+        self._streams: list[tuple[Stream, int]] = []
+        self._pids: list[int] = []
+        self._process, self._channel = self._start()
+
+    def __enter__(self) -> "Keeper":
+        """Return this object."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process."""
+        with suppress(OSError):  # somebody has killed it
+            self._channel.send("end")
+        self._channel.connection.close()
+        self._process.wait()
+
+    def begin_attempt(self, token: str) -> None:
+        """Forget the ranks before; others are started now.
+
+        Args:
+            token: A text in the environment of the ranks, and of no other process.
+        """
+        self._token, self._streams, self._pids = token, [], []
+        self._send("attempt", token=token)
+
+    def add_stream(self, stream: Stream, file: int) -> None:
+        """Have an output of a rank shown.
+
+        Args:
+            stream: The description of the output.
+            file: The file descriptor to read; stays open here until the next attempt.
+        """
+        self._streams.append((stream, file))
+        try:
+            self._channel.send_stream(stream, file)
+        except OSError:
+            self._process.wait()
+            self.ensure_running()
+
+    def set_ranks(self, pids: Sequence[int]) -> None:
+        """Tell of the processes that have been started."""
+        self._token, self._pids = "", list(pids)
+        self._send("ranks", pids=self._pids)
+
+    def say(self, text: str) -> None:
+        """Show a line of the launcher, which cuts into no line of a rank."""
+        if not self._send("say", text=f"drivetrain: {text}\n"):
+            self._send("say", text=f"drivetrain: {text}\n")
+
+    def drain(self) -> None:
+        """Wait until all is shown that the ranks, which have ended, have written."""
+        if self._send("drain"):
+            self._answer()
+
+    def last_lines(self, rank: int, count: int) -> list[str]:
+        """Return the last lines of a rank; none if the process has died meanwhile."""
+        if not count:
+            return []
+        answer = self._answer() if self._send("tail", rank=rank, count=count) else None
+        return [] if answer is None else list(answer["lines"])
+
+    def ensure_running(self) -> None:
+        """Start the process anew if somebody has killed it; the ranks notice nothing, what it held is lost."""
+        if self._process.poll() is None:
+            return
+        self._channel.connection.close()
+        self._process, self._channel = self._start()
+        self._channel.send("attempt", token=self._token)
+        for stream, file in self._streams:
+            self._channel.send_stream(stream, file)
+        if self._pids:
+            self._channel.send("ranks", pids=self._pids)
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], KeeperLink]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-IS",
+                    str(_PROCESS),
+                    str(theirs.fileno()),
+                    json.dumps(asdict(self._options)),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return process, KeeperLink(ours)
+
+    def _send(self, kind: str, **content: Any) -> bool:
+        """Send a message; return False if the process has died, and start it anew, which tells it all but this."""
+        try:
+            self._channel.send(kind, **content)
+        except OSError:
+            self._process.wait()
+            self.ensure_running()
+            return False
+        return True
+
+    def _answer(self) -> dict[str, Any] | None:
+        """Wait for one message; None if the process has died."""
+        while (messages := self._channel.receive()) is not None:
+            if messages:
+                return messages[0]
+        return None
+
+
+def output_terminals(term: str | None) -> tuple[tuple[bool, bool], bool]:
+    """Return whether stdout and stderr are terminals that move their cursor when told, and whether they are the same.
+
+    Args:
+        term: The variable TERM; None if unset.
+    """
+    knows = term not in (None, "", "dumb")
+    terminals = (knows and os.isatty(1), knows and os.isatty(2))
+    try:
+        first, second = os.fstat(1), os.fstat(2)
+    except OSError:  # one of them is closed
+        return terminals, False
+    return terminals, (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)

@@ -1,0 +1,176 @@
+"""The outputs of the ranks, as the keeper reads them: shown, written to files, and their last lines kept.
+
+Standard library only, as the keeper process imports it without site-packages.
+"""
+
+import fcntl
+import os
+import struct
+import termios
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from drivetrain_launcher.run.keeper.keeper_messages import Stream
+from drivetrain_launcher.run.output.line_buffer import LineBuffer, mark
+from drivetrain_launcher.run.output.screen import Screen, Size
+
+_READ_BYTES = 1 << 18
+# What is kept of each rank for a failure: so many lines at most, and of each so much.
+KEPT_LINES = 1000
+_KEPT_LINE_BYTES = 2000
+
+
+class RankOutput:
+    """An output of a rank.
+
+    Args:
+        stream: The description of the output.
+        file: The file descriptor to read from; this object closes it.
+        screen: The output where it is shown; None if it is not shown.
+        kept: The last lines of its rank, which the rank's other output may share.
+        tell: The function that shows a line of the launcher's.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        file: int,
+        screen: Screen | None,
+        *,
+        kept: deque[bytes],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.stream = stream
+        self.file = file
+        self.kept = kept
+        self._screen = screen
+        self._lines = LineBuffer()
+        self._prefix = stream.prefix.encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._tell = tell
+        self._copy: int | None = None
+        try:
+            self._copy = os.open(stream.file, flags, 0o666) if stream.file else None
+        except OSError as error:
+            self._give_file_up(error)
+        os.set_blocking(file, False)
+
+    def read(self, *, now: float) -> bool:
+        """Read what has arrived, and show it; return whether there was anything."""
+        try:
+            data = os.read(self.file, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:  # a pseudo-terminal whose other side is closed
+            return False
+        if not data:
+            return False
+        if self._copy is not None:
+            try:
+                _write_all(self._copy, data)
+            except OSError as error:  # the disk is full
+                os.close(self._copy)
+                self._copy = None
+                self._give_file_up(error)
+        lines = self._lines.feed(data)
+        self._keep(lines)
+        if self._screen is not None:
+            if self.stream.is_leading:
+                self._screen.write_leader(data, now=now)
+            elif lines:
+                self._screen.write_lines(mark(lines, self._prefix), now=now)
+        return True
+
+    def end(self, *, now: float) -> None:
+        """Show the last line, which no newline ends, since its rank has ended."""
+        lines = self._lines.flush()
+        self._keep(lines)
+        if self._screen is None:
+            return
+        if self.stream.is_leading:
+            self._screen.end_leader_line()
+        elif lines:
+            self._screen.write_lines(mark(lines, self._prefix), now=now)
+
+    def resize(self, size: Size) -> None:
+        """Tell the rank's pseudo-terminal the size of the terminal."""
+        if os.isatty(self.file):
+            fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", size.rows, size.columns, 0, 0))
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self.file)
+        if self._copy is not None:
+            os.close(self._copy)
+
+    def _give_file_up(self, error: OSError) -> None:
+        self._tell(
+            f"{self.stream.file}: {error.strerror}; the output is written there no more, the run goes on"
+        )
+
+    def _keep(self, lines: bytes) -> None:
+        if not lines:
+            return
+        for line in lines.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1]:
+            self.kept.append(line[-_KEPT_LINE_BYTES:])
+
+
+class RankOutputs:
+    """The outputs of all ranks of an attempt.
+
+    Args:
+        screens: The outputs of the launch by file descriptor.
+        tell: The function that shows a line of the launcher's.
+    """
+
+    def __init__(self, screens: Mapping[int, Screen], *, tell: Callable[[str], None]) -> None:
+        self._screens = screens
+        self._tell = tell
+        self._kept: dict[int, deque[bytes]] = {}
+        self._outputs: dict[int, RankOutput] = {}
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The file descriptors to read."""
+        return tuple(self._outputs)
+
+    def add(self, stream: Stream, file: int) -> None:
+        """Add an output of a rank."""
+        kept = self._kept.setdefault(stream.rank, deque(maxlen=KEPT_LINES))
+        self._outputs[file] = RankOutput(
+            stream, file, self._screens.get(stream.shown_on), kept=kept, tell=self._tell
+        )
+
+    def read(self, file: int, *, now: float) -> bool:
+        """Read one output once; return whether there was anything."""
+        return self._outputs[file].read(now=now)
+
+    def end(self, *, now: float) -> None:
+        """Show all last lines: the ranks have ended."""
+        for output in sorted(self._outputs.values(), key=lambda each: not each.stream.is_leading):
+            output.end(now=now)
+        for screen in self._screens.values():
+            screen.release(now=now, at_once=True)
+
+    def resize(self, size: Size) -> None:
+        """Tell the pseudo-terminals the size of the terminal."""
+        for output in self._outputs.values():
+            if output.stream.is_leading:
+                output.resize(size)
+
+    def last_lines(self, rank: int, count: int) -> list[str]:
+        """Return the last lines of a rank, on both of its outputs in the order they came."""
+        return [line.decode("utf-8", "replace") for line in list(self._kept.get(rank, ()))[-count:]]
+
+    def close(self) -> None:
+        """Forget all outputs."""
+        for output in self._outputs.values():
+            output.close()
+        self._outputs.clear()
+        self._kept.clear()
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,93 @@
+"""Find and kill what a rank has started: every process of its session.
+
+A rank leads a session of its own, which its loader workers and subprocesses share, whatever process groups they make.
+A process that calls setsid has left it on purpose. Standard library only, as the keeper process imports it without
+site-packages.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+# A process in the kernel's hands, such as one that waits for a disk, dies later; nobody waits longer for it.
+_PATIENCE_SECONDS = 5.0
+# The end of the path by which the keeper process is started.
+_KEEPER = b"keeper/process.py"
+
+
+def kill_sessions(leaders: Collection[int]) -> None:
+    """Kill all processes in the sessions of these leaders, also those that appear meanwhile.
+
+    Without a /proc (macOS), the leaders' process groups are killed.
+    """
+    if not leaders:
+        return
+    if not os.path.isdir("/proc/self"):
+        for leader in leaders:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(leader, signal.SIGKILL)
+        return
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (members := members_of(leaders)) and time.monotonic() < deadline:
+        for pid in members:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def kill_others_of_session(leader: int) -> None:
+    """Kill all processes in a session but its leader."""
+    if not os.path.isdir("/proc/self"):
+        os.killpg(leader, signal.SIGKILL)
+    for pid in members_of([leader]):
+        if pid != leader:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def has_keeper(launcher: int) -> bool:
+    """Return whether the keeper process of a launcher, which may have died, is running; False without a /proc."""
+    sought = f'"launcher": {launcher},'.encode()
+    for pid in _processes():
+        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
+            words = command.read()
+            if _KEEPER in words and sought in words:
+                return True
+    return False
+
+
+def members_of(leaders: Collection[int]) -> list[int]:
+    """Return the running processes in the sessions of these leaders; a zombie runs no more."""
+    sessions = set(leaders)
+    return [pid for pid in _processes() if _running_session(pid) in sessions]
+
+
+def leaders_with(text: str) -> list[int]:
+    """Return the session leaders in whose first environment `text` stands, such as a name with its value."""
+    sought = os.fsencode(text)
+    found: list[int] = []
+    for pid in _processes():
+        if _running_session(pid) != pid:
+            continue
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:
+            if sought in environment.read():
+                found.append(pid)
+    return found
+
+
+def _processes() -> list[int]:
+    with suppress(FileNotFoundError):
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return []
+
+
+def _running_session(pid: int) -> int | None:
+    """Return the session of a running process; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else int(session)

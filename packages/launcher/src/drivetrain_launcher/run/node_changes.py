@@ -1,0 +1,117 @@
+"""The reactions of an elastic run's agent to nodes that come, go or fall silent."""
+
+import time
+from collections.abc import Collection, Sequence
+
+from drivetrain_launcher.console import say
+from drivetrain_launcher.membership.handler import ElasticNodes
+from drivetrain_launcher.run.failures import RESUME_EXIT_CODE, RankFailure
+
+# The time that ranks have to end when they cannot save: a save takes the ranks of all nodes.
+_SHORT_STOP_SECONDS = 2.0
+# The time beyond the silence after which a change of the nodes is known everywhere.
+_NEWS_SECONDS = 3.0
+# Exit codes that another node's end may cause: a save that all ranks agreed on, or a watchdog's.
+_CAUSED_CODES = (RESUME_EXIT_CODE, 124)
+# A stop by the launcher, and NCCL's watchdog, which aborts its process.
+_CAUSED_SIGNALS = ("SIGTERM", "SIGABRT")
+
+
+class NodeChanges:
+    """The changes of the nodes as they matter to one node's agent.
+
+    Args:
+        nodes: The rendezvous of the run.
+        silence_seconds: The time after which a silent node is lost.
+        shutdown_seconds: The time that ranks have to save.
+    """
+
+    def __init__(self, nodes: ElasticNodes, *, silence_seconds: float, shutdown_seconds: float) -> None:
+        self._nodes = nodes
+        self._silence_seconds = silence_seconds
+        self._shutdown_seconds = shutdown_seconds
+        self._num_nodes = 0
+
+    def started(self, pids: Collection[int]) -> None:
+        """Note the ranks that were started, and say with which nodes the run goes on."""
+        self._nodes.pids = tuple(pids)
+        state, before = self._nodes.state, self._num_nodes
+        self._num_nodes = len(state.members)
+        size = f"{_counted(self._num_nodes, 'node')} ({_counted(state.world_size, 'process')})"
+        if before == 0:
+            say(f"{'the run goes on' if state.round > 1 else 'the run begins'} with {size}")
+        else:
+            of_before = f" of {before}" if self._num_nodes < before else ""
+            count = f"{self._num_nodes}{of_before} nodes" if of_before else _counted(self._num_nodes, "node")
+            say(
+                f"{state.reason}; going on with {count} ({_counted(state.world_size, 'process')}), whose ranks "
+                "start again from their newest checkpoint"
+            )
+
+    def check(self) -> None:
+        """Check that the run goes on for this node.
+
+        Raises:
+            RunOverError: The run is over.
+        """
+        self._nodes.check()
+
+    def finished(self) -> None:
+        """Say to the others that all ranks of this node have ended well."""
+        self._nodes.finished()
+
+    def leave_by_signal(self) -> None:
+        """Say to the others, before the ranks are stopped, that this node leaves."""
+        self._nodes.leave("stopped")
+
+    def caused(self, failures: Sequence[RankFailure]) -> bool:
+        """Return whether failures are only the consequence of a change of the nodes, after waiting for its news.
+
+        Raises:
+            RunOverError: The run is over.
+        """
+        # The ranks of a node that was frozen are killed, whatever they ended with.
+        if self._nodes.is_dropped:
+            return True
+        if not all(map(_may_be_caused, failures)):
+            return False
+        seconds = self._silence_seconds + _NEWS_SECONDS
+        if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
+            seconds = _NEWS_SECONDS  # who stops the ranks says so before they save
+        deadline = time.monotonic() + seconds
+        while not self._nodes.num_nodes_waiting() and time.monotonic() < deadline:
+            self._nodes.check()
+            self._nodes.wait_for_change(0.2)
+        self._nodes.check()
+        if not self._nodes.num_nodes_waiting():
+            return False
+        return self._nodes.is_dropped or self._nodes.state.change != "failed"
+
+    def stop_seconds(self) -> float:
+        """Return the time that the ranks have to end: enough to save only if those of all nodes can."""
+        return self._shutdown_seconds if self._nodes.can_save else _SHORT_STOP_SECONDS
+
+    def say_why_restart(self) -> None:
+        """Say why the ranks are stopped, if the nodes have changed."""
+        if self._nodes.is_dropped:
+            say(
+                "this node was frozen or silent, and the others went on without it: its ranks are stopped, and it "
+                "takes part again"
+            )
+        elif (state := self._nodes.state).is_over and state.change in ("joined", "left"):
+            say(
+                f"{state.reason}: the ranks have {self._shutdown_seconds:g} s to save before they start again"
+            )
+
+
+def _may_be_caused(failure: RankFailure) -> bool:
+    return (
+        failure.is_aftermath
+        or failure.exit_code in _CAUSED_CODES
+        or (failure.signal in _CAUSED_SIGNALS and not failure.error)
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"

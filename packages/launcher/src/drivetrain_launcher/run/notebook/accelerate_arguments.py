@@ -1,0 +1,69 @@
+"""The arguments of Accelerate's notebook_launcher that ours does not name: honoured, or refused with a remedy."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from drivetrain_launcher.errors import LaunchError
+
+_SEVERAL_MACHINES = (
+    "a notebook drives the processes of its own machine; for several, put the function into a script and run "
+    "`drivetrain launch --num-nodes N --node-rank I --master-addr HOST SCRIPT` on each"
+)
+_NO_MEETING = "the ranks of one machine meet at the notebook, on a free port or on master_port; leave it out"
+# The name -> the values that ask for what happens anyway, and what to do instead of another one.
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "master_addr": (("127.0.0.1", "localhost", "::1"), _SEVERAL_MACHINES),
+    "node_rank": ((0,), _SEVERAL_MACHINES),
+    "num_nodes": ((1,), _SEVERAL_MACHINES),
+    "rdzv_backend": (("static",), _NO_MEETING),
+    "rdzv_endpoint": (("",), _NO_MEETING),
+    "rdzv_conf": ((None,), _NO_MEETING),
+    "rdzv_id": (("none",), _NO_MEETING),
+    "max_restarts": (
+        (0,),
+        "a failed call ends with the rank's traceback, and the notebook goes on: call again; `drivetrain launch "
+        "--max-restarts N SCRIPT` restarts the ranks of a script",
+    ),
+    "monitor_interval": ((0.1,), "a failure is noticed as it happens, without an interval; leave it out"),
+    "log_line_prefix_template": (
+        (None,),
+        "each line begins with `[rank N]`; leave it out, and print what else a line shall say",
+    ),
+}
+_OWN = ("function", "args", "num_processes", "mixed_precision", "master_port")
+
+
+def read_port(arguments: Mapping[str, object], *, master_port: int) -> int:
+    """Check the additional arguments, and return the port of the rendezvous.
+
+    Args:
+        arguments: The additional keyword arguments of `notebook_launcher`, by name.
+        master_port: The port that the caller has given by our own name; 0 if it was not given.
+
+    Raises:
+        LaunchError: If an argument asks for something that is not supported, or the ports contradict each other.
+        TypeError: If an argument is unknown; the message names the closest one.
+    """
+    for name, value in arguments.items():
+        if name == "use_port":
+            continue
+        if name not in _REFUSED:
+            near = get_close_matches(name, [*_OWN, *_REFUSED, "use_port"], n=1)
+            hint = f"; the closest is {near[0]}" if near else ""
+            raise TypeError(f"notebook_launcher() has no argument {name!r}{hint}")
+        allowed, remedy = _REFUSED[name]
+        if value not in allowed:
+            raise LaunchError(f"{name}={value!r}: {remedy}")
+    return _check_port(arguments.get("use_port", 0), master_port)
+
+
+def _check_port(use_port: object, master_port: object) -> int:
+    if use_port and master_port and str(use_port) != str(master_port):
+        raise LaunchError(
+            f"use_port={use_port!r} and master_port={master_port!r}: they are the same setting; say one of them"
+        )
+    name, given = ("use_port", use_port) if use_port else ("master_port", master_port)
+    text = str(given)
+    if isinstance(given, bool) or not text.isdecimal() or int(text) > 65535:
+        raise LaunchError(f"{name}={given!r}: must be a port, 1 to 65535, or 0 for any free one")
+    return int(text)

@@ -1,0 +1,215 @@
+"""A call on running ranks: watch them, show their output, stop them when one fails or at an interrupt."""
+
+import pickle
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from drivetrain_launcher.console import say
+from drivetrain_launcher.run.failures import RankFailure, find_root
+from drivetrain_launcher.run.notebook.interrupts import Interrupts
+from drivetrain_launcher.run.notebook.output import OutputView
+from drivetrain_launcher.run.notebook.rank_channel import Message
+from drivetrain_launcher.run.notebook.rank_process import RankProcess
+from drivetrain_launcher.run.notebook.returned import Failed, Returned
+
+# The interval at which ends of processes and interrupts are noticed; messages and output are at once.
+_LOOK_SECONDS = 0.1
+# How long a broken connection waits for the failure that it is a consequence of.
+_CAUSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """The end of a rank that left the function with KeyboardInterrupt, or was killed after an interrupt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRank:
+    """The end of a rank that failed.
+
+    Attributes:
+        failure: The description of the failure.
+        exception: The pickled exception; None if there is none.
+    """
+
+    failure: RankFailure
+    exception: bytes | None = None
+
+
+Outcome = Returned | Interrupted | FailedRank
+
+
+class Call:
+    """A call in progress.
+
+    Args:
+        ranks: The processes, in rank order.
+        output: Shows their output.
+        show_figure: Shows a figure of rank 0, from its PNG.
+        grace_seconds: The time that ranks have to save when they are stopped.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        output: OutputView,
+        *,
+        show_figure: Callable[[IO[bytes]], None],
+        grace_seconds: float,
+    ) -> None:
+        self._ranks = ranks
+        self._output = output
+        self._show_figure = show_figure
+        self._grace_seconds = grace_seconds
+        self._outcomes: dict[int, Outcome] = {}
+        self._began: set[int] = set()
+        self._interrupts_seen = 0
+        self._stop_at: float | None = None  # when a failure stops the others
+        self._kill_at: float | None = None  # when those that still run are killed
+        self._was_killed = False
+        self._refresh_at = 0.0
+
+    def watch(self, interrupts: Interrupts) -> list[Outcome]:
+        """Wait until every rank has ended the call.
+
+        Returns:
+            The outcomes, in rank order.
+        """
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                for name, number in rank.files():
+                    selector.register(number, selectors.EVENT_READ, (rank, name))
+            while self._running():
+                # A rank that has ended before the files are read has written nothing after.
+                ended = [rank for rank in self._running() if rank.exit_code() is not None]
+                self._read(selector, _LOOK_SECONDS if not ended else 0)
+                if time.monotonic() >= self._refresh_at:
+                    self._output.refresh()
+                    self._refresh_at = time.monotonic() + _LOOK_SECONDS
+                for rank in ended:
+                    if rank.rank not in self._outcomes:
+                        self._outcomes[rank.rank] = self._outcome_of_end(rank)
+                self._heed(interrupts)
+                self._stop_in_time()
+            while self._read(selector, 0):
+                pass
+        self._output.finish()
+        return [self._outcomes[rank.rank] for rank in self._ranks]
+
+    def _running(self) -> list[RankProcess]:
+        return [rank for rank in self._ranks if rank.rank not in self._outcomes]
+
+    def _read(self, selector: selectors.BaseSelector, seconds: float) -> bool:
+        """Read what there is, output first, as it was written before a message; return whether there was any."""
+        ready = selector.select(seconds)
+        for key, _ in ready:
+            rank, name = key.data
+            if name != "channel":
+                data = rank.read(name)
+                if data:
+                    self._output.feed(name, rank.rank, data)
+                else:
+                    selector.unregister(key.fd)
+        for key, _ in ready:
+            rank, name = key.data
+            if name == "channel":
+                self._drain(rank)
+                if not self._hear(rank):
+                    selector.unregister(key.fd)
+        return bool(ready)
+
+    def _drain(self, rank: RankProcess) -> None:
+        for name in ("stdout", "stderr"):
+            if data := rank.read(name):
+                self._output.feed(name, rank.rank, data)
+
+    def _hear(self, rank: RankProcess) -> bool:
+        """Take a message; return False if the rank will send no more."""
+        received = rank.channel.receive()
+        if received is None:
+            return False
+        message, content = received
+        if message is Message.BEGAN:
+            self._began.add(rank.rank)
+        elif message is Message.FIGURE and content is not None:
+            with content:
+                self._show_figure(content)
+        elif message is Message.INTERRUPTED:
+            self._outcomes[rank.rank] = Interrupted()
+        elif message is Message.RETURNED and content is not None:
+            self._outcomes[rank.rank] = Returned(content=content)
+        elif message is Message.FAILED and content is not None:
+            with content:
+                content.seek(0)
+                self._outcomes[rank.rank] = _read_failure(rank, pickle.load(content))
+        return True
+
+    def _outcome_of_end(self, rank: RankProcess) -> Outcome:
+        if self._was_killed or self._interrupts_seen:
+            return Interrupted()
+        failure = RankFailure(
+            rank=rank.rank, local_rank=rank.rank, pid=rank.pid, exit_code=rank.exit_code(), time=time.time()
+        )
+        return FailedRank(failure=failure)
+
+    def _heed(self, interrupts: Interrupts) -> None:
+        """Hand interrupts on: the first gives the ranks time to save, another kills them."""
+        if interrupts.count == self._interrupts_seen:
+            return
+        is_first = self._interrupts_seen == 0
+        self._interrupts_seen = interrupts.count
+        if not is_first:
+            say("killing the ranks: what they were saving is left uncommitted")
+            self._kill_running()
+            return
+        running = self._running()
+        if not running:
+            return
+        many = f"{len(running)} ranks, which have" if len(running) > 1 else "the rank, which has"
+        say(f"interrupted: stopping {many} {self._grace_seconds:g} s to save; once more kills them")
+        self._kill_at = time.monotonic() + self._grace_seconds
+        for rank in running:
+            if rank.rank in self._began:
+                rank.send_signal(signal.SIGINT)
+            else:
+                rank.kill()  # it has nothing to save, and would not notice the signal
+
+    def _stop_in_time(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None:
+            if now >= self._kill_at and self._running():
+                say(f"killing the ranks that have not stopped within {self._grace_seconds:g} s")
+                self._kill_running()
+            return
+        failures = [each.failure for each in self._outcomes.values() if isinstance(each, FailedRank)]
+        if not failures:
+            return
+        if self._stop_at is None:
+            self._stop_at = now + _CAUSE_SECONDS
+        if now >= self._stop_at or not find_root(failures).is_aftermath:
+            self._kill_at = now + self._grace_seconds
+            for rank in self._running():
+                rank.send_signal(signal.SIGTERM)
+
+    def _kill_running(self) -> None:
+        self._kill_at = time.monotonic() + self._grace_seconds
+        for rank in self._running():
+            self._was_killed = self._was_killed or self._interrupts_seen > 0
+            rank.kill()
+
+
+def _read_failure(rank: RankProcess, failed: Failed) -> FailedRank:
+    failure = RankFailure(
+        rank=rank.rank,
+        local_rank=rank.rank,
+        pid=rank.pid,
+        exit_code=None,
+        error=failed.line,
+        traceback=failed.traceback,
+        time=failed.time,
+    )
+    return FailedRank(failure=failure, exception=failed.exception)

@@ -1,0 +1,84 @@
+"""The messages between a notebook and its ranks: one byte names the message, and its content is a file sent with it.
+
+A message is a single byte, so that none is ever read by half, and writing one never waits for the reader. The
+content, which may be large, is in a file without a name: nothing is left on the disk when either side is killed.
+For Unix only.
+"""
+
+import mmap
+import os
+import socket
+from enum import Enum
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+
+class Message(Enum):
+    """The messages of both sides.
+
+    The notebook says `SETUP` (a pickled `CallSetup`), then `CALL` (a shipment) for each call, and `END`. For each
+    call a rank says `BEGAN`; any number of `FIGURE`s (a PNG); and once `RETURNED`, `FAILED` (both in `returned.py`)
+    or `INTERRUPTED`.
+    """
+
+    SETUP = b"S"
+    CALL = b"C"
+    END = b"E"
+    BEGAN = b"B"
+    FIGURE = b"P"
+    RETURNED = b"R"
+    FAILED = b"F"
+    INTERRUPTED = b"I"
+
+
+class RankChannel:
+    """An end of the connection between the notebook and a rank.
+
+    Args:
+        connection: A connected Unix socket, which the channel owns.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """Return the number of the socket, for `select`."""
+        return self._connection.fileno()
+
+    def send(self, message: Message, content: IO[bytes] | None = None) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: If the other side has ended.
+        """
+        if content is None:
+            self._connection.sendall(message.value)
+            return
+        content.flush()
+        socket.send_fds(self._connection, [message.value], [content.fileno()])
+
+    def receive(self) -> tuple[Message, IO[bytes] | None] | None:
+        """Wait for a message; return it with its content, or None once the other side has ended."""
+        try:
+            word, numbers, _, _ = socket.recv_fds(self._connection, 1, 1)
+        except ConnectionError:
+            return None
+        if not word:
+            return None
+        for number in numbers:
+            os.set_inheritable(number, False)
+        return Message(word), os.fdopen(numbers[0], "rb") if numbers else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def new_content() -> IO[bytes]:
+    """Return an empty file without a name, for the content of a message."""
+    return TemporaryFile(prefix="drivetrain_")
+
+
+def view_content(content: IO[bytes]) -> Any:
+    """Return the content as a buffer, which several ranks may view at once, unlike the file's position."""
+    return mmap.mmap(content.fileno(), 0, prot=mmap.PROT_READ)

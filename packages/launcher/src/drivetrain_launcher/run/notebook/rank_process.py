@@ -1,0 +1,96 @@
+"""A rank as the notebook sees it: a fresh interpreter, its output and its channel."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel
+
+# The first argument is the number of the channel's socket, the others are sys.path. Run as `-c`, so that `__main__`
+# is empty, as in a notebook, and no file is imported again by processes that the rank spawns.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from drivetrain_launcher.run.notebook.rank_main import main; main(int(sys.argv[1]))"
+)
+_CHUNK_BYTES = 1 << 16
+
+
+class RankProcess:
+    """A process that waits for calls.
+
+    It leads a process group of its own, so that Ctrl-C reaches it from the notebook only, and its children can be
+    ended with it.
+
+    Args:
+        rank: The rank of the process.
+        environment: The environment variables of the process.
+        folder: The working folder of the process.
+
+    Attributes:
+        rank: The rank of the process.
+        pid: The id of the process.
+        channel: The connection to it.
+    """
+
+    def __init__(self, rank: int, *, environment: Mapping[str, str], folder: str) -> None:
+        own, its = socket.socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(its.fileno()), *sys.path],
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[its.fileno()],
+                start_new_session=True,
+            )
+        self.rank = rank
+        self.pid = self._process.pid
+        self.channel = RankChannel(own)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        for stream in self._streams.values():
+            os.set_blocking(stream.fileno(), False)
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and number of each of its files to wait for: "stdout", "stderr" and "channel"."""
+        yield from ((name, stream.fileno()) for name, stream in self._streams.items())
+        yield "channel", self.channel.fileno()
+
+    def read(self, name: str) -> bytes:
+        """Return output that can be read without waiting; empty if there is none."""
+        with suppress(BlockingIOError):
+            return os.read(self._streams[name].fileno(), _CHUNK_BYTES)
+        return b""
+
+    def exit_code(self) -> int | None:
+        """Return its exit code, negative for the signal that ended it; None while it runs."""
+        return self._process.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to it, unless it has ended."""
+        self._process.send_signal(number)
+
+    def ask_to_end(self) -> None:
+        """Ask it to end once it waits for a call."""
+        with suppress(OSError):  # it has ended
+            self.channel.send(Message.END)
+
+    def kill(self) -> None:
+        """Kill it with the children in its process group, and wait for its end."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill what is left of its process group, and close its files."""
+        self.kill()
+        self.channel.close()
+        for stream in self._streams.values():
+            stream.close()

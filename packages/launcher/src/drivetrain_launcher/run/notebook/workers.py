@@ -1,0 +1,91 @@
+"""Workers that are kept between calls, so that a second call starts at once."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from drivetrain_launcher.run.notebook.crew import Crew
+from drivetrain_launcher.run.notebook.crew_planner import plan_crew
+from drivetrain_launcher.run.notebook.shipment import pack
+
+
+class Workers:
+    """Processes that stay between the calls of a notebook.
+
+    They start as the object is made, and import torch meanwhile. They end with `close`, at the end of a `with` block,
+    with the object, and with the notebook, even if it is killed.
+
+    Between two calls each rank leaves its process groups, frees unused device memory, and takes over the notebook's
+    environment variables, working folder and `sys.path`. If a module of yours has changed on the disk, or a call
+    failed or was interrupted, fresh processes replace all of them. Otherwise a rank keeps its imports and what they
+    hold.
+
+    Args:
+        num_processes: The number of processes; None for one per accelerator, or one if there is none.
+        mixed_precision: The `run.mixed_precision` setting of the processes, which their code may override.
+        master_port: The port of the rendezvous; 0 for any free port.
+        cpu: Whether the processes train on the CPU, even if there are accelerators.
+
+    Raises:
+        LaunchError: If there are fewer accelerators than processes, or `num_processes` is not an integer of at least
+            1.
+    """
+
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        *,
+        mixed_precision: str | None = None,
+        master_port: int = 0,
+        cpu: bool = False,
+    ) -> None:
+        plan = plan_crew(num_processes, mixed_precision=mixed_precision, master_port=master_port, cpu=cpu)
+        self.num_processes = plan.num_processes
+        self._crew = Crew(plan)
+        self._end = weakref.finalize(self, self._crew.kill)
+        self._crew.start()
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
+        """Call a function on every process.
+
+        Args:
+            function: The function, called as `function(*args)`.
+            args: The arguments of the function.
+
+        Returns:
+            The return values of the function, in rank order.
+
+        Raises:
+            LaunchError: If the function or an argument cannot be shipped; the message gives the path to the part.
+            RankFailedError: If a rank fails; the message shows its traceback.
+            KeyboardInterrupt: If the call is interrupted. The ranks got KeyboardInterrupt too, and 30 s to save.
+            RuntimeError: If the workers are closed, or running another call.
+        """
+        if not self._end.alive:
+            raise RuntimeError("these workers are closed; make new ones with Workers(...)")
+        shipment = pack(function, args)
+        try:
+            with shipment.content:
+                return self._crew.call(shipment)
+        except BaseException:
+            if self._end.alive:
+                self._crew.start()  # ready by the time the cell is mended
+            raise
+
+    def close(self) -> None:
+        """End the processes. More calls of `close` do nothing."""
+        if self._end.detach() is not None:
+            self._crew.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self._end.alive else ", closed"
+        return f"Workers(num_processes={self.num_processes}{state})"

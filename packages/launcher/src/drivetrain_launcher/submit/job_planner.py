@@ -1,0 +1,218 @@
+"""Build the request of a job from the arguments of `drivetrain submit` and the settings of its launch. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain_launcher.clusters.memory_size import memory_bytes
+from drivetrain_launcher.clusters.protocol import JobRequest
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.host_detection import Host
+from drivetrain_launcher.plan.launch_plan import LaunchTarget
+from drivetrain_launcher.plan.launch_planner import plan_launch
+from drivetrain_launcher.settings import LaunchSettings
+from drivetrain_launcher.submit.durations import duration_seconds
+from drivetrain_launcher.submit.launch_line import LaunchLine, plan_launch_line, said_in_launch
+from drivetrain_launcher.submit.pairs import read_options
+from drivetrain_launcher.submit.submit_arguments import SubmitArguments
+
+_DEFAULT_LOG_DIR = Path("logs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedJob:
+    """A request, and what a user should know about it.
+
+    Attributes:
+        request: The request to the cluster.
+        notes: Decisions made by default, each a sentence.
+    """
+
+    request: JobRequest
+    notes: tuple[str, ...]
+
+
+def plan_job(
+    arguments: SubmitArguments, settings: Mapping[str, Any], variables: Mapping[str, str], *, folder: Path
+) -> PlannedJob:
+    """Plan the request of a job.
+
+    Args:
+        arguments: The arguments of the command.
+        settings: The resolved sections that the launch inside the job will read: `launch`, `state`, and those said.
+        variables: The variables that the user adds to the job.
+        folder: The working directory of the job, an absolute path.
+
+    Raises:
+        LaunchError: Arguments contradict each other or are out of range, or the launch would fail on every node.
+    """
+    launch: LaunchSettings = settings["launch"]
+    wants_cpu = _wants_cpu(settings)
+    processes, accelerators, notes = _processes_and_accelerators(arguments, launch, settings)
+    _check_counts(arguments)
+    _check_launch(
+        launch, arguments, processes, "cpu" if wants_cpu else settings["state"].device, accelerators
+    )
+    line = plan_launch_line(
+        arguments.layers,
+        (arguments.script, *arguments.arguments),
+        processes_per_node=processes,
+        shutdown_timeout_seconds=_shutdown_timeout(arguments, launch),
+    )
+    request = JobRequest(
+        name=_name(arguments),
+        command=line.command,
+        folder=folder,
+        num_nodes=launch.num_nodes,
+        processes_per_node=processes,
+        accelerators_per_node=accelerators,
+        cpus_per_node=arguments.cpus_per_node,
+        memory_per_node=arguments.memory_per_node,
+        time_limit_seconds=_time_limit(arguments),
+        save_seconds=arguments.save_seconds,
+        max_requeues=arguments.max_requeues,
+        log_dir=launch.log_dir or _DEFAULT_LOG_DIR,
+        environment=_environment(line, variables),
+        options=read_options(arguments.option),
+    )
+    _check_words(request)
+    return PlannedJob(request=request, notes=(*notes, *_withheld(line)))
+
+
+def _wants_cpu(settings: Mapping[str, Any]) -> bool:
+    """Return whether the run is for the CPU; `run.cpu` exists only if the umbrella package is installed."""
+    return settings["state"].device == "cpu" or ("run" in settings and bool(settings["run"].cpu))
+
+
+def _processes_and_accelerators(
+    arguments: SubmitArguments, launch: LaunchSettings, settings: Mapping[str, Any]
+) -> tuple[int | None, int, tuple[str, ...]]:
+    """Return the processes and accelerators of each node, and the decisions made."""
+    processes = launch.processes_per_node
+    if processes is None and launch.num_processes is not None:
+        processes = launch.num_processes // launch.num_nodes
+    asked = arguments.accelerators_per_node
+    if asked is not None and asked < 0:
+        raise LaunchError(f"--accelerators-per-node {asked}: say 0 for none, or a number above 0")
+    if _wants_cpu(settings):
+        if asked:
+            raise LaunchError(
+                f"--accelerators-per-node {asked}: the run is for the CPU (--cpu, or state.device cpu), which uses "
+                "none; leave out one of the two"
+            )
+        return processes, 0, ()
+    if asked == 0 and settings["state"].device != "auto":
+        device = settings["state"].device
+        raise LaunchError(
+            f"--accelerators-per-node 0: the run is for {device} (state.device); say how many it needs, or leave out "
+            "one of the two"
+        )
+    if asked and processes is not None and processes > asked:
+        raise LaunchError(
+            f"{processes} processes on each node, but --accelerators-per-node {asked}: say the same number, or --cpu "
+            "to train on the CPU"
+        )
+    if asked is not None:
+        return processes, asked, ()
+    if processes is not None:
+        note = f"{processes} accelerators on each node, one a process; --accelerators-per-node sets another number"
+        return processes, processes, (note,)
+    note = "no accelerator is requested; --accelerators-per-node N requests N on each node"
+    return None, 0, (note,)
+
+
+def _check_counts(arguments: SubmitArguments) -> None:
+    for name, value, least in (
+        ("cpus-per-node", arguments.cpus_per_node, 1),
+        ("save-seconds", arguments.save_seconds, 1),
+        ("max-requeues", arguments.max_requeues, 0),
+    ):
+        if value is not None and value < least:
+            raise LaunchError(f"--{name} {value}: must be at least {least}")
+    if arguments.memory_per_node is not None:
+        memory_bytes(arguments.memory_per_node)
+
+
+def _check_launch(
+    launch: LaunchSettings, arguments: SubmitArguments, processes: int | None, device: str, accelerators: int
+) -> None:
+    """Plan the launch of node 0 as that node will, so that what would fail there fails here."""
+    kind = None if accelerators == 0 else "cuda" if device == "auto" else device
+    several = launch.num_nodes > 1
+    told = replace(
+        launch,
+        num_processes=None,
+        processes_per_node=processes,
+        node_rank=0 if several and launch.rdzv_backend == "static" else None,
+        master_addr="node-0" if several else None,
+        rdzv_id=launch.rdzv_id or "job",
+    )
+    target = LaunchTarget(
+        name=arguments.script,
+        arguments=arguments.arguments,
+        kind="module" if launch.module else "program" if launch.program else "script",
+    )
+    try:
+        plan_launch(told, target, Host(accelerator=kind, accelerator_count=accelerators))
+    except LaunchError as error:
+        raise LaunchError(f"the launch would fail on every node of the job: {error}") from error
+
+
+def _shutdown_timeout(arguments: SubmitArguments, launch: LaunchSettings) -> float:
+    """Return the time that ranks have to save: all that the cluster gives, unless the user says less."""
+    said = said_in_launch(arguments.layers, ("shutdown_timeout_seconds",))
+    if not said:
+        return arguments.save_seconds
+    seconds = launch.shutdown_timeout_seconds
+    if seconds > arguments.save_seconds:
+        entry = said["shutdown_timeout_seconds"]
+        raise LaunchError(
+            f"shutdown_timeout_seconds={seconds:g} from {entry.source}: the cluster kills the job after "
+            f"--save-seconds {arguments.save_seconds}; say at least as many of these"
+        )
+    return seconds
+
+
+def _time_limit(arguments: SubmitArguments) -> int | None:
+    if arguments.time is None:
+        return None
+    seconds = duration_seconds(arguments.time)
+    if seconds <= arguments.save_seconds:
+        raise LaunchError(
+            f"--time {arguments.time}: leaves no time to train before the last --save-seconds "
+            f"{arguments.save_seconds}; say a longer time, or fewer seconds to save"
+        )
+    return seconds
+
+
+def _name(arguments: SubmitArguments) -> str:
+    name = Path(arguments.script).stem if arguments.name is None else arguments.name
+    if not name.strip():
+        raise LaunchError(f"--name {name!r}: is empty; say a name for the job")
+    return name
+
+
+def _environment(line: LaunchLine, variables: Mapping[str, str]) -> dict[str, str]:
+    for name, value in variables.items():
+        if line.environment.get(name, value) != value:
+            raise LaunchError(
+                f"--env {name}={value}: contradicts {name}={line.environment[name]}, which a setting here says for "
+                "the job; keep one"
+            )
+    return {**line.environment, **variables}
+
+
+def _withheld(line: LaunchLine) -> Iterable[str]:
+    for name in line.withheld:
+        yield f"{name} is secret and is not handed to the job; set it on the nodes by the cluster's own means"
+
+
+def _check_words(request: JobRequest) -> None:
+    """Refuse text that no process can be given: a NUL character, or bytes that are not UTF-8."""
+    texts = [request.name, *request.command, *request.environment.values(), *request.options.values()]
+    for text in (*texts, str(request.folder), str(request.log_dir)):
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise LaunchError(
+                f"{text!r}: has a NUL character or is not UTF-8; a job cannot be given such an argument"
+            )

@@ -1,0 +1,107 @@
+"""The `drivetrain launch` line of a job, and the settings that reach it through the environment. Pure."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain_config import Layers
+from drivetrain_config.environ import override_name
+from drivetrain_config.kinds import plain
+from drivetrain_config.schema import flag_name
+from drivetrain_config.source import Entry
+from drivetrain_launcher.errors import LaunchError
+
+# What the cluster decides for each node, and a line for all nodes cannot say.
+_DECIDED = {"node_rank": "the rank of each node", "master_addr": "the address at which the nodes meet"}
+# The request says these to the cluster, and the cluster to the launcher.
+_REQUESTED = frozenset({"num_nodes", "num_processes", "processes_per_node", "shutdown_timeout_seconds"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchLine:
+    """The launch inside a job.
+
+    Attributes:
+        command: `drivetrain launch ...`, as separate words.
+        environment: The settings that variables and a settings file said at submission, as variables.
+        withheld: The variables of the secret settings, which are not handed to the job.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    withheld: tuple[str, ...]
+
+
+def plan_launch_line(
+    layers: Layers,
+    target: tuple[str, ...],
+    *,
+    processes_per_node: int | None,
+    shutdown_timeout_seconds: float,
+) -> LaunchLine:
+    """Plan the launch inside a job.
+
+    Flags stay flags. A setting from a variable or a file becomes a variable of the job: the file need not exist on
+    the cluster, and a change of it does not reach a job that waits in a queue.
+
+    Args:
+        layers: The settings said at submission.
+        target: The script and its arguments.
+        processes_per_node: The number of processes on each node; None for one per accelerator.
+        shutdown_timeout_seconds: The time that ranks have to save.
+
+    Raises:
+        LaunchError: A setting is said that the cluster decides.
+    """
+    _check_decided(layers)
+    flags: list[str] = []
+    environment: dict[str, str] = {}
+    withheld: list[str] = []
+    for (section, field), entries in layers.entries.items():
+        entry = entries[0]
+        if section == "launch" and field in _REQUESTED:
+            continue
+        if entry.secret:
+            withheld.append(override_name(section, field))
+        elif entry.source.kind == "command line":
+            flags.append(_flag(section, field, entry))
+        else:
+            environment[override_name(section, field)] = as_text(entry.value)
+    if processes_per_node is not None:
+        flags.append(f"--processes-per-node={processes_per_node}")
+    flags.append(f"--shutdown-timeout-seconds={shutdown_timeout_seconds:g}")
+    # A script whose name begins with a hyphen would be read as a flag.
+    guard = ("--",) if target[0].startswith("-") else ()
+    return LaunchLine(
+        command=("drivetrain", "launch", *flags, *guard, *target),
+        environment=environment,
+        withheld=tuple(withheld),
+    )
+
+
+def as_text(value: Any) -> str:
+    """Return a value as the text of a variable, from which `drivetrain_config` reads an equal value."""
+    bare = plain(value)
+    return bare if isinstance(bare, str) else json.dumps(bare)
+
+
+def _check_decided(layers: Layers) -> None:
+    said = layers.of_section("launch")
+    for field, what in _DECIDED.items():
+        if field in said:
+            entry = said[field][0]
+            raise LaunchError(
+                f"{field}={entry.shown} from {entry.source}: the cluster decides {what}; leave it out"
+            )
+
+
+def _flag(section: str, field: str, entry: Entry) -> str:
+    if isinstance(entry.value, bool):
+        return flag_name(section, field, negated=not entry.value)
+    return f"{flag_name(section, field)}={as_text(entry.value)}"
+
+
+def said_in_launch(layers: Layers, fields: Collection[str]) -> dict[str, Entry]:
+    """Return the highest entry of each of these fields of the `launch` section that is said."""
+    return {field: entries[0] for field, entries in layers.of_section("launch").items() if field in fields}

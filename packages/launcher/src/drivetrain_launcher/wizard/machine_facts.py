@@ -1,0 +1,142 @@
+"""The facts of a machine that decide which questions are asked, and what is recommended."""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from drivetrain_config import environ, sections
+from drivetrain_config.installed import entry_points
+from drivetrain_launcher.clusters.registry import find_placement
+from drivetrain_launcher.module_summary import module_summary
+from drivetrain_launcher.plan.host_detection import accelerator_may_exist
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """The facts of this machine, of the job it is in, and of what is installed.
+
+    Attributes:
+        host: The name of this machine.
+        folder: The name of the working folder.
+        num_cpus: The number of CPU cores that this process may use.
+        memory_gib: The memory of the machine in GiB; None if unknown.
+        accelerator: The kind of accelerator that torch would use, such as "cuda"; None if there is none.
+        accelerator_count: The number of accelerators visible to this process.
+        accelerator_name: The driver's name of the first accelerator.
+        accelerator_memory_gib: The memory of the smallest accelerator in GiB; None if unknown.
+        can_fp16: Whether the accelerators have units or kernels for float16.
+        can_bf16: Whether the accelerators have units or kernels for bfloat16.
+        cluster: The cluster whose job this process is in; None outside any job.
+        num_nodes: The number of nodes of the job; None outside any job.
+        backends: The installed training backends, with a summary of each.
+        trackers: The installed trackers, with a summary of each.
+    """
+
+    host: str = "localhost"
+    folder: str = "run"
+    num_cpus: int = 1
+    memory_gib: float | None = None
+    accelerator: str | None = None
+    accelerator_count: int = 0
+    accelerator_name: str = ""
+    accelerator_memory_gib: float | None = None
+    can_fp16: bool = False
+    can_bf16: bool = False
+    cluster: str | None = None
+    num_nodes: int | None = None
+    backends: Mapping[str, str] = field(default_factory=dict[str, str])
+    trackers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def known(self) -> dict[str, Any]:
+        """Return the facts under the names by which the fields' own functions know them."""
+        outside = ("cluster", "num_nodes", "backends", "trackers")
+        names = (name for name in self.__dataclass_fields__ if name not in outside)
+        return {
+            **{f"machine.{name}": getattr(self, name) for name in names},
+            "cluster.name": self.cluster,
+            "cluster.num_nodes": self.num_nodes,
+            "installed.backends": self.backends,
+            "installed.trackers": self.trackers,
+        }
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_gib is None else f", {self.memory_gib:.0f} GiB of memory"
+        cores = f"{self.num_cpus} CPU core{'s' if self.num_cpus != 1 else ''}{memory}"
+        if self.accelerator is None:
+            found = f"no accelerator, {cores}"
+        else:
+            size = "" if self.accelerator_memory_gib is None else f" ({self.accelerator_memory_gib:.0f} GiB)"
+            found = f"{self.accelerator_count} x {self.accelerator_name}{size}, {cores}"
+        job = "" if self.cluster is None else f", in a job of {self.num_nodes} nodes under {self.cluster}"
+        return f"{self.host}: {found}{job}"
+
+
+def detect_machine() -> MachineFacts:
+    """Detect the facts of this machine; torch is imported only if an accelerator's driver is loaded.
+
+    Raises:
+        LaunchError: The variables of a cluster contradict each other.
+    """
+    placement = find_placement(environ.child_environment())
+    accelerators = _accelerators() if accelerator_may_exist() else {}
+    return MachineFacts(
+        host=platform.node() or "localhost",
+        folder=Path.cwd().name or "run",
+        num_cpus=_num_cpus(),
+        memory_gib=_memory_gib(),
+        cluster=None if placement is None else placement.cluster,
+        num_nodes=None if placement is None else placement.num_nodes,
+        backends={
+            name: _with_missing(name, text) for name, text in _summaries("drivetrain.backends").items()
+        },
+        trackers=_summaries("drivetrain.trackers"),
+        **accelerators,
+    )
+
+
+def _accelerators() -> dict[str, Any]:
+    """Return the facts of the accelerators that torch would choose; empty without any."""
+    from drivetrain_state import best_device_kind, detect_devices
+
+    kind = best_device_kind()
+    if kind == "cpu":
+        return {}
+    group = detect_devices()[0]
+    return {
+        "accelerator": kind,
+        "accelerator_count": group.count,
+        "accelerator_name": group.names[0] if group.names else kind,
+        "accelerator_memory_gib": min(group.memory_bytes) / _GIB if group.memory_bytes else None,
+        "can_fp16": group.ability.fp16,
+        "can_bf16": group.ability.bf16,
+    }
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_gib() -> float | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+    except (ValueError, OSError, AttributeError):  # the system does not tell
+        return None
+
+
+def _with_missing(backend: str, summary: str) -> str:
+    """Return the summary of a backend, or which modules it lacks, as the section of its name lists them."""
+    needed: tuple[str, ...] = getattr(sections(only={backend}).get(backend), "requires", ())
+    missing = [name for name in needed if find_spec(name) is None]
+    return f"needs {', '.join(missing)}, which is not installed" if missing else summary
+
+
+def _summaries(group: str) -> dict[str, str]:
+    return {point.name: module_summary(point.value.partition(":")[0]) for point in entry_points(group)}

@@ -1,0 +1,159 @@
+"""Change settings in the text of a file, with its comments and its order kept, by the library ruamel.yaml."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from drivetrain_config import ConfigError, Source, sections
+from drivetrain_config.files import read_file
+from drivetrain_config.kinds import field_types, plain
+from drivetrain_config.schema import specs
+from drivetrain_config.source import Entry
+from drivetrain_config.validation import review_file
+from drivetrain_config.vocabulary import Vocabulary, check_field, converted
+from drivetrain_launcher.errors import LaunchError, UsageError
+from drivetrain_launcher.wizard.questionnaire import GivenAnswer
+from drivetrain_launcher.wizard.settings_text import settings_text, yaml_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChange:
+    """A setting to write.
+
+    Attributes:
+        section: The section of the field.
+        field: The field to set.
+        text: The value as typed.
+    """
+
+    section: str
+    field: str
+    text: str
+
+
+def parse_change(text: str) -> SettingChange:
+    """Parse the text of a change, `section.field=value`.
+
+    Raises:
+        UsageError: The text has another form.
+    """
+    name, equals, value = text.partition("=")
+    section, dot, field = name.strip().partition(".")
+    if not (equals and dot and section and field):
+        raise UsageError(f"{text!r}: say SECTION.FIELD=VALUE, such as run.mixed_precision=bf16")
+    return SettingChange(section=section, field=field, text=value.strip())
+
+
+def updated_text(
+    path: Path, changes: Sequence[SettingChange], removals: Sequence[tuple[str, str]]
+) -> tuple[str, list[str]]:
+    """Return the new text of a file, and a line for each change; no lines if nothing changes.
+
+    Raises:
+        ConfigError: A setting is unknown or has a wrong value, or the file would be invalid.
+        LaunchError: The file is not YAML, or the library that keeps its comments is missing.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        raise LaunchError(f"{path}: only a YAML file is changed here; change it by hand")
+    contents = read_file(path)
+    text, lines = path.read_text(encoding="utf-8"), []
+    if _is_translated(path, contents.data):
+        text = _converted(path)
+        lines = [f"{path}: was Accelerate's, and is drivetrain's now", *contents.notices]
+    if changes or removals:
+        text, changed = _edited(text, changes, removals)
+        lines += changed
+    _check(path, text)
+    return text, lines
+
+
+def _is_translated(path: Path, data: Any) -> bool:
+    """Return whether the settings read are not those that the file spells: it is Accelerate's."""
+    return set(data) != set(_document(path.read_text(encoding="utf-8")) or {})
+
+
+def _converted(path: Path) -> str:
+    """Return an Accelerate file as drivetrain's, each setting with its help."""
+    contents, kinds = read_file(path), sections()
+    answers = {
+        (section, field): GivenAnswer(value=value, why=f"as in {contents.where(section, field)}")
+        for section, values in contents.data.items()
+        for field, value in values.items()
+    }
+    return settings_text(
+        answers, kinds, heading=[f"The settings of a drivetrain run, converted from {path}."]
+    )
+
+
+def _edited(
+    text: str, changes: Sequence[SettingChange], removals: Sequence[tuple[str, str]]
+) -> tuple[str, list[str]]:
+    document = _document(text)
+    document = _yaml().map() if document is None else document
+    lines: list[str] = []
+    for change in changes:
+        value = _value(change)
+        values = document.get(change.section)
+        if values is None:
+            values = document[change.section] = _yaml().map()
+        before = yaml_value(plain(values[change.field])) if change.field in values else "unset"
+        after = yaml_value(value)
+        if before == after:
+            continue
+        is_new = change.field not in values
+        values[change.field] = value
+        if is_new:
+            values.yaml_set_comment_before_after_key(change.field, before=_help(change), indent=2)
+        lines.append(f"{change.section}.{change.field}: {before} -> {after}")
+    for section, field in removals:
+        if field in (document.get(section) or {}):
+            lines.append(f"{section}.{field}: {yaml_value(plain(document[section].pop(field)))} -> unset")
+    out = StringIO()
+    _yaml().dump(document, out)
+    return out.getvalue(), lines
+
+
+def _value(change: SettingChange) -> Any:
+    """Return the value of a change, checked, as a file holds it."""
+    source = Source("command line", "--set")
+    types = field_types(Vocabulary({}).section(change.section, source))
+    check_field(change.section, change.field, types, source)
+    return plain(converted(change.section, change.field, types[change.field], Entry(change.text, source)))
+
+
+def _help(change: SettingChange) -> str:
+    kind = sections(only={change.section})[change.section]
+    return next(spec.help for spec in specs(kind, change.section) if spec.name == change.field)
+
+
+def _check(path: Path, text: str) -> None:
+    """Check the new text as a file, before the old one is replaced."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        probe = Path(folder) / path.name
+        probe.write_text(text, encoding="utf-8")
+        problems = review_file(probe).problems
+    if problems:
+        shown = "; ".join(problems).replace(str(probe), str(path))
+        raise ConfigError(f"{shown}; {path} is left as it is")
+
+
+def _document(text: str) -> Any:
+    return _yaml().load(text)
+
+
+def _yaml() -> Any:
+    try:
+        from ruamel.yaml import YAML
+    except ImportError as error:
+        raise LaunchError(
+            "a file is changed with its comments kept by ruamel.yaml: pip install 'drivetrain-launcher[wizard]', or "
+            "change the file in an editor"
+        ) from error
+    yaml = YAML()
+    yaml.width = 10**6
+    yaml.preserve_quotes = True
+    return yaml

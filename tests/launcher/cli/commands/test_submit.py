@@ -1,0 +1,137 @@
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from drivetrain_config import environ
+from drivetrain_launcher.cli.main import main
+
+needs_umbrella = pytest.mark.skipif(
+    find_spec("drivetrain") is None, reason="the section run is not installed"
+)
+
+ON = ("submit", "--on", "kubernetes", "--cpu", "--option", "image=x")
+
+
+def test_a_dry_run_shows_files_and_command_and_writes_nothing(
+    drivetrain: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script("print(1)", "train.py")
+    done = drivetrain(*ON, "--num-nodes", "2", "--env", "A=1", "--dry-run", "train.py", "--lr", "a b")
+    assert done.returncode == 0, done.stderr
+    assert "# logs/train.jobset.yaml\n" in done.stdout
+    assert "parallelism: 2\n" in done.stdout
+    assert '- "a b"\n' in done.stdout
+    assert f'workingDir: "{tmp_path}"' in done.stdout
+    assert done.stdout.endswith("$ kubectl create --filename=logs/train.jobset.yaml\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("submit", "train.py"), "--on is missing"),
+        (
+            ("submit", "--on", "kubernets", "train.py"),
+            "cluster kubernets: no installed package provides it; did you mean",
+        ),
+        ((*ON, "--option", "nodes=3", "train.py"), "kubernetes has no such option"),
+        ((*ON, "--option", "image=y", "train.py"), "--option image=y: contradicts --option image=x"),
+        ((*ON, "tran.py"), "no such script; did you mean"),
+        ((*ON, "--folder", "elsewhere", "train.py"), "--folder elsewhere: does not exist here"),
+        pytest.param(
+            (*ON, "--mixed-precision", "bf61", "train.py"), "did you mean 'bf16'", marks=needs_umbrella
+        ),
+        pytest.param((*ON, "--backend", "fsdb", "train.py"), "did you mean 'fsdp'", marks=needs_umbrella),
+        ((*ON, "--num-nodes", "2", "--num-processes", "3", "train.py"), "cannot be split evenly"),
+        ((*ON, "--node-rank", "0", "train.py"), "the cluster decides the rank of each node"),
+        ((*ON, "--env", "RANK=0", "train.py"), "--env RANK: the launcher sets it"),
+        ((*ON, "--time", "12", "train.py"), "time '12': say hours"),
+        ((*ON, "--nmae", "x", "train.py"), "--nmae: no such flag; did you mean --name"),
+    ],
+)
+def test_bad_input_is_an_error_before_anything_is_written(
+    script: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: tuple[str, ...],
+    message: str,
+) -> None:
+    script("print(1)", "train.py")
+    monkeypatch.chdir(tmp_path)
+    assert main(line) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_folder_that_only_the_nodes_have_needs_no_script_here(drivetrain: Callable) -> None:
+    done = drivetrain(*ON, "--folder", "/workspace", "--dry-run", "train.py")
+    assert 'workingDir: "/workspace"' in done.stdout, done.stderr
+
+
+def test_flags_behind_the_script_are_reported(drivetrain: Callable, script: Callable) -> None:
+    script("print(1)", "train.py")
+    done = drivetrain(*ON, "--dry-run", "train.py", "--num-nodes", "2", "--time", "1h")
+    assert "--num-nodes, --time after train.py is for the script" in done.stderr
+
+
+def test_help_and_submission_import_no_torch(script: Callable, tmp_path: Path, drivetrain: Callable) -> None:
+    script("print(1)", "train.py")
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    for line in (("submit", "--help"), (*ON, "--dry-run", "train.py")):
+        done = drivetrain(*line, environment={"PYTHONPATH": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_stops_following_and_says_how_to_go_on(script: Callable, tmp_path: Path) -> None:
+    """A third party's cluster, whose job never ends, registered by an entry point of its own."""
+    package = tmp_path / "endless"
+    (package / "endless-1.dist-info").mkdir(parents=True)
+    (package / "endless-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: endless\nVersion: 1\n"
+    )
+    (package / "endless-1.dist-info" / "entry_points.txt").write_text(
+        "[drivetrain.clusters]\nendless = endless:Endless\n"
+    )
+    (package / "endless.py").write_text(ENDLESS)
+    script("print(1)", "train.py")
+    process = _interrupted(tmp_path, package)
+    assert process.returncode == 130
+    assert process.stdout == "working\n"
+    assert "stopped following; job 7 goes on\n  drivetrain job follow 7 --log-dir logs\n" in process.stderr
+    assert "  drivetrain job cancel 7 --log-dir logs\n" in process.stderr
+
+
+ENDLESS = """
+import os, signal, time
+from drivetrain_launcher.clusters.protocol import Submission
+class Endless:
+    def plan(self, request): return Submission(files={}, command=(), request=request)
+    def submit(self, submission): return "7"
+    def follow(self, job_id, submission, write):
+        write("working\\n")
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+"""
+
+
+def _interrupted(folder: Path, package: Path) -> "subprocess.CompletedProcess[str]":
+    # What a shell starts in the background ignores SIGINT, and so would the command.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "drivetrain_launcher", "submit", "--on", "endless", "--cpu", "train.py"],
+            cwd=folder,
+            env=environ.child_environment(PYTHONPATH=str(package)),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)

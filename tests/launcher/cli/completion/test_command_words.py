@@ -1,0 +1,114 @@
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from drivetrain_config import commands
+from drivetrain_launcher.cli.completion.bash_script import bash_script
+from drivetrain_launcher.cli.completion.command_words import (
+    CommandWords,
+    FlagWords,
+    read_commands,
+    section_flags,
+)
+from drivetrain_launcher.cli.completion.fish_script import fish_script
+from drivetrain_launcher.cli.completion.zsh_script import zsh_script
+from drivetrain_launcher.cli.parser import build_parser
+
+# The packages whose commands need torch import it here: the test holds what is read from source to the parsers.
+COMMANDS = {command.name: command for command in read_commands(commands())}
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_what_is_read_from_source_is_what_the_parser_takes(name: str) -> None:
+    run = commands()[name].load()
+    arguments = next(hint for argument, hint in get_type_hints(run).items() if argument != "return")
+    parser = build_parser(name, arguments, "")
+    words = COMMANDS[name.replace(".", " ")]
+    own = {flag.name: flag for flag in words.flags}
+    parsed = {flag: of for flag, of in parser.flags.items() if of.section == "" and flag != "--config"}
+    assert own.keys() == parsed.keys()
+    for flag, of in parsed.items():
+        assert own[flag].takes_value is not of.is_switch
+        assert own[flag].choices == (of.choices or ()) or of.is_switch
+    assert words.has_sections is (parser.layers is not None)
+    assert words.takes_rest is (parser.rest is not None)
+    assert words.has_positionals is bool(parser.positionals)
+
+
+def test_the_flags_of_sections_are_those_of_the_launch() -> None:
+    run = commands()["launch"].load()
+    parser = build_parser("launch", next(iter(get_type_hints(run).values())), "")
+    of_sections = {name for name, flag in parser.flags.items() if flag.section} | {"--config"}
+    assert {flag.name for flag in section_flags()} == of_sections
+
+
+def test_a_third_partys_command_is_read_without_being_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "cats-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: cats\nVersion: 1.0\n",
+        "cats-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\ncats.feed = cats.feed:run\n",
+        "cats/__init__.py": "",
+        "cats/meals.py": "from dataclasses import dataclass, field\nfrom pathlib import Path\n"
+        "from typing import ClassVar, Literal\n\n@dataclass\nclass Meal:\n    bowls: ClassVar[int] = 1\n"
+        "    recipe: Path | None = field(default=None, metadata={'help': \"It's a 'recipe'.\"})\n"
+        "    kind: Literal['fish', 'mice'] | None = None\n    warm: bool = True\n",
+        "cats/feed.py": '"""Feed a cat."""\nfrom cats.meals import Meal\nraise RuntimeError("was run")\n\n'
+        "def run(meal: Meal) -> int:\n    return 0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = (each for each in read_commands(commands()) if each.name == "cats feed")
+    assert found == CommandWords(
+        name="cats feed",
+        about="Feed a cat.",
+        flags=(
+            FlagWords(name="--recipe", about="It's a 'recipe'.", is_path=True),
+            FlagWords(name="--kind", choices=("fish", "mice", "none")),
+            FlagWords(name="--warm", takes_value=False),
+            FlagWords(name="--no-warm", about="Not: ", takes_value=False),
+        ),
+    )
+
+
+@pytest.mark.parametrize("script", [bash_script, zsh_script, fish_script])
+def test_a_third_partys_words_reach_no_shell_as_commands(
+    script: Callable[[Sequence[CommandWords], Sequence[FlagWords]], str], tmp_path: Path
+) -> None:
+    hostile = CommandWords(
+        name="x",
+        about="it's $(touch owned)",
+        flags=(
+            FlagWords(
+                name="--a", about="'; touch owned; '", choices=("$(touch owned)", "fine", "`touch owned`")
+            ),
+        ),
+    )
+    shell = script.__name__.partition("_")[0]
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "complete").write_text(script((hostile,), ()))
+    prepare = {"zsh": "autoload -Uz compinit; compinit -D; ", "fish": "", "bash": "compopt() { :; }; "}
+    use = {
+        "bash": "COMP_WORDS=(drivetrain x --a ''); COMP_CWORD=3; _drivetrain; echo ${COMPREPLY[@]}",
+        "zsh": "_drivetrain_value x --a; echo $values",
+        "fish": "complete -C 'drivetrain x --a '",
+    }
+    done = subprocess.run(
+        [shell, "-c", f"{prepare[shell]}source ./complete; {use[shell]}"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "fine" in done.stdout.split(), done.stderr
+    assert not (tmp_path / "owned").exists()

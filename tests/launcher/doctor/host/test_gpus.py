@@ -1,0 +1,145 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from drivetrain_config.environ import child_environment
+from drivetrain_launcher.doctor.host.gpus import (
+    GpuMeasurement,
+    gpus_from_data,
+    judge_driver,
+    judge_peers,
+    measure_gpus,
+)
+from drivetrain_launcher.doctor.question import Inquiry
+
+TWO = Inquiry(processes_per_node=2, accelerator="cuda")
+HEALTHY = GpuMeasurement(
+    torch_cuda="12.8",
+    torch_archs=("sm_80", "sm_90", "compute_90"),
+    nccl="2.27.3",
+    driver="570.86.15",
+    driver_cuda="12.8",
+    library_driver="570.86.15",
+    has_nvidia=True,
+    names=("H100", "H100"),
+    capabilities=("9.0", "9.0"),
+    memory_taken=(0.01, 0.02),
+    peers={"0-1": "yes", "1-0": "yes"},
+)
+
+
+def whats(**changes: object) -> list[tuple[str, str]]:
+    measured = replace(HEALTHY, **changes)  # type: ignore[arg-type]
+    return [(finding.severity, finding.what) for finding in judge_driver(measured, TWO).findings]
+
+
+def test_a_driver_that_fits_has_no_finding() -> None:
+    verdict = judge_driver(HEALTHY, TWO)
+    assert verdict.findings == ()
+    assert verdict.summary == "2 devices, driver 570.86.15 (up to CUDA 12.8), torch's CUDA 12.8, NCCL 2.27.3"
+
+
+def test_no_driver_is_skipped_with_its_reason() -> None:
+    assert (
+        judge_driver(GpuMeasurement(), TWO).skipped
+        == "no GPU driver is loaded, and torch is built for the CPU"
+    )
+    assert judge_driver(GpuMeasurement(torch_cuda="12.8"), TWO).skipped == "no NVIDIA or AMD driver is loaded"
+
+
+def test_a_driver_of_an_older_major_version_shows_no_device() -> None:
+    found = judge_driver(replace(HEALTHY, torch_cuda="13.0"), TWO).findings[0]
+    assert found.severity == "error"
+    assert found.what == "torch's CUDA is 13.0; the driver 570.86.15 runs up to 12.8"
+    assert "install driver 580 or newer, or a torch for CUDA 12" in found.mend
+
+
+def test_a_driver_of_an_older_minor_version_runs_all_but_new_ptx() -> None:
+    assert whats(driver_cuda="12.4") == [
+        ("warning", "torch's CUDA is 12.8; the driver 570.86.15 runs up to 12.4")
+    ]
+    assert whats(driver_cuda="13.0") == []
+
+
+def test_a_library_that_was_updated_under_a_running_driver() -> None:
+    assert whats(library_driver="575.51.03") == [
+        ("error", "the driver in the kernel is 570.86.15, its library is 575.51.03")
+    ]
+
+
+@pytest.mark.parametrize(("has_nvidia", "has_amd", "kind"), [(True, False, "NVIDIA"), (False, True, "AMD")])
+def test_torch_for_the_cpu_on_a_host_with_gpus(has_nvidia: bool, has_amd: bool, kind: str) -> None:
+    measured = GpuMeasurement(has_nvidia=has_nvidia, has_amd=has_amd)
+    (finding,) = judge_driver(measured, TWO).findings
+    assert finding.what == f"this host has {kind} GPUs, and torch is built for the CPU"
+    assert "download.pytorch.org" in finding.mend
+
+
+def test_rocm_is_told() -> None:
+    amd = GpuMeasurement(has_amd=True, torch_hip="6.4.1", nccl="2.22.3", names=("MI300X", "MI300X"))
+    verdict = judge_driver(amd, TWO)
+    assert verdict.findings == ()
+    assert verdict.summary == "2 devices, AMD driver of the kernel, torch's ROCm 6.4.1, RCCL 2.22.3"
+
+
+def test_a_driver_without_devices_tells_torchs_reason() -> None:
+    found = whats(
+        names=(), capabilities=(), memory_taken=(), refusal="CUDA initialization: no CUDA-capable device"
+    )
+    assert found == [
+        (
+            "error",
+            "the driver is loaded, and torch sees no device: CUDA initialization: no CUDA-capable device",
+        )
+    ]
+
+
+def test_fewer_devices_than_ranks() -> None:
+    assert whats(names=("H100",), capabilities=("9.0",), memory_taken=(0.0,)) == [
+        ("error", "2 ranks, and torch sees 1 devices")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "runs"),
+    [
+        ("9.0", ("sm_90",), True),
+        ("8.6", ("sm_80",), True),  # compiled for the same major version
+        ("10.0", ("sm_80", "sm_90"), False),
+        ("10.0", ("sm_90", "compute_90"), True),  # compiled as it starts
+        ("7.0", ("sm_75", "sm_80"), False),
+        ("12.0", ("sm_120",), True),
+    ],
+)
+def test_devices_that_torch_has_no_kernels_for(capability: str, archs: tuple[str, ...], runs: bool) -> None:
+    found = whats(capabilities=(capability, capability), torch_archs=archs)
+    assert (found == []) is runs
+
+
+def test_memory_that_others_hold() -> None:
+    assert whats(memory_taken=(0.0, 0.93)) == [("warning", "other processes hold 93% of the memory of GPU 1")]
+
+
+def test_peer_to_peer_that_changes_data_is_an_error() -> None:
+    verdict = judge_peers(replace(HEALTHY, peers={"0-1": "wrong data", "1-0": "yes"}))
+    (finding,) = verdict.findings
+    assert (finding.severity, finding.what) == ("error", "copies between GPUs 0-1 arrive changed")
+    assert "NCCL_P2P_DISABLE=1" in finding.mend
+
+
+def test_no_peer_to_peer_is_a_warning() -> None:
+    (finding,) = judge_peers(replace(HEALTHY, peers={"0-1": "no", "1-0": "no"})).findings
+    assert (finding.severity, finding.what) == ("warning", "no two GPUs have peer-to-peer")
+    assert judge_peers(HEALTHY).findings == ()
+    assert judge_peers(GpuMeasurement()).skipped == "peer-to-peer needs two GPUs, and there are 0"
+
+
+def test_a_measurement_survives_its_way_between_processes() -> None:
+    assert gpus_from_data(json.loads(json.dumps(HEALTHY.as_data()))) == HEALTHY
+
+
+@pytest.mark.slow
+def test_the_probe_runs_on_this_machine() -> None:
+    measured = measure_gpus(child_environment(), timeout_seconds=150)
+    assert len(measured.names) == len(measured.capabilities) == len(measured.memory_taken)

@@ -1,0 +1,31 @@
+from io import StringIO
+
+from drivetrain_launcher.doctor.report.step_display import StepDisplay
+
+
+class Terminal(StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_one_line_that_changes_and_goes() -> None:
+    stream = Terminal()
+    progress = StepDisplay(stream)
+    for step in ("limits", "limits", "port"):
+        progress(step)
+    progress.clear()
+    assert stream.getvalue() == "\r\x1b[Kdoctor: limits ...\r\x1b[Kdoctor: port ...\r\x1b[K"
+
+
+def test_elsewhere_each_step_is_a_line_and_waits_are_shown_now_and_then() -> None:
+    stream = StringIO()
+    progress = StepDisplay(stream)
+    progress("limits")
+    for missing in range(100):
+        progress(f"waiting for host {missing}")
+    progress.clear()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "drivetrain: doctor: limits"
+    assert len(lines) <= 3

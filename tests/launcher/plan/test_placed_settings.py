@@ -1,0 +1,143 @@
+import pytest
+
+from cluster_jobs import hydra_job, open_mpi_job, slurm_job
+from drivetrain_config import Layers, resolve
+from drivetrain_config.source import Entry, Source
+from drivetrain_launcher import Host, LaunchError, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
+from drivetrain_launcher.clusters.mpi_placement import mpi_placement
+from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.clusters.slurm_placement import slurm_placement
+from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
+
+TARGET = LaunchTarget(name="train.py")
+
+
+def said(**values: str) -> Layers:
+    return Layers(
+        {
+            ("launch", name): (Entry(text, Source("command line", f"--{name.replace('_', '-')}")),)
+            for name, text in values.items()
+        }
+    )
+
+
+def place_of(task: dict[str, str]) -> JobPlacement:
+    place = slurm_placement(task) or mpi_placement(task)
+    assert place is not None
+    return place
+
+
+def plan_of(task: dict[str, str], host: Host | None = None, **values: str) -> LaunchPlan:
+    place = place_of(task)
+    settings = resolve(LaunchSettings, section="launch", layers=place_layers(said(**values), place)).value
+    return plan_launch(settings, TARGET, host or Host(), placement=place)
+
+
+def test_one_task_a_node_becomes_a_launch_of_several_nodes() -> None:
+    plan = plan_of(slurm_job()[1], processes_per_node="2")
+    assert (plan.mode, plan.num_nodes, plan.node_rank, plan.rdzv_backend) == ("elastic", 2, 1, "static")
+    assert (plan.master_addr, plan.master_port, plan.rdzv_id) == ("n1", 10546, "42")
+    assert [rank.rank for rank in plan.ranks()] == [2, 3]
+    assert "node_rank      1      SLURM_NODEID" in str(plan)
+
+
+def test_one_task_on_one_node_meets_on_any_free_port() -> None:
+    plan = plan_of(slurm_job((1,))[0], processes_per_node="2")
+    assert (plan.num_nodes, plan.master_addr, plan.master_port) == (1, "127.0.0.1", 0)
+
+
+def test_ranks_that_may_restart_agree_on_their_ranks() -> None:
+    plan = plan_of(slurm_job(SLURM_RESTART_COUNT="2")[1], max_restarts="1")
+    assert (plan.rdzv_backend, plan.node_rank, plan.rdzv_id) == ("c10d", None, "42-2")
+
+
+def test_one_task_a_rank_has_torchruns_variables() -> None:
+    plan = plan_of(slurm_job((2, 2))[3])
+    (rank,) = plan.ranks()
+    assert plan.mode == "in place"
+    assert {name: text for name, text in rank.environment.items() if name != "OMP_NUM_THREADS"} == {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "10546",
+    }  # fmt: skip
+    assert "4 processes, each started by the cluster" in str(plan)
+
+
+@pytest.mark.parametrize("task", range(3))
+def test_nodes_with_different_numbers_of_tasks_have_one_world(task: int) -> None:
+    (rank,) = plan_of(slurm_job((2, 1))[task]).ranks()
+    shown = [
+        rank.environment[name]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    ]
+    assert shown == [["0", "0", "3", "2", "0"], ["1", "1", "3", "2", "0"], ["2", "0", "3", "1", "1"]][task]
+
+
+def test_a_task_that_is_bound_to_one_accelerator_uses_the_first_it_sees() -> None:
+    gpu = Host(accelerator="cuda", accelerator_count=1)
+    (bound,) = plan_of(slurm_job((2, 2), CUDA_VISIBLE_DEVICES="3")[1], gpu).ranks()
+    assert (bound.environment["LOCAL_RANK"], bound.environment["DRIVETRAIN_STATE__DEVICE"]) == ("1", "cuda:0")
+    (sees_all,) = plan_of(slurm_job((2, 2), CUDA_VISIBLE_DEVICES="2,3")[1], gpu).ranks()
+    assert "DRIVETRAIN_STATE__DEVICE" not in sees_all.environment
+
+
+@pytest.mark.parametrize(
+    ("task", "values", "why"),
+    [
+        (slurm_job()[0], {"num_nodes": "3"}, r"launch.num_nodes=3 \(--num-nodes on the command line\) contradicts "
+         r"the job that slurm started, which has 2 \(SLURM_STEP_NUM_NODES\)"),
+        (slurm_job()[0], {"node_rank": "1"}, r"launch.node_rank=1 \(--node-rank .* which has 0 \(SLURM_NODEID\)"),
+        (slurm_job()[0], {"master_addr": "n2"}, r"master_addr=n2 \(--master-addr .* has n1 .*MASTER_ADDR"),
+        (slurm_job((2, 2))[0], {"num_processes": "8"}, r"num_processes=8 .* has 4 \(SLURM_STEP_NUM_TASKS\)"),
+        (slurm_job((2, 2))[0], {"processes_per_node": "4"}, r"processes_per_node=4 .* 2 \(SLURM_STEP_TASKS_PER"),
+        (slurm_job((2, 2))[0], {"log_dir": "logs"}, r"log_dir=logs .* has started one task per rank, SLURM_STEP"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_contradicts_the_job_names_both_values_and_sources(
+    task: dict[str, str], values: dict[str, str], why: str
+) -> None:
+    with pytest.raises(LaunchError, match=why):
+        place_layers(said(**values), place_of(task))
+
+
+def test_settings_that_say_what_the_job_says_are_taken() -> None:
+    plan = plan_of(
+        slurm_job()[1], num_nodes="2", node_rank="1", master_addr="n1.cluster.org", master_port="4000"
+    )
+    assert (plan.master_addr, plan.master_port, plan.node_rank) == ("n1.cluster.org", 4000, 1)
+
+
+def test_more_processes_than_bound_accelerators_is_an_error_with_both_sources() -> None:
+    place = place_of(slurm_job(CUDA_VISIBLE_DEVICES="0,1")[0])
+    resolved = resolve(LaunchSettings, section="launch", layers=place_layers(said(num_processes="8"), place))
+    count, source = asked_processes(resolved.value, resolved.sources, place)
+    why = (
+        r"4 processes on this node \(num_processes=8 from --num-processes on the command line, over 2 "
+        r"nodes\), but slurm "
+        r"bound this task to 2 accelerators, CUDA_VISIBLE_DEVICES=0,1"
+    )
+    with pytest.raises(LaunchError, match=why):
+        check_devices(place, processes=count, source=source, wants_cpu=False)
+    check_devices(place, processes=count, source=source, wants_cpu=True)
+
+
+def test_tasks_that_share_too_few_accelerators_are_refused() -> None:
+    place = place_of(slurm_job((4,), CUDA_VISIBLE_DEVICES="0,1")[0])
+    count, source = asked_processes(LaunchSettings(), {}, place)
+    with pytest.raises(
+        LaunchError, match=r"4 processes on this node \(SLURM_STEP_TASKS_PER_NODE=4\), but slurm bound"
+    ):
+        check_devices(place, processes=count, source=source, wants_cpu=False)
+
+
+def test_an_unknown_node_0_must_be_said() -> None:
+    for task in (hydra_job(2, 2)[0], hydra_job(2, 1)[0]):
+        with pytest.raises(
+            LaunchError, match=r"nothing tells the 2 nodes \(PMI_SIZE and MPI_LOCALNRANKS\) where node 0 is"
+        ):
+            plan_of(task)
+        assert plan_of(task, master_addr="head").master_addr == "head"
+
+
+def test_mpirun_on_one_machine_needs_no_word() -> None:
+    (rank,) = plan_of(open_mpi_job(1, 2)[1]).ranks()
+    assert (rank.rank, rank.environment["MASTER_ADDR"]) == (1, "127.0.0.1")

@@ -1,0 +1,159 @@
+"""Nothing is left running, whoever is killed and whenever: launcher, keeper, rank or what a rank has started."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+# A rank with a loader's workers, a subprocess, and one that has a process group of its own; it ends by itself.
+RANK = """
+import os, subprocess, sys, time
+from multiprocessing import get_context
+
+os.environ["TEST_ROUND"] = sys.argv[1]
+
+def load():
+    time.sleep(300)
+
+children = [subprocess.Popen(["sleep", "300"]), subprocess.Popen(["sleep", "300"], process_group=0)]
+if "torch" in sys.argv:
+    from torch.utils.data import DataLoader
+    loader = iter(DataLoader(range(10_000), batch_size=2, num_workers=1))
+    next(loader)
+else:
+    workers = [get_context("fork").Process(target=load, daemon=True) for _ in range(2)]
+    for worker in workers: worker.start()
+print("running", os.getpid(), flush=True)
+for step in range(20):
+    print("step", step)
+    time.sleep(0.05)
+for child in children: child.kill()
+for child in children: child.wait()
+"""
+VICTIMS = ("launcher", "keeper", "rank", "child")
+
+
+def test_a_killed_launcher_leaves_nothing(started_with_torch: Callable, script: Callable) -> None:
+    play_round(started_with_torch, script, "launcher", 0.0, torch=False)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("victim", VICTIMS[1:])
+def test_whoever_is_killed_nothing_is_left(
+    started_with_torch: Callable, script: Callable, victim: str
+) -> None:
+    play_round(started_with_torch, script, victim, 0.0, torch=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # five rounds, of which one imports torch on both ranks
+@pytest.mark.parametrize("seed", range(40))
+def test_200_rounds_with_a_random_victim_at_a_random_moment(
+    started_with_torch: Callable, script: Callable, seed: int
+) -> None:
+    draw = random.Random(seed)
+    for each in range(5):
+        # Half of the rounds hit the start, before the ranks have said anything.
+        moment = draw.uniform(-3.0, 1.2)
+        play_round(started_with_torch, script, draw.choice(VICTIMS), moment, torch=each == 4)
+
+
+@pytest.mark.costly
+def test_a_process_that_has_left_its_session_lives_on(started_with_torch: Callable, script: Callable) -> None:
+    script(
+        "import subprocess, time\n"
+        "print(subprocess.Popen(['sleep', '300'], start_new_session=True).pid, flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    launcher = started_with_torch(
+        "launch", "--cpu", "--num-processes", "2", "--shutdown-timeout-seconds", "2", "script.py"
+    )
+    daemons: list[int] = []
+    while len(daemons) < 2:
+        words = launcher.stdout.readline().split()
+        daemons += [int(word) for word in words[-1:] if word.isdigit()]
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    wait_until(lambda: len(marked(launcher_mark(daemons[0]))) == 2)
+    for daemon in daemons:
+        os.kill(daemon, signal.SIGKILL)
+
+
+def launcher_mark(pid: int) -> str:
+    """Return what tells the processes of a launch from all others: the folder of the ranks' error files."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    file = next(each for each in variables if each.startswith(b"TORCHELASTIC_ERROR_FILE=")).decode()
+    return file.partition("/attempt_")[0]
+
+
+def play_round(start: Callable, script: Callable, victim: str, moment: float, *, torch: bool) -> None:
+    """Kill a victim `moment` seconds after the first rank runs, or if negative so long after the launcher's start."""
+    mark = f"round-{uuid4()}"
+    script(RANK)
+    launcher = start(
+        *("launch", "--cpu", "--num-processes", "2", "--shutdown-timeout-seconds", "3"),
+        *("script.py", mark, *(["torch"] if torch else [])),
+    )
+    if moment >= 0:
+        while "running" not in (line := launcher.stdout.readline()) and line:
+            pass
+    time.sleep(abs(moment))
+    found = victims(launcher, mark)[victim]
+    assert found or moment  # at other moments it may not have begun, or have ended
+    for pid in random.sample(found, min(1, len(found))):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
+    launcher.stdout.read()  # ends when nobody holds it, the keeper last
+    launcher.wait(60)
+    wait_until(lambda: not any(victims(launcher, mark).values()))
+
+
+def victims(launcher: subprocess.Popen[str], mark: str) -> dict[str, list[int]]:
+    """Return the running processes of a launch by what they are."""
+    listed = subprocess.run(
+        ["ps", "-ewwo", "pid,sid,stat,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]
+    rows = [row.split(None, 3) for row in listed]
+    alive = [(int(pid), int(sid), words) for pid, sid, state, words in rows if not state.startswith("Z")]
+    of_ranks = {pid: sid for pid, sid, words in alive if mark in words and "worker.py" in words}
+    ranks = [pid for pid, sid in of_ranks.items() if pid == sid]
+    assert launcher.stdout is not None
+    pipe = os.readlink(f"/proc/self/fd/{launcher.stdout.fileno()}")
+    return {
+        "launcher": [launcher.pid] if launcher.poll() is None else [],
+        "keeper": [pid for pid, _, words in alive if "keeper/process.py" in words and writes_to(pid, pipe)],
+        "rank": ranks,
+        "child": sorted((of_ranks.keys() | {*marked(f"TEST_ROUND={mark}")}) - {*ranks}),
+    }
+
+
+def writes_to(pid: int, pipe: str) -> bool:
+    """Return whether the output of a process is this pipe."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/1") == pipe
+    return False
+
+
+def marked(text: str) -> list[int]:
+    """Return the running processes in whose environment a text stands."""
+    found: list[int] = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            if folder.name.isdigit() and text.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition, for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

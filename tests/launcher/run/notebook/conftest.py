@@ -1,0 +1,152 @@
+"""Notebooks for tests: a real Jupyter kernel, driven by nbclient as papermill and Jupyter Book do."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+# The ranks start at once, by the variables that `python` has.
+FIRST_CELL = """
+import os, sys, time
+sys.executable = {python!r}
+os.environ.clear()
+os.environ.update({environment!r})
+import torch
+import torch.distributed as dist
+from drivetrain_launcher import LaunchError, RankFailedError, Workers, debug_launcher, notebook_launcher
+(torch.ones(512, 512) @ torch.ones(512, 512)).sum()  # threads that no fork would have
+"""
+
+
+class Cell:
+    """What a cell has shown.
+
+    Args:
+        outputs: Its outputs, as in a notebook's file.
+    """
+
+    def __init__(self, outputs: list[dict]) -> None:
+        self.outputs = outputs
+
+    def stream(self, name: str) -> str:
+        """Everything on "stdout" or "stderr"."""
+        texts = [
+            each["text"] for each in self.outputs if each["output_type"] == "stream" and each["name"] == name
+        ]
+        return "".join(texts)
+
+    @property
+    def stdout(self) -> str:
+        return self.stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self.stream("stderr")
+
+    @property
+    def errors(self) -> list[dict]:
+        """The exceptions that the cell shows."""
+        return [each for each in self.outputs if each["output_type"] == "error"]
+
+    @property
+    def images(self) -> list[str]:
+        """The PNGs that the cell shows, in base64."""
+        return [each["data"]["image/png"] for each in self.outputs if "image/png" in each.get("data", {})]
+
+
+class Notebook:
+    """A running notebook.
+
+    Args:
+        client: The client of its kernel, which runs.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def run(self, source: str) -> Cell:
+        """Run a new cell to its end."""
+        from nbformat.v4 import new_code_cell
+
+        cell = new_code_cell(source)
+        self._client.nb.cells.append(cell)
+        self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
+        return Cell(cell.outputs)
+
+    def run_and_stop(self, source: str, ready: Callable[[], bool]) -> Cell:
+        """Run a new cell, and press the stop button once it is ready."""
+
+        def press() -> None:
+            deadline = time.monotonic() + 100
+            while not ready() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            asyncio.run(self._client.km.interrupt_kernel())
+
+        presser = Thread(target=press)
+        presser.start()
+        try:
+            return self.run(source)
+        finally:
+            presser.join()
+
+    def kill(self) -> None:
+        """Kill the kernel, as the system does when memory runs out."""
+        from nbclient.util import run_sync
+
+        run_sync(self._client.km.signal_kernel)(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Restart the kernel, as the button does."""
+        from nbclient.util import run_sync
+
+        run_sync(self._client.km.restart_kernel)(now=False)
+
+
+def _environment() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@contextmanager
+def _opened_notebook(folder: Path, python: str) -> Iterator[Notebook]:
+    """Run a block with a new notebook in a folder."""
+    pytest.importorskip("ipykernel", reason="comes with the dev dependencies")
+    nbclient = pytest.importorskip("nbclient", reason="comes with the dev dependencies")
+    from nbformat.v4 import new_notebook
+
+    client = nbclient.NotebookClient(
+        new_notebook(),
+        timeout=150,
+        allow_errors=True,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    )
+    with client.setup_kernel():
+        notebook = Notebook(client)
+        assert not notebook.run(FIRST_CELL.format(python=python, environment=_environment())).errors
+        yield notebook
+
+
+@pytest.fixture(scope="module")
+def notebook_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `notebook`."""
+    return tmp_path_factory.mktemp("notebook")
+
+
+@pytest.fixture(scope="module")
+def notebook(notebook_folder: Path, python: str) -> Iterator[Notebook]:
+    """A notebook that the tests of a file share, each in cells of its own."""
+    with _opened_notebook(notebook_folder, python) as notebook:
+        yield notebook
+
+
+@pytest.fixture
+def opened_notebook() -> Callable[[Path, str], AbstractContextManager[Notebook]]:
+    """Open a notebook of one's own, in a folder, with a Python for its ranks."""
+    return _opened_notebook

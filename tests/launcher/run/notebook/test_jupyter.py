@@ -1,0 +1,257 @@
+"""The launcher in the cells of a real Jupyter kernel, which has threads and whatever else a notebook starts."""
+
+import base64
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_a_function_of_a_cell_runs_on_ranks_and_its_output_is_in_the_cell_that_called(notebook: Any) -> None:
+    defined = notebook.run("""
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    scale: int
+
+def double(number):
+    return 2 * number
+
+class Scaler:
+    def __init__(self, config): self.config = config
+    def apply(self, number): return number * self.config.scale
+
+def train(config):
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    print("total", int(total))
+    print("to stderr", file=sys.stderr)
+    gathered = [None, None]
+    dist.all_gather_object(gathered, Config(dist.get_rank()))  # pickled by name in the ranks
+    return Config(double(int(total)) * config.scale), [each.scale for each in gathered], total
+""")
+    called = notebook.run("""
+found = notebook_launcher(train, (Config(10),), num_processes=2)
+print(found[0][0] == Config(60), type(found[1][0]) is Config, found[1][1], found[0][2])
+""")
+    assert not defined.outputs
+    assert sorted(called.stdout.splitlines()[:2]) == ["[rank 0] total 3", "[rank 1] total 3"]
+    assert called.stdout.splitlines()[2:] == ["True True [0, 1] tensor(3.)"]
+    assert sorted(called.stderr.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
+
+
+def test_lambdas_methods_partials_and_decorated_functions_are_shipped(notebook: Any) -> None:
+    cell = notebook.run("""
+import functools
+
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return "logged", function(*args)
+    return inner
+
+@logged
+def add(left, right): return left + right
+
+def outer():
+    held = {"value": 7}
+    def nested(): return held["value"]
+    return nested
+
+class Model:
+    def __init__(self, width): self.width = width
+    def fit(self): return self.width + int(os.environ["RANK"])
+
+with Workers(2, cpu=True) as workers:
+    calls = [
+        (lambda: "lambda", ()), (Model(3).fit, ()), (functools.partial(add, 1), (2,)), (outer(), ()), (Model, (5,)),
+    ]
+    found = [workers.run(function, args) for function, args in calls]
+print(*found[:4], found[4][1].fit.__self__.width, sep="; ")
+""")
+    assert cell.stdout == ("['lambda', 'lambda']; [3, 4]; [('logged', 3), ('logged', 3)]; [7, 7]; 5\n"), (
+        cell.outputs
+    )
+
+
+def test_an_error_is_shown_once_with_its_rank_and_the_line_of_the_cell(notebook: Any) -> None:
+    cell = notebook.run("""
+def fail():
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")  # the line of the cell
+    time.sleep(100)
+
+debug_launcher(fail)
+""")
+    (error,) = cell.errors
+    shown = "\n".join(error["traceback"])
+    assert error["ename"] == "RankFailedError"
+    assert "rank 1 (local rank 1, process " in shown
+    assert shown.count('raise ValueError("boom")  # the line of the cell') == 1
+    assert shown.count("ValueError: boom") == 1
+    assert "site-packages" not in shown
+    assert "drivetrain_launcher" not in shown
+    assert not cell.stderr
+
+
+def test_the_stop_button_interrupts_the_ranks_which_may_save_and_the_next_call_works(
+    notebook: Any, notebook_folder: Path
+) -> None:
+    cell = notebook.run_and_stop(
+        """
+workers = Workers(2, cpu=True)
+def train():
+    rank = os.environ["RANK"]
+    try:
+        open(f"ready{rank}", "w").close()
+        while True: time.sleep(0.01)
+    except KeyboardInterrupt:
+        time.sleep(0.5)
+        print("saved")
+        raise
+workers.run(train)
+""",
+        lambda: all((notebook_folder / f"ready{rank}").exists() for rank in range(2)),
+    )
+    (error,) = cell.errors
+    assert error["ename"] == "KeyboardInterrupt", cell.outputs
+    assert sorted(cell.stdout.splitlines()) == ["[rank 0] saved", "[rank 1] saved"]
+    assert cell.stderr.count("interrupted: stopping 2 ranks, which have 30 s to save") == 1
+    assert "Traceback" not in cell.stderr
+    after = notebook.run("print(workers.run(os.getenv, ('RANK',)))\nworkers.close()")
+    assert after.stdout == "['0', '1']\n", after.outputs
+
+
+def test_a_collective_that_waits_for_an_interrupted_rank_ends_too(
+    notebook: Any, notebook_folder: Path
+) -> None:
+    began = time.monotonic()
+    cell = notebook.run_and_stop(
+        """
+def train():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    open(f"waits{dist.get_rank()}", "w").close()
+    if dist.get_rank() == 0:
+        while True: time.sleep(0.01)
+    dist.barrier()  # in native code, where Python handles no signal
+debug_launcher(train)
+""",
+        lambda: all((notebook_folder / f"waits{rank}").exists() for rank in range(2)),
+    )
+    assert [each["ename"] for each in cell.errors] == ["KeyboardInterrupt"], cell.outputs
+    assert "killing" not in cell.stderr
+    assert time.monotonic() - began < 100
+
+
+def test_a_progress_bar_of_rank_0_stays_whole_and_of_others_the_last_state_is_shown(notebook: Any) -> None:
+    cell = notebook.run("""
+def train():
+    for step in range(11):
+        sys.stderr.write(f"\\r{10 * step:3d}%|" + "#" * step)
+        sys.stderr.flush()
+        if step == 5: print("halfway", file=sys.stderr) if os.environ["RANK"] == "1" else time.sleep(0.3)
+    sys.stderr.write("\\n")
+debug_launcher(train)
+""")
+    lines = [line.split("\r")[-1] for line in cell.stderr.splitlines()]
+    assert "[rank 0] 100%|##########" in lines
+    assert "[rank 1] 100%|##########" in lines
+    assert "[rank 1]  50%|#####halfway" in lines
+    assert cell.stderr.count("[rank 1]") == 2
+
+
+def test_figures_of_rank_0_are_shown_in_the_cell(notebook: Any) -> None:
+    pytest.importorskip("matplotlib_inline")
+    pytest.importorskip("matplotlib")
+    cell = notebook.run("""
+os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as the kernel sets it
+def draw():
+    import matplotlib.pyplot as plt
+    plt.plot([1, 2]); plt.show()
+    plt.figure(); plt.plot([2, 1])  # shown at the end, as in a cell
+    return plt.get_backend()
+print(debug_launcher(draw))
+del os.environ["MPLBACKEND"]
+""")
+    assert len(cell.images) == 2, cell.outputs
+    assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in cell.images)
+    assert "figure_backend" in cell.stdout
+
+
+def test_modules_beside_the_notebook_are_imported_by_ranks_and_again_when_they_change(
+    notebook: Any, notebook_folder: Path
+) -> None:
+    module = notebook_folder / "beside.py"
+    module.write_text("def answer(): return 'first'\n")
+    os.utime(module, (1, 1))
+    first = notebook.run("""
+import beside
+kept = Workers(2, cpu=True)
+print(kept.run(beside.answer), kept.run(os.getpid) == kept.run(os.getpid))
+""")
+    module.write_text("def answer(): return 'second, which is longer'\n")
+    second = notebook.run("print(kept.run(beside.answer))\nkept.close()")
+    assert first.stdout == "['first', 'first'] True\n", first.outputs
+    assert second.stdout == "['second, which is longer', 'second, which is longer']\n", second.outputs
+    assert "beside.py has changed since the last call; the workers start anew" in second.stderr
+
+
+def test_what_cannot_be_shipped_is_named_with_the_path_to_it(notebook: Any) -> None:
+    cell = notebook.run("""
+import threading
+class Loader:
+    def __init__(self): self._iterator = {"lock": threading.Lock()}
+def make():
+    loader = Loader()
+    def train(): return loader
+    return train
+try:
+    debug_launcher(make())
+except LaunchError as error:
+    print(error)
+""")
+    assert cell.stdout == (
+        "train -> closure 'loader' -> ._iterator -> ['lock'] -> _thread.lock: cannot be sent to each rank "
+        "(TypeError: cannot pickle '_thread.lock' object); create it inside the function\n"
+    ), cell.outputs
+
+
+@pytest.mark.slow  # each has a kernel of its own
+@pytest.mark.parametrize("how", ["killed", "restarted"])
+def test_nothing_is_left_when_the_kernel_is(
+    how: str, tmp_path: Path, python: str, opened_notebook: Callable
+) -> None:
+    with opened_notebook(tmp_path, python) as notebook:
+        pids = notebook.run("""
+kept = Workers(2, cpu=True)
+import subprocess
+def child(): return os.getpid(), subprocess.Popen(["sleep", "1000"]).pid
+print(*sum(kept.run(child), ()))
+""")
+        if how == "killed":
+            notebook.kill()
+        else:
+            notebook.restart()
+        running = [int(pid) for pid in pids.stdout.split()]
+        assert len(running) == 4, pids.outputs
+        deadline = time.monotonic() + 60
+        while (left := [pid for pid in running if is_running(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

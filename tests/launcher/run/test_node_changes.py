@@ -1,0 +1,305 @@
+"""Elastic runs on hosts that die, freeze, come back or are cut off: network namespaces, real launchers and ranks."""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.conftest import clean_environment
+from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
+from launcher.run.test_elastic import wait_for_end
+from processes import free_port
+
+# Ranks that meet in a collective ten times a second, until a file says that it is enough.
+STEPS = """
+import os, time
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+name = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+print("started", name, "process", os.getpid(), flush=True)
+while True:
+    enough = torch.tensor(float(Path("enough").exists()))
+    dist.all_reduce(enough)
+    if enough:
+        break
+    time.sleep(0.1)
+print("ended", name, flush=True)
+dist.destroy_process_group()
+"""
+# Ranks that need no torch, and run until a file says that it is enough.
+WAITS = """
+import os, time
+from pathlib import Path
+print("started rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "process", os.getpid(), flush=True)
+while not Path("enough").exists():
+    if (fail := Path("fail" + os.environ["RANK"])).exists():
+        fail.unlink()
+        raise SystemExit(5)
+    time.sleep(0.05)
+"""
+MakeHosts = Callable[[int], list[Host]]
+
+
+def start(host: Host, script: Callable, *flags: str, nodes: str = "1:3") -> Launcher:
+    script(STEPS)
+    return host.start(
+        *("launch", "--cpu", "--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", "run"),
+        *("--master-addr", "10.213.7.1", "--nproc-per-node", "1", *flags, "script.py"),
+        environment=clean_environment(),
+    )
+
+
+def start_all(made: list[Host], script: Callable, *flags: str, nodes: str = "1:3") -> list[Launcher]:
+    """Start a launcher on each host, one after the other, and wait until their ranks run."""
+    launchers: list[Launcher] = []
+    for host in made:
+        launchers.append(start(host, script, *flags, nodes=nodes))
+        time.sleep(1)
+    for launcher in launchers:
+        launcher.wait_for(f"of {len(made)} process")
+    return launchers
+
+
+def end_well(tmp_path: Path, launchers: list[Launcher], made: list[Host]) -> None:
+    """Let the ranks end, and hold every launcher to its exit code and every host to have nothing left."""
+    (tmp_path / "enough").touch()
+    codes = [launcher.end() for launcher in launchers]
+    assert codes == [0] * len(launchers), [launcher.output for launcher in launchers]
+    wait_until_empty(made)
+
+
+def wait_until_empty(made: list[Host]) -> None:
+    deadline = time.monotonic() + 60
+    while any(host.pids() for host in made):
+        assert time.monotonic() < deadline, [host.pids() for host in made]
+        time.sleep(0.1)
+
+
+def say_measured(what: str, seconds: float) -> None:
+    """Show a time with `-s`; docs/howto/elastic.md gives those of a quiet machine."""
+    print(f"\nmeasured: {what}: {seconds:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_host_that_is_killed_is_left_behind_and_taken_in_when_it_comes_back(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(3)
+    launchers = start_all(made, script)
+    made[1].kill()
+    say_measured("killed, noticed", launchers[0].wait_for("going on with"))
+    launchers[0].wait_for("started rank 0 of 2")
+    gone = r"node \d \(host b\) has been silent for [67] s; going on with 2 of 3 nodes \(2 processes\)"
+    assert re.search(gone, launchers[0].output), launchers[0].output
+    assert re.search(gone, launchers[2].output), launchers[2].output
+    again = start(made[1], script)
+    launchers[0].wait_for("a new node (host b) came: the ranks have 30 s to save before they start again")
+    launchers[0].wait_for("started rank 0 of 3", count=2)
+    assert "the run goes on with 3 nodes (3 processes)" in again.output
+    end_well(tmp_path, [launchers[0], again, launchers[2]], made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_frozen_host_is_left_behind_and_when_it_thaws_its_old_ranks_end_and_it_is_taken_in(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(3)
+    launchers = start_all(made, script)
+    old = [int(pid) for pid in re.findall(r"process (\d+)", launchers[2].output)]
+    made[2].freeze()
+    say_measured("frozen, noticed", launchers[0].wait_for("going on with 2 of 3 nodes"))
+    launchers[0].wait_for("started rank 0 of 2")
+    made[2].thaw()
+    began = time.monotonic()
+    wait_for_end(old)
+    say_measured("thawed, its old ranks ended", time.monotonic() - began)
+    launchers[2].wait_for("this node was frozen or silent, and the others went on without it")
+    launchers[0].wait_for("started rank 0 of 3", count=2)
+    end_well(tmp_path, launchers, made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_host_that_is_cut_off_ends_its_ranks_and_says_why_while_the_others_go_on(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(3)
+    launchers = start_all(made, script)
+    made[1].cut()
+    say_measured("cut off, noticed by the others", launchers[0].wait_for("going on with 2 of 3 nodes"))
+    assert launchers[1].end() == 1
+    assert (
+        "the host of the store of this run (10.213.7.1:29500) has been silent for 6 s" in launchers[1].output
+    )
+    wait_until_empty([made[1]])
+    made[1].mend()
+    again = start(made[1], script)
+    launchers[0].wait_for("started rank 0 of 3", count=2)
+    end_well(tmp_path, [launchers[0], again, launchers[2]], made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["kill", "freeze", "cut"])
+def test_the_run_ends_on_every_host_when_that_of_the_store_is_gone(
+    hosts: MakeHosts, script: Callable, tmp_path: Path, how: str
+) -> None:
+    made = hosts(3)
+    launchers = start_all(made, script)
+    getattr(made[0], how)()
+    began = time.monotonic()
+    assert [launcher.end() for launcher in launchers[1:]] == [1, 1]
+    say_measured(f"host of the store: {how}, the others have ended", time.monotonic() - began)
+    said = "has closed its connection" if how == "kill" else "has been silent for 6 s"
+    for launcher in launchers[1:]:
+        assert f"the host of the store of this run (10.213.7.1:29500) {said}" in launcher.output
+    wait_until_empty(made[1:])
+    if how == "kill":
+        return
+    made[0].thaw()  # it is the only one left, and one is enough
+    launchers[0].wait_for("started rank 0 of 1")
+    end_well(tmp_path, launchers[:1], made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_slow_link_that_loses_packets_loses_no_host(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(2)
+    made[1].slow(delay_seconds=0.2, loss=0.05)
+    launchers = start_all(made, script, nodes="1:2")
+    time.sleep(30)
+    assert all(launcher.output.count("started rank") == 1 for launcher in launchers)
+    assert "silent" not in launchers[0].output + launchers[1].output
+    end_well(tmp_path, launchers, made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_host_beyond_the_most_waits_and_takes_the_place_of_one_that_dies(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(3)
+    launchers = start_all(made[:2], script, nodes="1:2")
+    spare = start(made[2], script, nodes="1:2")
+    time.sleep(10)
+    assert "started" not in spare.output
+    made[1].kill()
+    spare.wait_for("started rank 1 of 2")
+    end_well(tmp_path, [launchers[0], spare], made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_run_with_too_few_hosts_waits_for_more_and_then_ends(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(2)
+    launchers = start_all(made, script, "--rdzv-timeout-seconds", "15", nodes="2:3")
+    made[1].kill()
+    assert launchers[0].end() == 1
+    assert (
+        "1 of at least 2 nodes came within 15 s (node 1 (host b) has been silent for" in launchers[0].output
+    )
+    wait_until_empty(made)
+
+
+@pytest.mark.slow
+@pytest.mark.undisturbed
+@pytest.mark.timeout(600)
+def test_a_host_that_is_stopped_leaves_and_the_others_go_on(
+    hosts: MakeHosts, script: Callable, tmp_path: Path
+) -> None:
+    made = hosts(3)
+    launchers = start_all(made, script)
+    launchers[1].process.send_signal(signal.SIGTERM)
+    assert launchers[1].end() == 128 + signal.SIGTERM
+    launchers[0].wait_for("started rank 0 of 2")
+    assert re.search(r"node \d \(host b\) was stopped; going on with 2 of 3 nodes", launchers[0].output)
+    end_well(tmp_path, [launchers[0], launchers[2]], made)
+
+
+def on_loopback(started: Callable, *flags: str) -> list:
+    """Start two nodes of an elastic run on this machine and wait until their ranks run; the first leads."""
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-silence-seconds", "3")
+    meeting = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "loop", "--nproc-per-node", "1")
+    nodes = [started("launch", "--cpu", *meeting, *place, *flags, "script.py") for _ in range(2)]
+    ranks = [re.findall(r"rank (\d) of 2 process", read_until(node, "of 2 process"))[0] for node in nodes]
+    assert sorted(ranks) == ["0", "1"]
+    return nodes if ranks == ["0", "1"] else nodes[::-1]
+
+
+def test_on_one_machine_a_node_that_dies_is_left_behind(
+    started_with_torch: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script(WAITS)
+    leader, other = on_loopback(started_with_torch)
+    other.kill()
+    said = read_until(leader, "going on with 1 of 2 nodes (1 process)")
+    assert re.search(r"node 1 \(host .*\) has been silent for [34] s; ", said)
+    read_until(leader, "started rank 0 of 1")
+    (tmp_path / "enough").touch()
+    assert leader.wait(60) == 0
+    assert "its ranks stop" in other.stdout.read()  # ends when nothing of that node is left
+
+
+def test_the_exit_code_of_a_rank_that_fails_is_that_of_every_launcher(
+    started_with_torch: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script(WAITS)
+    nodes = on_loopback(started_with_torch)
+    (tmp_path / "fail1").touch()
+    outputs = [node.stdout.read() for node in nodes]
+    assert [node.wait(60) for node in nodes] == [5, 5], outputs
+    assert "the ranks of node 1 (host" in outputs[0]
+    assert "rank 1 (local rank 0, process" in outputs[1]
+
+
+def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may(
+    started_with_torch: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script(WAITS)
+    nodes = on_loopback(started_with_torch, "--max-restarts", "1")
+    (tmp_path / "fail1").touch()
+    read_until(nodes[1], "restarting all ranks (1 of 1)")
+    assert "node 1 (host" in read_until(nodes[0], "restarts its ranks; going on with 2 nodes (2 processes)")
+    for node in nodes:
+        read_until(node, "of 2 process")
+    (tmp_path / "fail1").touch()
+    assert [node.wait(60) for node in nodes] == [5, 5], [node.stdout.read() for node in nodes]
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_that_says_where_it_was_looked_for(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script(WAITS)
+    done = drivetrain_with_torch(
+        *("launch", "--cpu", "--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "loop"),
+        *("--master-addr", "192.0.2.1", "--rdzv-timeout-seconds", "1", "--nproc-per-node", "1", "script.py"),
+    )
+    assert done.returncode == 2
+    assert "the store of run 'loop' at 192.0.2.1:29500 did not answer within 1 s" in done.stderr
+
+
+def read_until(process, words: str) -> str:
+    """Read lines until one contains words, and return it."""
+    seen = []
+    for line in iter(process.stdout.readline, ""):
+        seen.append(line)
+        if words in line:
+            return line
+    raise AssertionError(f"no {words!r} in {seen}")

@@ -1,0 +1,154 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain_config import Layers
+from drivetrain_launcher import LaunchError
+from drivetrain_launcher.cli.commands.launch import resolve_said
+from drivetrain_launcher.submit.job_planner import PlannedJob, plan_job
+from drivetrain_launcher.submit.submit_arguments import SubmitArguments
+
+FOLDER = Path("/workspace")
+
+
+def planned(
+    *, said: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None, **changes: Any
+) -> PlannedJob:
+    layers = Layers.read(command_line=said or {})
+    arguments = SubmitArguments(**{"script": "train.py", "on": "slurm", "layers": layers, **changes})
+    return plan_job(arguments, resolve_said(layers), variables or {}, folder=FOLDER)
+
+
+def test_a_request_holds_what_was_said() -> None:
+    request = planned(
+        said={"launch": {"num_nodes": "2", "num_processes": "16", "log_dir": "out"}},
+        cpus_per_node=96,
+        memory_per_node="900GB",
+        time="12h",
+        save_seconds=300,
+        max_requeues=5,
+        option=("partition=gpu",),
+        variables={"A": "b"},
+        arguments=("--lr", "1e-3"),
+    ).request
+    assert (request.name, request.folder, request.log_dir) == ("train", FOLDER, Path("out"))
+    assert (request.num_nodes, request.processes_per_node, request.accelerators_per_node) == (2, 8, 8)
+    assert (request.cpus_per_node, request.memory_per_node, request.time_limit_seconds) == (
+        96,
+        "900GB",
+        43200,
+    )
+    assert (request.save_seconds, request.max_requeues) == (300, 5)
+    assert (request.environment, request.options) == ({"A": "b"}, {"partition": "gpu"})
+    assert request.command == (
+        *(
+            "drivetrain",
+            "launch",
+            "--log-dir=out",
+            "--processes-per-node=8",
+            "--shutdown-timeout-seconds=300",
+        ),
+        *("train.py", "--lr", "1e-3"),
+    )
+
+
+def test_the_number_of_nodes_is_left_to_the_cluster() -> None:
+    assert "num-nodes" not in " ".join(planned(said={"launch": {"num_nodes": "2"}}).request.command)
+
+
+@pytest.mark.parametrize(
+    ("said", "accelerators", "expected"),
+    [
+        ({}, None, (None, 0)),
+        ({}, 4, (None, 4)),
+        ({"launch": {"processes_per_node": "2"}}, None, (2, 2)),
+        ({"launch": {"processes_per_node": "2"}}, 4, (2, 4)),
+        ({"launch": {"processes_per_node": "2"}}, 0, (2, 0)),
+        ({"launch": {"processes_per_node": "2"}, "state": {"device": "cpu"}}, None, (2, 0)),
+    ],
+)
+def test_accelerators_are_one_for_each_process_unless_said(
+    said: dict[str, dict[str, Any]], accelerators: int | None, expected: tuple[int | None, int]
+) -> None:
+    request = planned(said=said, accelerators_per_node=accelerators).request
+    assert (request.processes_per_node, request.accelerators_per_node) == expected
+
+
+def test_a_run_for_the_cpu_requests_no_accelerators() -> None:
+    pytest.importorskip("drivetrain", reason="the section run is not installed beside the launcher")
+    request = planned(said={"launch": {"processes_per_node": "2"}, "run": {"cpu": True}}).request
+    assert (request.processes_per_node, request.accelerators_per_node) == (2, 0)
+
+
+def test_what_was_decided_is_told() -> None:
+    assert "no accelerator is requested; --accelerators-per-node N" in planned().notes[0]
+    assert "8 accelerators on each node" in planned(said={"launch": {"processes_per_node": "8"}}).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "message"),
+    [
+        (
+            {"state": {"device": "cpu"}},
+            {"accelerators_per_node": 4},
+            "--accelerators-per-node 4: the run is for the CPU",
+        ),
+        (
+            {"state": {"device": "cuda"}},
+            {"accelerators_per_node": 0},
+            "--accelerators-per-node 0: the run is for cuda",
+        ),
+        (
+            {"launch": {"processes_per_node": "8"}},
+            {"accelerators_per_node": 4},
+            "8 processes on each node, but --accelerators-per-node 4",
+        ),
+        ({}, {"accelerators_per_node": -1}, "--accelerators-per-node -1: say 0 for none"),
+        ({}, {"cpus_per_node": 0}, "--cpus-per-node 0: must be at least 1"),
+        ({}, {"save_seconds": 0}, "--save-seconds 0: must be at least 1"),
+        ({}, {"max_requeues": -1}, "--max-requeues -1: must be at least 0"),
+        ({}, {"memory_per_node": "64"}, "memory '64': say a number and a unit"),
+        ({}, {"time": "12"}, "time '12': say hours"),
+        ({}, {"time": "2m"}, "--time 2m: leaves no time to train before the last --save-seconds 120"),
+        ({}, {"name": " "}, "--name ' ': is empty"),
+        ({}, {"option": ("a",)}, "--option a: say NAME=VALUE"),
+        (
+            {"launch": {"shutdown_timeout_seconds": "600"}},
+            {},
+            "shutdown_timeout_seconds=600 from --shutdown-timeout-seconds on the command line: the cluster kills",
+        ),
+        (
+            {"launch": {"num_nodes": "2", "max_restarts": "3"}},
+            {},
+            "the launch would fail on every node of the job: --max-restarts 3",
+        ),
+        ({"launch": {"devices": "0,0"}}, {"accelerators_per_node": 2}, "--devices 0,0: names a device twice"),
+        ({"launch": {"devices": "0,5"}}, {"accelerators_per_node": 2}, "counted from 0; there is no 5"),
+        ({"launch": {"master_addr": "node0"}}, {}, "the cluster decides the address"),
+    ],
+)
+def test_what_contradicts_or_would_fail_on_a_node_is_refused(
+    said: dict[str, dict[str, Any]], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        planned(said=said, **changes)
+
+
+def test_a_variable_that_contradicts_a_setting_is_refused() -> None:
+    from drivetrain_config import environ
+
+    with environ.exported(DRIVETRAIN_STATE__DEBUG="true"):
+        with pytest.raises(
+            LaunchError, match="--env DRIVETRAIN_STATE__DEBUG=false: contradicts DRIVETRAIN_STATE__DEBUG=true"
+        ):
+            planned(variables={"DRIVETRAIN_STATE__DEBUG": "false"})
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\udc80"])
+def test_text_that_no_process_can_be_given_is_refused(text: str) -> None:
+    for changes in ({"arguments": (text,)}, {"name": text}, {"option": (f"a={text}",)}):
+        with pytest.raises(LaunchError, match="has a NUL character or is not UTF-8"):
+            planned(**changes)
+    with pytest.raises(LaunchError, match="has a NUL character or is not UTF-8"):
+        planned(variables={"A": text})
