@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from random import SystemRandom
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import Any
 
 TESTS = Path(__file__).parent
 
@@ -260,6 +262,27 @@ def _load(path: Path, name: str) -> ModuleType:
     return module
 
 
+def _noted_groups() -> list[Callable[[], Any]]:
+    """Return the list of the groups that our backends create from now on: few tests close what they prepare.
+
+    Each idle gloo group wakes up a hundred times a second, and pools that have run many tests would hold hundreds.
+    The groups of torch's meshes and of DeepSpeed stay, since both remember theirs.
+    """
+    import torch.distributed as dist
+
+    found: list[Callable[[], Any]] = []
+    new_group = dist.new_group
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if "drivetrain_backends" in sys._getframe(1).f_code.co_filename:
+            found.append(weakref.ref(group))
+        return group
+
+    dist.new_group = noting
+    return found
+
+
 def _serve(file: str, accelerated: str = "") -> None:
     """A pool's worker: join the group, then answer calls until the pool hangs up."""
     import torch.distributed as dist
@@ -272,6 +295,7 @@ def _serve(file: str, accelerated: str = "") -> None:
     if not accelerated or os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group(f"cpu:gloo,{device.NAME}:hccl" if accelerated else "gloo")
     connection.send_bytes(pickle.dumps(("returned", None, "")))
+    left_groups = _noted_groups()
     num_modules = 0
     while True:
         try:
@@ -283,6 +307,14 @@ def _serve(file: str, accelerated: str = "") -> None:
             num_modules = len(sys.modules)
             gc.collect()
             gc.freeze()
+        if left_groups:  # all ranks have answered the call before, so nobody uses its groups any more
+            while left_groups:
+                if (
+                    group := left_groups.pop(0)()
+                ) is not None and group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(group)
+            del group
+            gc.collect()  # its threads end with it
         output = io.StringIO()
         try:
             with redirect_stdout(output), redirect_stderr(output):

@@ -123,6 +123,12 @@ def test_a_single_device_and_empty_keys_are_read(tmp_path: Path) -> None:
     assert found == {"run": {"backend": "ddp"}, "launch": {"devices": "3"}}
 
 
+def test_affinity_binds_ranks_to_cores(tmp_path: Path) -> None:
+    assert read(tmp_path, "distributed_type: 'NO'\nenable_cpu_affinity: true\n") == {
+        "launch": {"bind": "auto"}
+    }
+
+
 def test_the_same_file_as_json_is_read(tmp_path: Path) -> None:
     found = read(tmp_path, '{"distributed_type": "NO", "num_processes": 2, "downcast_bf16": false}', "a.json")
     assert found == {"launch": {"num_processes": 2}}
@@ -152,7 +158,7 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path, extra: str) -> No
         ),
         ("dynamo_config: {dynamo_backend: INDUCTOR}", "yaml:2 dynamo_config: "),
         ("downcast_bf16: 'yes'", "yaml:2 downcast_bf16: yes"),
-        ("enable_cpu_affinity: true", "yaml:2 enable_cpu_affinity: True"),
+        ("enable_cpu_affinity: near", r"yaml:2 enable_cpu_affinity: near \(true or false\)"),
         (
             "fsdp_config: {fsdp_version: 2}",
             r"yaml:2 fsdp_config: .* \(a mapping beside distributed_type: FSDP\)",

@@ -31,6 +31,9 @@ _SAME_MEANING = {
     "debug": ("state", "debug"),
 }
 
+# Switches that stand for a value of a field.
+_SWITCHES = {"enable_cpu_affinity": ("launch", "bind", "auto")}
+
 # With NO, the number of processes decides; the MULTI types replicate the model.
 _BACKENDS = {
     "NO": None,
@@ -61,7 +64,6 @@ _OFF_ONLY = (
     "downcast_bf16",
     "dynamo_backend",
     "dynamo_config",
-    "enable_cpu_affinity",
     "fp8_config",
     "ipex_config",
     "megatron_lm_config",
@@ -189,6 +191,8 @@ def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> list[tuple[str, s
         backend = _BACKENDS.get(_type_name(value))
         found = [] if backend is None else [("run", "backend", backend)]
         return [*found, ("run", "cpu", True)] if value == "MULTI_CPU" else found
+    if key in _SWITCHES:
+        return [_SWITCHES[key]] if value is True else []
     if key not in _SAME_MEANING or value is None:
         return []
     if key == "gpu_ids":
@@ -203,7 +207,9 @@ def _is_honoured(key: str, value: Any) -> bool:
         return _type_name(value) in _BACKENDS
     if key in _SAME_MEANING or key in _WITHOUT_EFFECT:
         return True
-    return (key in _OFF_ONLY or key in _FAMILIES) and _is_off(value)
+    if key in _SWITCHES and value is True:
+        return True
+    return (key in _OFF_ONLY or key in _FAMILIES or key in _SWITCHES) and _is_off(value)
 
 
 def _is_off(value: Any) -> bool:
@@ -221,7 +227,10 @@ def _refusal(key: str, value: Any, place: _Place) -> str:
         return f"{place}: {value} (here: {', '.join(_BACKENDS)})"
     if key in _OFF_ONLY:
         return f"{place}: {value}"
-    return f"{place}: {value} ({_unknown(key, [*_SAME_MEANING, *_WITHOUT_EFFECT, *_OFF_ONLY, *_FAMILIES])})"
+    if key in _SWITCHES:
+        return f"{place}: {value} (true or false)"
+    known = [*_SAME_MEANING, *_SWITCHES, *_WITHOUT_EFFECT, *_OFF_ONLY, *_FAMILIES]
+    return f"{place}: {value} ({_unknown(key, known)})"
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:

@@ -147,6 +147,11 @@ def exported(**variables: str | None) -> Generator[None]:
         _apply(before)
 
 
+def replace(environment: Mapping[str, str]) -> None:
+    """Replace all variables, in a process that has just been forked to become another."""
+    _apply({name: environment.get(name) for name in {*os.environ, *environment}})
+
+
 def _apply(variables: Mapping[str, str | None]) -> None:
     for name, text in variables.items():
         if text is None:

@@ -6,10 +6,14 @@ tests/launcher/test_compat.py holds each one to what is relied on, and docs/plat
 Imported only when processes are started under the agent, since it imports the parts of torch that torchrun does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
+from subprocess import Popen
+from typing import IO, Any, Protocol, cast
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 # The methods of torch's agent that `run.elastic.Agent` overrides: the agent calls the first each time it starts the
@@ -19,6 +23,51 @@ OVERRIDDEN = ("_start_workers", "_monitor_workers", "_shutdown", "_rendezvous")
 HAS_SHUTDOWN_TIMEOUT = (
     "timeout" in signature(LocalElasticAgent._shutdown).parameters  # pyright: ignore[reportPrivateUsage]
 )
+
+
+class StartRank(Protocol):
+    """A function that starts a rank in torch's place."""
+
+    def __call__(
+        self,
+        local_rank: int,
+        environment: Mapping[str, str],
+        outputs: Sequence[IO[Any] | None],
+        start_fresh: Callable[[], "Popen[Any]"],
+    ) -> object:
+        """Start a rank.
+
+        Args:
+            local_rank: The local rank.
+            environment: Its environment variables, all of them.
+            outputs: Its stdout and stderr; None for those of the launcher.
+            start_fresh: The function that starts it as torch does.
+
+        Returns:
+            The process, with `pid`, `returncode`, `poll` and `wait` as those of `Popen`.
+        """
+        ...
+
+
+@contextmanager
+def ranks_started_by(start: StartRank) -> Generator[None]:
+    """Within the block, have torch's agent start ranks by a function: it has no setting for that."""
+    torchs = api.get_subprocess_handler
+
+    def handler(*, local_rank_id: int, **kwargs: Any) -> SubprocessHandler:
+        class Handler(SubprocessHandler):
+            def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "Popen[Any]":
+                popen = super()._popen
+                outputs = (cast("IO[Any] | None", self._stdout), cast("IO[Any] | None", self._stderr))
+                return cast("Popen[Any]", start(local_rank_id, env, outputs, lambda: popen(args, env)))
+
+        return Handler(local_rank_id=local_rank_id, **kwargs)
+
+    api.get_subprocess_handler = handler
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = torchs
 
 
 def exit_codes(agent: LocalElasticAgent) -> list[int | None]:

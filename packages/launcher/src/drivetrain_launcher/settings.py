@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 RendezvousBackend = Literal["static", "c10d"]
 OutputPrefix = Literal["others", "all", "none"]
+CoreBindingMode = Literal["none", "auto"]
 
 # The default port for the rendezvous of several nodes, as in torchrun.
 DEFAULT_PORT = 29500
@@ -110,8 +111,14 @@ class LaunchSettings:
     threads_per_process: int | None = field(
         default=None,
         metadata={
-            "help": "OMP_NUM_THREADS of each process; unset: the environment's value, or 1 with several "
-            "processes."
+            "help": "OMP_NUM_THREADS of each process; unset: the environment's value, else with several processes 1, "
+            "or as many as the cores that each is bound to."
+        },
+    )
+    bind: CoreBindingMode = field(
+        default="none",
+        metadata={
+            "help": "Cores of each process: none (any) or auto (its own, on the NUMA node of its accelerator)."
         },
     )
     module: bool = field(
@@ -120,6 +127,13 @@ class LaunchSettings:
     )
     program: bool = field(
         default=False, metadata={"help": "Whether the script is a program to start without Python."}
+    )
+    preload: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Modules to import once on each node, such as torch, in a process that the ranks are forked off, "
+            "at the start and at each restart; empty: each rank is a fresh interpreter."
+        },
     )
     log_dir: Path | None = field(
         default=None,
@@ -156,6 +170,8 @@ class LaunchSettings:
             raise ValueError(f"rdzv_backend={self.rdzv_backend!r}: say static or c10d")
         if self.prefix not in get_args(OutputPrefix):
             raise ValueError(f"prefix={self.prefix!r}: say others, all or none")
+        if self.bind not in get_args(CoreBindingMode):
+            raise ValueError(f"bind={self.bind!r}: say none or auto")
         self._check_counts()
         self._check_seconds()
         if self.master_port is not None and not 0 <= self.master_port < 2**16:

@@ -35,20 +35,18 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--mps": ("--state-device", "mps"),
     "--standalone": ("--num-nodes", "1"),
     "--no-prefix": ("--prefix", "none"),
+    "--enable-cpu-affinity": ("--bind", "auto"),
     "--same-network": (),  # requests static rendezvous, the default here
     "--quiet": (),  # requests the failing rank's traceback alone, as the launcher shows it anyway
     "-q": (),
     "--no-tpu-cluster": (),  # switches off what is not here
 }
 
-# Their switch -> our flag and value, where an installed section has the flag.
-_IF_INSTALLED: Mapping[str, tuple[str, str]] = {"--enable-cpu-affinity": ("--bind", "auto")}
-
 _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
 _DIMENSIONS = "the parallel dimensions are set in code, Accelerator(parallelism=ParallelDims(...))"
 _TPU = "there is no TPU launcher here yet; --state-device xla trains on a TPU here, if torch-xla is installed"
 _FP8 = "there is no fp8 training here yet; --mixed-precision bf16 is the narrowest"
-_AFFINITY = "start the launcher under numactl or taskset; the ranks inherit what it sets"
+_BINDING = "--bind auto gives each rank cores of its own on the NUMA node of its device"
 
 # Prefix of their flag -> the reason why it is unsupported, and the alternative.
 _REFUSED: Mapping[str, str] = {
@@ -63,8 +61,7 @@ _REFUSED: Mapping[str, str] = {
     "--dynamo": "call torch.compile(model) in the script, before accelerator.prepare",
     "--downcast-bf16": "it is for TPUs, for which there is no launcher here yet",
     "--fp8": _FP8,
-    "--enable-cpu-affinity": _AFFINITY,
-    "--numa-binding": _AFFINITY,
+    "--numa-binding": _BINDING,
     "--aws": "there is no SageMaker launcher here",
     "--local-ranks-filter": "--show-ranks 0,8 names the ranks to show, counted over all nodes",
     "--rdzv-endpoint": "say --master-addr HOST and --master-port PORT",
@@ -91,8 +88,6 @@ def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
         return (hyphened,)
     if hyphened in MEANINGS:
         return MEANINGS[hyphened]
-    if hyphened in _IF_INSTALLED and _IF_INSTALLED[hyphened][0] in known:
-        return _IF_INSTALLED[hyphened]
     renamed = RENAMED.get(hyphened, hyphened)
     if renamed == "--cpu" and renamed not in known:  # the umbrella package, which has --cpu, is not installed
         return ("--state-device", "cpu")

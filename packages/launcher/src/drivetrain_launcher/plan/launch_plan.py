@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.plan.core_binding import CoreBinding
 from drivetrain_launcher.settings import OutputPrefix, RendezvousBackend
 
 # Run by its path, so that the folder that Python puts first on sys.path is one that the worker then replaces.
@@ -41,12 +42,14 @@ class RankPlan:
         local_rank: The rank on its node.
         command: The command to execute.
         environment: The variables to add to the environment.
+        binding: The cores to bind it to; None for any.
     """
 
     rank: int
     local_rank: int
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    binding: CoreBinding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +72,14 @@ class LaunchPlan:
         max_restarts: The maximum number of restarts of all processes.
         monitor_interval_seconds: The time between two checks of the processes.
         shutdown_timeout_seconds: The time that processes have to save before they are killed.
+        preload: The modules that are imported once, in a process that the ranks are forked off; empty for fresh
+            interpreters.
         log_dir: The folder for output files, in addition to the terminal.
         prefix: The ranks whose lines begin with their rank: those other than 0, all or none.
         show_ranks: The ranks whose output is shown; empty for all.
         tail: The number of last lines of a failed rank to show again; None for a few if its output is not shown.
         environment: The variables that the launcher adds to the environment of each process, besides its ranks.
+        bindings: The cores of each rank, by local rank; empty to bind none.
         placement: The place in a cluster's job; None outside any job.
         max_requeues: The maximum number of times that the job is started again after all ranks have saved; None for
             no limit.
@@ -96,11 +102,13 @@ class LaunchPlan:
     max_restarts: int = 0
     monitor_interval_seconds: float = 0.1
     shutdown_timeout_seconds: float = 30.0
+    preload: tuple[str, ...] = ()
     log_dir: Path | None = None
     prefix: OutputPrefix = "others"
     show_ranks: tuple[int, ...] = ()
     tail: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    bindings: tuple[CoreBinding, ...] = ()
     placement: JobPlacement | None = None
     max_requeues: int | None = None
     has_ranks: bool = False
@@ -154,6 +162,7 @@ class LaunchPlan:
             local_rank=local_rank,
             command=self.command,
             environment={**self.environment, **self._ranks_environment(first, local_rank)},
+            binding=self.bindings[local_rank] if self.bindings else None,
         )
 
     def _ranks_environment(self, first: int, local_rank: int) -> dict[str, str]:
@@ -192,9 +201,13 @@ class LaunchPlan:
             lines.append(
                 f"rendezvous: {self.rdzv_backend} at {self.master_addr}:{port}, run {self.rdzv_id!r}"
             )
+        if self.preload:
+            lines.append(f"ranks are forked off a process that imports {', '.join(self.preload)}")
         for plan in self.ranks():
             lines.append(f"rank {plan.rank}: {' '.join(plan.command)}")
             lines += [f"    {name}={text}" for name, text in plan.environment.items()]
+            if plan.binding is not None:
+                lines.append(f"    bound to {plan.binding}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

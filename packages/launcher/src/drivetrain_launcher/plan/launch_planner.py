@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.core_binding import CoreBinding, plan_bindings, unused_cores
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
@@ -37,14 +38,18 @@ def plan_launch(
     count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())
     environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
     environment |= _visible(settings, host)
-    threads = _threads(settings, host, count)
+    bindings, binding_notes = _bindings(host, count, task)
+    notes += binding_notes
+    threads = _threads(settings, host, count, bindings)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
         if settings.threads_per_process is None:
+            why = "as many as its cores" if bindings else "so that they do not crowd the CPU"
             notes += (
-                f"OMP_NUM_THREADS={threads} for each of {count} processes, so that they do not crowd the CPU; "
+                f"OMP_NUM_THREADS={threads} for each of {count} processes, {why}; "
                 "--threads-per-process sets another number",
             )
+    notes += _preload_notes(settings, target, count)
     _check_shown(settings, count * settings.num_nodes)
     plan = LaunchPlan(
         mode="elastic" if count > 1 or _needs_agent(settings) else "in place",
@@ -53,11 +58,13 @@ def plan_launch(
         max_restarts=settings.max_restarts,
         monitor_interval_seconds=settings.monitor_interval_seconds,
         shutdown_timeout_seconds=settings.shutdown_timeout_seconds,
+        preload=settings.preload,
         log_dir=settings.log_dir,
         prefix=settings.prefix,
         show_ranks=settings.show_ranks,
         tail=settings.tail,
         environment=environment,
+        bindings=bindings,
         placement=placement,
         max_requeues=settings.max_requeues,
         notes=notes,
@@ -110,6 +117,20 @@ def _check_address(place: JobPlacement) -> None:
             "MASTER_ADDR=HOST, "
             "mpiexec -genv MASTER_ADDR HOST)"
         )
+
+
+def _preload_notes(settings: LaunchSettings, target: LaunchTarget, count: int) -> tuple[str, ...]:
+    """Check that ranks can be forked, and return a note where none is."""
+    if not settings.preload:
+        return ()
+    shown = f"--preload {','.join(settings.preload)}"
+    if target.kind == "program":
+        raise LaunchError(
+            f"{shown}: {target.name} is started without Python; leave out --preload or --program"
+        )
+    if count == 1 and not _needs_agent(settings):
+        return (f"{shown}: a single process imports by itself; nothing is forked",)
+    return ()
 
 
 def _check_shown(settings: LaunchSettings, world_size: int) -> None:
@@ -169,10 +190,44 @@ def _visible(settings: LaunchSettings, host: Host) -> dict[str, str]:
     return {VISIBILITY_VARIABLES[host.accelerator]: shown}
 
 
-def _threads(settings: LaunchSettings, host: Host, count: int) -> str | None:
+def _bindings(
+    host: Host, count: int, task: JobPlacement | None
+) -> tuple[tuple[CoreBinding, ...], tuple[str, ...]]:
+    """Return the cores of each rank of this node, by local rank, and notes; none unless cores are to be bound."""
+    if host.processors is None:
+        return (), ()
+    if task is not None and host.processors.is_share:
+        bound = f"{task.cluster} has bound each task to cores already, and these stay"
+        return (), (f"--bind auto: {bound}",)
+    processors = host.processors
+    if len(processors.device_nodes) < count:  # each task of a cluster sees its own device alone
+        processors = replace(processors, device_nodes=())
+    bindings = plan_bindings(processors, count)
+    notes: list[str] = []
+    if count > len(host.processors.cores):
+        notes.append(f"--bind auto: {count} ranks share {len(host.processors.cores)} cores")
+    for node, num_cores in unused_cores(host.processors, bindings).items():
+        notes.append(
+            f"--bind auto: no rank has a device on NUMA node {node}, whose {num_cores} cores stay unused"
+        )
+    if host.accelerator is not None and not all(binding.is_near_device for binding in bindings):
+        notes.append(
+            f"--bind auto: the system does not tell near which cores each {host.accelerator} device is; the cores "
+            "are divided evenly"
+        )
+    return bindings, tuple(notes)
+
+
+def _threads(
+    settings: LaunchSettings, host: Host, count: int, bindings: tuple[CoreBinding, ...]
+) -> str | None:
     if settings.threads_per_process is not None:
         return str(settings.threads_per_process)
-    return "1" if count > 1 and host.omp_num_threads is None else None
+    if host.omp_num_threads is not None:
+        return None
+    if bindings:
+        return str(min(binding.num_cores for binding in bindings))
+    return "1" if count > 1 else None
 
 
 def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:

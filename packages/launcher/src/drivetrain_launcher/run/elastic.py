@@ -18,7 +18,7 @@ from typing import cast
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain_config import environ
@@ -27,6 +27,7 @@ from drivetrain_launcher.compat import (
     exit_codes,
     forgo_restarts,
     poll_exit_codes,
+    ranks_started_by,
     remaining_restarts,
 )
 from drivetrain_launcher.console import say, torch_silenced
@@ -52,13 +53,20 @@ from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.node_changes import NodeChanges
 from drivetrain_launcher.run.output.palette import is_coloured
 from drivetrain_launcher.run.output.rank_streams import RankStreams
+from drivetrain_launcher.run.preload.preloader import Preloader
+from drivetrain_launcher.run.rank_starter import RankStarter
 from drivetrain_launcher.run.signals import StopSignals
+from drivetrain_launcher.run.worker_logs import WorkerLogs
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
 
 
-def run_elastic(plan: LaunchPlan) -> int:
+def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
     """Start the processes of a plan on this node, and wait for them.
+
+    Args:
+        plan: The plan of the launch.
+        preloader: The process that the ranks are forked off; None for fresh interpreters.
 
     Returns:
         0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + the signal's number.
@@ -73,7 +81,9 @@ def run_elastic(plan: LaunchPlan) -> int:
             torch_silenced(),
         ):
             with _kept(plan) as (keeper, streams):
-                return _run(plan, WorkerLogs(plan, Path(scratch), streams), keeper)
+                return _run(
+                    plan, WorkerLogs(plan, Path(scratch), streams), keeper, RankStarter(plan, preloader)
+                )
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}; no rank is left")
         return 128 + stop.sigval
@@ -116,7 +126,7 @@ def _kept(plan: LaunchPlan) -> Generator[tuple[Keeper, RankStreams]]:
             streams.close()
 
 
-def _run(plan: LaunchPlan, logs: "WorkerLogs", keeper: Keeper) -> int:
+def _run(plan: LaunchPlan, logs: WorkerLogs, keeper: Keeper, starter: RankStarter) -> int:
     program, *arguments = plan.command
     spec = WorkerSpec(
         role="default",
@@ -130,7 +140,7 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs", keeper: Keeper) -> int:
         master_addr=plan.master_addr if plan.is_static_meeting else None,
         master_port=plan.master_port if plan.is_static_meeting else None,
     )
-    agent = Agent(spec, logs, plan, keeper)
+    agent = Agent(spec, logs, plan, keeper, starter)
     try:
         result = cast("RunResult | None", agent.run())
     except (SignalException, RunOverError) as stop:
@@ -154,28 +164,6 @@ def _run(plan: LaunchPlan, logs: "WorkerLogs", keeper: Keeper) -> int:
     return agent.exit_code
 
 
-class WorkerLogs(DefaultLogsSpecs):
-    """The error files of the ranks, and their output files if the plan has a log folder."""
-
-    def __init__(self, plan: LaunchPlan, scratch: Path, streams: RankStreams) -> None:
-        super().__init__(
-            log_dir=str(plan.log_dir or scratch), redirects=Std.ALL if plan.log_dir is not None else Std.NONE
-        )
-        self.error_files: dict[int, Path] = {}
-        self._streams = streams
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Assign the files of all ranks; the agent calls this each time it starts the ranks."""
-        destinations = super().reify(envs)
-        self.error_files = {rank: Path(file) for rank, file in destinations.error_files.items()}
-        self._streams.begin_attempt(f"TORCHELASTIC_ERROR_FILE={self.error_files[0].parents[1]}")
-        for local_rank, variables in envs.items():
-            files = {1: destinations.stdouts[local_rank], 2: destinations.stderrs[local_rank]}
-            opened = self._streams.open(int(variables["RANK"]), files)
-            destinations.stdouts[local_rank], destinations.stderrs[local_rank] = opened
-        return destinations
-
-
 class Agent(LocalElasticAgent):
     """An extension of torch's agent that reports failures and stops.
 
@@ -187,13 +175,16 @@ class Agent(LocalElasticAgent):
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
-    def __init__(self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan, keeper: Keeper) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan, keeper: Keeper, starter: RankStarter
+    ) -> None:
         super().__init__(spec, logs_specs=logs)
         self.exit_code = 0
         self.has_saved = False
         self._logs = logs
         self._plan = plan
         self._keeper = keeper
+        self._starter = starter
         self._root: RankFailure | None = None
         self._has_told = False
         self._signals = StopSignals()
@@ -217,7 +208,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root, self._has_told = None, False
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
-        pids = start(worker_group)
+        with ranks_started_by(self._starter.start):
+            pids = start(worker_group)
         self._keeper.set_ranks(list(pids.values()))
         # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()

@@ -21,13 +21,13 @@ def watch_launcher(launcher: int) -> None:
     """Start a thread that ends this process once its launcher has died.
 
     Args:
-        launcher: The process id of the launcher, which started this process.
+        launcher: The process id of the launcher, which started this process or the one that it was forked off.
     """
-    Thread(target=_stop_with, args=(launcher,), name="launcher watch", daemon=True).start()
+    Thread(target=_stop_with, args=(launcher, os.getppid()), name="launcher watch", daemon=True).start()
 
 
-def _stop_with(launcher: int) -> None:
-    while os.getppid() == launcher:
+def _stop_with(launcher: int, parent: int) -> None:
+    while os.getppid() == parent:
         time.sleep(_LOOK_INTERVAL_SECONDS)
     # A launcher's keeper knows at once, stops its ranks and kills them in time. This is for ranks that have none, as
     # those of a notebook, or no longer one.

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from drivetrain_config import environ
 from drivetrain_launcher.console import say
@@ -9,6 +11,9 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import ANY_PORT, LaunchPlan
 from drivetrain_launcher.run.job import check_address, requeue_after
 from drivetrain_launcher.run.runpy_main import run_as_main
+
+if TYPE_CHECKING:
+    from drivetrain_launcher.run.preload.preloader import Preloader
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -30,6 +35,9 @@ def run_plan(plan: LaunchPlan) -> int:
         code = _run_under_agent(plan)
         return requeue_after(code, plan)
     environment = _environment_in_place(plan)
+    binding = plan.ranks()[0].binding
+    if binding is not None:
+        os.sched_setaffinity(0, binding.cpus)
     if plan.target.kind == "program":
         _become(plan, environment)
     with environ.exported(**environment):
@@ -43,12 +51,21 @@ def run_plan(plan: LaunchPlan) -> int:
 
 def _run_under_agent(plan: LaunchPlan) -> int:
     try:
-        from drivetrain_launcher.run.elastic import run_elastic
+        with _preloader(plan) as preloader:
+            from drivetrain_launcher.run.elastic import run_elastic  # while the preloader imports
 
-        return run_elastic(plan)
+            return run_elastic(plan, preloader)
     except KeyboardInterrupt:  # before the agent installs its signal handlers
         say("interrupted before a rank was started")
         return 130
+
+
+def _preloader(plan: LaunchPlan) -> AbstractContextManager["Preloader | None"]:
+    if not plan.preload:
+        return nullcontext()
+    from drivetrain_launcher.run.preload.preloader import Preloader
+
+    return Preloader(plan)
 
 
 def _environment_in_place(plan: LaunchPlan) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The entry point of each worker process, which runs the script and records its error.
 
 Started by path, as `python worker.py [-m] SCRIPT ARGUMENTS...`. It imports nothing heavy, so that a worker starts as
-fast as a plain script; imports for a failure are deferred until one occurs.
+fast as a plain script; imports for a failure are deferred until one occurs. With `--preload=CONNECTION:MODULES`, it
+imports these modules, and forks a worker whenever the launcher orders one.
 """
 
 import faulthandler
@@ -13,9 +14,35 @@ from types import TracebackType
 from drivetrain_launcher.run.parent_watch import watch_launcher
 from drivetrain_launcher.run.runpy_main import run_as_main, show_error
 
+# The first argument of a worker that ranks are forked off; its connection and modules follow.
+PRELOAD_FLAG = "--preload="
+
 
 def main() -> None:
     """Run the target of the command line as the main program; record an exception for the launcher to show."""
+    if sys.argv[1].startswith(PRELOAD_FLAG):
+        _run_forked(sys.argv.pop(1).removeprefix(PRELOAD_FLAG))
+    else:
+        _run(launcher=os.getppid())
+
+
+def _run_forked(order: str) -> None:
+    """Serve the launcher; in each rank that it orders, run the target in the rank's environment."""
+    import socket
+
+    from drivetrain_config import environ
+    from drivetrain_launcher.run.preload.preload_process import serve, take_place
+
+    launcher = os.getppid()
+    number, _, modules = order.partition(":")
+    folder = os.getcwd() if sys.argv[1] == "-m" else os.path.dirname(os.path.realpath(sys.argv[1]))
+    rank = serve(socket.socket(fileno=int(number)), modules.split(","), folder)
+    take_place(rank)
+    environ.replace(rank.environment)
+    _run(launcher=launcher)
+
+
+def _run(*, launcher: int) -> None:
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
     if isinstance(sys.stdout, TextIOWrapper):
@@ -24,7 +51,7 @@ def main() -> None:
     recorder = ErrorRecorder()
     sys.excepthook = recorder.hook
     faulthandler.enable()
-    watch_launcher(recorder.launcher)
+    watch_launcher(launcher)
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
     except KeyboardInterrupt:
@@ -37,7 +64,7 @@ class ErrorRecorder:
     """A recorder of a rank's exception, in the file that the agent reads for the launcher to show."""
 
     def __init__(self) -> None:
-        self.launcher = os.getppid()
+        self._parent = os.getppid()
         self._rank = os.getpid()
         self._was_reached = False
 
@@ -61,7 +88,7 @@ class ErrorRecorder:
 
     def _error_file(self) -> str | None:
         """Return the agent's error file; None in a process forked by the script, or if the agent has died."""
-        if os.getpid() != self._rank or os.getppid() != self.launcher:
+        if os.getpid() != self._rank or os.getppid() != self._parent:
             return None
         from drivetrain_config import environ
 

@@ -13,10 +13,11 @@ from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.host_detection import detect_host
+from drivetrain_launcher.plan.host_detection import Host, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
+from drivetrain_launcher.plan.processors import detect_processors
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
@@ -62,7 +63,9 @@ def run(arguments: LaunchArguments) -> int:
         sources = resolve(LaunchSettings, section="launch", layers=layers).sources
         count, source = asked_processes(launch, sources, placement)
         check_devices(placement, processes=count, source=source, wants_cpu=device == "cpu")
-    plan = plan_launch(launch, target, detect_host(device), handed_down=layers.to_json(), placement=placement)
+    plan = plan_launch(
+        launch, target, _host(launch, device), handed_down=layers.to_json(), placement=placement
+    )
     plan = replace(plan, notes=(*_file_notes(arguments.layers), *plan.notes))
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
@@ -126,6 +129,16 @@ def _device(settings: dict[str, Any]) -> str:
     """Return the requested kind of device; `run.cpu` exists only if the umbrella package is installed."""
     wants_cpu = "run" in settings and settings["run"].cpu
     return "cpu" if wants_cpu else settings["state"].device
+
+
+def _host(launch: LaunchSettings, device: str) -> Host:
+    """Return this host, with its cores if ranks are to be bound to them."""
+    host = detect_host(device)
+    if launch.bind == "none":
+        return host
+    visible = [str(each) for each in launch.devices] or (host.visible_devices or "").split(",")
+    processors = detect_processors(host.accelerator, visible=[each for each in visible if each])
+    return replace(host, processors=processors)
 
 
 def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drivetrain_launcher.run.keeper.keeper_messages import KeeperLink, KeeperOptions, Stream
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
+from drivetrain_launcher.run.process_link import ProcessLink
 
 # Run by its path and isolated, so that it starts in some milliseconds.
 _PROCESS = Path(__file__).with_name("process.py")
@@ -62,7 +63,7 @@ class Keeper:
         """
         self._streams.append((stream, file))
         try:
-            self._channel.send_stream(stream, file)
+            self._channel.send("stream", [file], stream=asdict(stream))
         except OSError:
             self._process.wait()
             self.ensure_running()
@@ -97,11 +98,11 @@ class Keeper:
         self._process, self._channel = self._start()
         self._channel.send("attempt", token=self._token)
         for stream, file in self._streams:
-            self._channel.send_stream(stream, file)
+            self._channel.send("stream", [file], stream=asdict(stream))
         if self._pids:
             self._channel.send("ranks", pids=self._pids)
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], KeeperLink]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         with theirs:
             process = subprocess.Popen(
@@ -116,7 +117,7 @@ class Keeper:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        return process, KeeperLink(ours)
+        return process, ProcessLink(ours)
 
     def _send(self, kind: str, **content: Any) -> bool:
         """Send a message; return False if the process has died, and start it anew, which tells it all but this."""

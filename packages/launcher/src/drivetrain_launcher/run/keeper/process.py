@@ -18,11 +18,12 @@ from contextlib import suppress
 # Isolated, Python has put nothing of ours on the path.
 sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
 
-from drivetrain_launcher.run.keeper.keeper_messages import KeeperLink, KeeperOptions, Stream
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
 from drivetrain_launcher.run.keeper.output_thread import OutputThread
 from drivetrain_launcher.run.keeper.rank_output import RankOutputs
 from drivetrain_launcher.run.keeper.sessions import kill_sessions, leaders_with
 from drivetrain_launcher.run.output.screen import Screen, Size
+from drivetrain_launcher.run.process_link import ProcessLink
 
 _LOOK_SECONDS = 0.25
 _BACKPRESSURE_LOOK_SECONDS = 0.005
@@ -44,7 +45,7 @@ class KeeperProcess:
 
     def __init__(self, connection: socket.socket, options: KeeperOptions) -> None:
         self._options = options
-        self._channel = KeeperLink(connection)
+        self._channel = ProcessLink(connection)
         self._writers = {1: OutputThread(1)}
         self._writers[2] = self._writers[1] if options.are_same else OutputThread(2)
         first = self._screen(1)

@@ -1,0 +1,114 @@
+"""Divide a host's cores among its ranks, each near its accelerator (pure)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from drivetrain_launcher.plan.processors import Core, Processors, format_cpu_list
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreBinding:
+    """The cores of a rank, which its threads and worker processes inherit.
+
+    Attributes:
+        cpus: The numbers of the hardware threads, as `sched_setaffinity` counts them.
+        num_cores: The number of physical cores.
+        numa_nodes: The NUMA nodes of these cores.
+        is_near_device: Whether they are on the NUMA node of the rank's accelerator.
+    """
+
+    cpus: tuple[int, ...]
+    num_cores: int
+    numa_nodes: tuple[int, ...]
+    is_near_device: bool = False
+
+    def __str__(self) -> str:
+        cores = f"{self.num_cores} core{'s' if self.num_cores > 1 else ''}"
+        nodes = f"NUMA node{'s' if len(self.numa_nodes) > 1 else ''} {format_cpu_list(self.numa_nodes)}"
+        near = ", that of its device" if self.is_near_device else ""
+        return f"CPUs {format_cpu_list(self.cpus)} ({cores} of {nodes}{near})"
+
+
+def plan_bindings(processors: Processors, num_ranks: int) -> tuple[CoreBinding, ...]:
+    """Give each rank cores of its own on the NUMA node of its accelerator.
+
+    The ranks of a node divide its cores into equal runs of neighbours, the first ranks take what remains. Ranks whose
+    accelerator's node is unknown, or has no usable core, and ranks on the CPU go where a rank would have most cores.
+    Where a node has fewer cores than ranks, ranks share cores.
+
+    Args:
+        processors: The usable cores and the nodes of the accelerators, of which rank i has the i-th.
+        num_ranks: The number of ranks on this host.
+
+    Returns:
+        The binding of each rank, by local rank.
+    """
+    by_node: dict[int, list[Core]] = {}
+    for core in processors.cores:
+        by_node.setdefault(core.numa_node, []).append(core)
+    near = [_near_node(processors, rank, by_node) for rank in range(num_ranks)]
+    if num_ranks < len(by_node) and not any(node is not None for node in near):
+        # Fewer ranks than nodes: each rank takes whole nodes.
+        return tuple(
+            _bind([core for node in nodes for core in node])
+            for nodes in _divide(list(by_node.values()), num_ranks)
+        )
+    ranks_of = _assign_nodes(near, {node: len(cores) for node, cores in by_node.items()})
+    bindings: dict[int, CoreBinding] = {}
+    for node, ranks in ranks_of.items():
+        for rank, cores in zip(ranks, _divide(by_node[node], len(ranks)), strict=True):
+            bindings[rank] = _bind(cores, is_near_device=near[rank] is not None)
+    return tuple(bindings[rank] for rank in range(num_ranks))
+
+
+def unused_cores(processors: Processors, bindings: Sequence[CoreBinding]) -> dict[int, int]:
+    """Return the number of usable cores without a rank, by NUMA node; empty if every core has one."""
+    used = {cpu for binding in bindings for cpu in binding.cpus}
+    return dict(Counter(core.numa_node for core in processors.cores if used.isdisjoint(core.cpus)))
+
+
+def _near_node(processors: Processors, rank: int, usable: dict[int, list[Core]]) -> int | None:
+    if rank >= len(processors.device_nodes):
+        return None
+    node = processors.device_nodes[rank]
+    return node if node in usable else None
+
+
+def _assign_nodes(near: Sequence[int | None], num_cores: dict[int, int]) -> dict[int, list[int]]:
+    """Return the ranks of each node, in order."""
+    counts = Counter(node for node in near if node is not None)
+    for _ in range(near.count(None)):
+        # The first of the nodes where one more rank would have most cores.
+        counts[max(num_cores, key=lambda node: num_cores[node] / (counts[node] + 1))] += 1
+    placed: dict[int, list[int]] = {node: [] for node in num_cores if counts[node]}
+    for rank, node in enumerate(near):
+        if node is not None:
+            placed[node].append(rank)
+    for rank, node in enumerate(near):
+        if node is None:  # neighbours by rank on one node
+            free = next(each for each, ranks in placed.items() if len(ranks) < counts[each])
+            placed[free].append(rank)
+    return {node: sorted(ranks) for node, ranks in placed.items()}
+
+
+def _divide(items: list[_Item], num_parts: int) -> list[list[_Item]]:
+    """Divide items into runs whose lengths differ by one at most; repeat items where there are too few."""
+    if len(items) < num_parts:
+        return [[items[part * len(items) // num_parts]] for part in range(num_parts)]
+    length, longer = divmod(len(items), num_parts)
+    starts = [part * length + min(part, longer) for part in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(starts)]
+
+
+def _bind(cores: Sequence[Core], *, is_near_device: bool = False) -> CoreBinding:
+    return CoreBinding(
+        cpus=tuple(sorted(cpu for core in cores for cpu in core.cpus)),
+        num_cores=len(cores),
+        numa_nodes=tuple(sorted({core.numa_node for core in cores})),
+        is_near_device=is_near_device,
+    )

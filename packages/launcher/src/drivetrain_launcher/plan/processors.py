@@ -1,0 +1,153 @@
+"""The cores that this process may use, and the NUMA node near each accelerator, as the Linux kernel tells them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_launcher.errors import LaunchError
+
+_CPUS = Path("sys/devices/system/cpu")
+_NUMA_NODES = Path("sys/devices/system/node")
+_PCI_DEVICES = Path("sys/bus/pci/devices")
+_NVIDIA_GPUS = Path("proc/driver/nvidia/gpus")
+_AMD_NODES = Path("sys/class/kfd/kfd/topology/nodes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """A physical core.
+
+    Attributes:
+        cpus: The numbers of its hardware threads that may be used, as `sched_setaffinity` counts them.
+        numa_node: The NUMA node of its memory.
+    """
+
+    cpus: tuple[int, ...]
+    numa_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processors:
+    """The cores that this process may use, and where the accelerators are.
+
+    Attributes:
+        cores: The physical cores, in the order of their first CPU.
+        device_nodes: The NUMA node of each visible accelerator; None for one of which the kernel does not tell it.
+        is_share: Whether somebody has bound this process to a part of the machine already.
+    """
+
+    cores: tuple[Core, ...]
+    device_nodes: tuple[int | None, ...] = ()
+    is_share: bool = False
+
+
+def detect_processors(
+    accelerator: str | None, *, visible: Sequence[str] = (), root: Path = Path("/")
+) -> Processors:
+    """Read the cores that this process may use, and the NUMA node of each visible accelerator.
+
+    Args:
+        accelerator: The kind of accelerator; None for the CPU.
+        visible: The accelerators that ranks use, by number or UUID, in their order; empty for all.
+        root: The folder in which `sys` and `proc` are.
+
+    Raises:
+        LaunchError: If this system cannot bind a process to cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchError("--bind auto: this system cannot bind a process to cores (Linux can); leave it out")
+    return read_processors(root, usable=os.sched_getaffinity(0), accelerator=accelerator, visible=visible)
+
+
+def read_processors(
+    root: Path, *, usable: set[int], accelerator: str | None = None, visible: Sequence[str] = ()
+) -> Processors:
+    """Read the kernel's description of the processors, in which only the `usable` CPUs count."""
+    node_of = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in sorted((root / _NUMA_NODES).glob("node[0-9]*"))
+        for cpu in parse_cpu_list((folder / "cpulist").read_text())
+    }
+    cores: dict[tuple[int, ...], Core] = {}
+    for cpu in sorted(usable):
+        siblings = _siblings(root, cpu)
+        threads = tuple(sibling for sibling in siblings if sibling in usable)
+        cores.setdefault(siblings, Core(cpus=threads, numa_node=node_of.get(cpu, 0)))
+    online = root / _CPUS / "online"
+    num_online = len(parse_cpu_list(online.read_text())) if online.exists() else len(usable)
+    return Processors(
+        cores=tuple(cores.values()),
+        device_nodes=_device_nodes(root, visible) if accelerator == "cuda" else (),
+        is_share=len(usable) < num_online,
+    )
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list as the kernel writes it, such as `0-3,8`."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+def format_cpu_list(cpus: Sequence[int]) -> str:
+    """Return numbers as the kernel and `taskset` write them: `0-3,8`."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _siblings(root: Path, cpu: int) -> tuple[int, ...]:
+    file = root / _CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+    return parse_cpu_list(file.read_text()) if file.exists() else (cpu,)
+
+
+def _device_nodes(root: Path, visible: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the NUMA node of each visible GPU: NVIDIA's by its driver's folder, else AMD's by that of its driver."""
+    nodes = _nvidia_nodes(root) or _amd_nodes(root)
+    names = visible or [name for name in nodes if name.isdigit()]
+    return tuple(nodes.get(name.strip()) for name in names)
+
+
+def _nvidia_nodes(root: Path) -> Mapping[str, int | None]:
+    """Return the NUMA node of NVIDIA's GPUs by number and by UUID.
+
+    CUDA numbers equal GPUs in the order of their PCI addresses, by which the driver's folders are named.
+    """
+    found: dict[str, int | None] = {}
+    folders = sorted((root / _NVIDIA_GPUS).glob("*"))
+    for number, folder in enumerate(folders):
+        node = _pci_node(root, folder.name)
+        found[str(number)] = node
+        for line in (folder / "information").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "GPU UUID":
+                found[value.strip()] = node
+    return found
+
+
+def _amd_nodes(root: Path) -> Mapping[str, int | None]:
+    """Return the NUMA node of AMD's GPUs by number; the driver's nodes without compute units are processors."""
+    found: dict[str, int | None] = {}
+    for folder in sorted((root / _AMD_NODES).glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        lines = (folder / "properties").read_text().splitlines()
+        properties = {name: int(value) for name, value in (line.split() for line in lines)}
+        if properties.get("simd_count", 0):
+            location = properties["location_id"]
+            bus, device = location >> 8, location >> 3 & 0x1F
+            address = f"{properties.get('domain', 0):04x}:{bus:02x}:{device:02x}.{location & 7}"
+            found[str(len(found))] = _pci_node(root, address)
+    return found
+
+
+def _pci_node(root: Path, address: str) -> int | None:
+    file = root / _PCI_DEVICES / address.lower() / "numa_node"
+    node = int(file.read_text()) if file.exists() else -1
+    return node if node >= 0 else None

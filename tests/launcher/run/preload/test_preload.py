@@ -1,0 +1,197 @@
+"""Ranks that are forked off a process with their modules: as fresh ones in all that a script can see, but sooner."""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
+
+TWO = ("launch", "--num-processes", "2", "--preload", "json.tool")
+# What differs between two fresh ranks, and what does not.
+TELLS = """
+import json, os, random, sys
+seen = {
+    "rank": os.environ["RANK"], "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__,
+    "leads": os.getsid(0) == os.getpid(), "preloaded": "json.tool" in sys.modules, "random": random.random(),
+    "variables": sorted(name for name in os.environ if "SPECIAL" in name or name.startswith("DRIVETRAIN_")),
+    "lines": sys.stdout.line_buffering, "files": len(os.listdir("/proc/self/fd")), "hash": hash("a"),
+    "cores": sorted(os.sched_getaffinity(0)), "threads": os.environ.get("OMP_NUM_THREADS"),
+}
+print(json.dumps(seen))
+"""
+
+
+def seen_by(launched: object) -> list[dict[str, object]]:
+    """Return what each rank has written, by rank."""
+    lines = str(launched).splitlines()
+    found = [json.loads(line[line.index("{") :]) for line in lines if "{" in line]
+    return sorted(found, key=lambda seen: seen["rank"])
+
+
+def test_a_forked_rank_sees_what_a_fresh_one_sees(drivetrain_with_torch: Callable, script: Callable) -> None:
+    script(TELLS)
+    rest = ("script.py", "--lr", "a b")
+    fresh = drivetrain_with_torch("launch", "--num-processes", "2", *rest, environment={"SPECIAL": "1"})
+    forked = drivetrain_with_torch(*TWO, *rest, environment={"SPECIAL": "1"})
+    assert forked.returncode == fresh.returncode == 0, forked.stderr
+    ranks, expected = seen_by(forked.stdout), seen_by(fresh.stdout)
+    assert [rank["preloaded"] for rank in ranks] == [True, True]
+    assert ranks[0]["random"] != ranks[1]["random"]
+    assert ranks[0]["hash"] == ranks[1]["hash"]  # one hash seed: sets have one order on all ranks
+    for name in ("argv", "path", "name", "file", "leads", "variables", "lines", "files", "cores", "threads"):
+        assert [rank[name] for rank in ranks] == [rank[name] for rank in expected], name
+
+
+def test_a_module_runs_too_and_numpy_draws_other_numbers_on_each_rank(
+    drivetrain_with_torch: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "trains.py").write_text(
+        "import numpy, os\nprint(os.environ['RANK'], numpy.random.random())\n"
+    )
+    done = drivetrain_with_torch("launch", "--num-processes", "3", "--preload", "numpy", "-m", "trains")
+    assert done.returncode == 0, done.stderr
+    assert len({line.split()[-1] for line in done.stdout.splitlines()}) == 3
+
+
+def test_failures_restarts_and_exit_codes_are_those_of_fresh_ranks(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script("import os, sys, time\nif os.environ['RANK'] == '1': raise ValueError('boom')\ntime.sleep(100)\n")
+    raised = drivetrain_with_torch(*TWO, "--max-restarts", "1", "script.py")
+    assert raised.returncode == 1
+    assert raised.stderr.count("ValueError: boom\n") == 2
+    assert "restarting all ranks (1 of 1)" in raised.stderr
+    assert "preload" not in raised.stderr  # no frame of ours
+
+
+@pytest.mark.slow
+def test_a_signal_that_ends_a_rank_is_named(drivetrain_with_torch: Callable, script: Callable) -> None:
+    script("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 11)\ntime.sleep(100)")
+    done = drivetrain_with_torch(*TWO, "script.py")
+    assert done.returncode == 139
+    assert "rank 1" in done.stderr
+    assert "SIGSEGV" in done.stderr
+
+
+def test_cores_are_bound_before_the_script(drivetrain_with_torch: Callable, script: Callable) -> None:
+    if len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        pytest.skip("one core cannot be divided")
+    script(TELLS)
+    done = drivetrain_with_torch(*TWO, "--bind", "auto", "script.py")
+    assert done.returncode == 0, done.stderr
+    bound = [cpu for rank in seen_by(done.stdout) for cpu in rank["cores"]]  # pyright: ignore[reportGeneralTypeIssues]
+    assert sorted(bound) == cores
+
+
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        ("no_such_module", "no_such_module cannot be imported here.*No module named 'no_such_module'"),
+        ("json.tool,starts", "importing starts starts 1 thread, which a forked rank would lack"),
+        ("colorsys", r"colorsys\.py would be imported in place of the colorsys that they import"),
+    ],
+)
+def test_what_cannot_be_preloaded_is_an_error(
+    drivetrain_with_torch: Callable, script: Callable, tmp_path: Path, modules: str, told: str
+) -> None:
+    script("print('ran')")
+    (tmp_path / "starts.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    if modules == "colorsys":
+        (tmp_path / "colorsys.py").write_text("")
+    environment = {"PYTHONPATH": str(tmp_path)} if "starts" in modules else {}
+    done = drivetrain_with_torch(
+        "launch", "--num-processes", "2", "--preload", modules, "script.py", environment=environment
+    )
+    assert done.returncode == 2, done.stdout
+    assert "ran" not in done.stdout
+    assert f"--preload {modules}: " in done.stderr
+    assert re.search(told, done.stderr), done.stderr
+
+
+def test_variables_that_bind_threads_at_the_import_contradict_bound_cores(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script("")
+    done = drivetrain_with_torch(*TWO, "--bind", "auto", "script.py", environment={"OMP_PROC_BIND": "close"})
+    assert done.returncode == 2
+    assert "OMP_PROC_BIND is set, and would bind the threads of all ranks" in done.stderr
+
+
+def test_a_program_cannot_be_forked_and_a_lone_process_need_not(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script("print('ran')")
+    program = drivetrain_with_torch(*TWO, "--program", "true")
+    assert program.returncode == 2
+    assert "true is started without Python; leave out --preload or --program" in program.stderr
+    alone = drivetrain_with_torch("launch", "--preload", "json.tool", "script.py")
+    assert alone.stdout == "ran\n"
+    assert "a single process imports by itself; nothing is forked" in alone.stderr
+
+
+SLEEPS = "import os, time\nprint('ready', os.getpid(), os.getppid(), flush=True)\ntime.sleep(100)\n"
+
+
+def ready_ranks(launched: object, count: int) -> list[tuple[int, int]]:
+    """Return the process ids of the ranks and of their parents, once all are ready."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        line = launched.stdout.readline()  # pyright: ignore[reportAttributeAccessIssue]
+        if "ready" in line:
+            found.append(tuple(int(word) for word in line.split()[-2:]))  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    """Wait until no process of these runs."""
+    deadline = monotonic() + 30
+    while any(is_running(pid) for pid in pids) and monotonic() < deadline:
+        sleep(0.05)
+    assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["launcher", "parent of the ranks"])
+def test_nothing_is_left_when_a_process_is_killed(
+    started_with_torch: Callable, script: Callable, killed: str
+) -> None:
+    script(SLEEPS)
+    launched = started_with_torch(*TWO, "script.py")
+    ranks = ready_ranks(launched, 2)
+    (parent,) = {parent for _, parent in ranks}
+    assert parent != launched.pid
+    os.kill(launched.pid if killed == "launcher" else parent, signal.SIGKILL)
+    wait_until_ended([pid for pid, _ in ranks] + [parent])
+    if killed != "launcher":
+        assert launched.wait(timeout=60) == 137
+
+
+def test_ranks_are_forked_again_after_their_parent_was_killed(
+    started_with_torch: Callable, script: Callable
+) -> None:
+    script(SLEEPS)
+    launched = started_with_torch(*TWO, "--max-restarts", "1", "script.py")
+    ranks = ready_ranks(launched, 2)
+    os.kill(ranks[0][1], signal.SIGKILL)
+    again = ready_ranks(launched, 2)
+    assert {parent for _, parent in again}.isdisjoint({parent for _, parent in ranks})
+    launched.send_signal(signal.SIGINT)
+    assert launched.wait(timeout=60) == 130
+    wait_until_ended([pid for each in again for pid in each])
