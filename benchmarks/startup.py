@@ -54,6 +54,11 @@ def launches(script: str, count: int, *flags: str) -> dict[str, Callable[[], flo
             str(BIN / "drivetrain"), "launch", "--cpu", "--num-processes", str(count), *flags, script
         ),
     }
+    if count > 1:
+        contestants["drivetrain launch --preload torch"] = command(
+            str(BIN / "drivetrain"), "launch", "--cpu", "--num-processes", str(count), "--preload", "torch",
+            *flags, script,
+        )  # fmt: skip
     if installed("accelerate"):
         peer = ("launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1")
         contestants["accelerate launch"] = command(

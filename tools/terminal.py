@@ -58,7 +58,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=lambda: ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C reaches it as a signal
+            preexec_fn=_take_terminal,
         )
         os.close(slave)
 
@@ -108,3 +108,10 @@ class Terminal:
             cursor = self.screen.cursor
             os.write(self._master, f"\x1b[{cursor.y + 1};{cursor.x + 1}R".encode())
         return bool(chunk)
+
+
+def _take_terminal() -> None:
+    """Let Ctrl-C and the terminal's end reach a program as signals, also where this one was told to ignore them."""
+    ioctl(0, termios.TIOCSCTTY, 0)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -71,3 +71,44 @@ def test_the_agent_calls_what_is_overridden_and_tells_exit_codes_and_restarts(
     assert seen["calls"] == calls
     assert seen["remaining"] == remaining
     assert seen["codes"] == [[code] for code in codes]
+
+
+STARTS = """
+import json, sys
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from drivetrain_launcher import compat
+
+seen = []
+
+def start(local_rank, environment, outputs, start_fresh):
+    seen.append([local_rank, environment["RANK"], [file is not None for file in outputs]])
+    return start_fresh()
+
+def run():
+    specs = DefaultLogsSpecs(log_dir=sys.argv[1], redirects={0: Std.NONE, 1: Std.OUT})
+    code = "import os; print('rank', os.environ['RANK'])"
+    args, envs = {0: ("-c", code), 1: ("-c", code)}, {0: {"RANK": "4"}, 1: {"RANK": "5"}}
+    context = start_processes("ranks", sys.executable, args, envs, specs)
+    assert not context.wait().is_failed()
+    return context.pids()
+
+with compat.ranks_started_by(start):
+    run()
+run()  # torch's own way again
+print(json.dumps(seen))
+"""
+
+
+def test_ranks_are_started_by_a_function_within_the_block_alone(python: str, tmp_path: Path) -> None:
+    finished = subprocess.run(
+        [python, "-c", STARTS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    *written, seen = finished.stdout.splitlines()
+    assert json.loads(seen) == [[0, "4", [False, False]], [1, "5", [True, False]]]
+    assert written == ["rank 4", "rank 4"]

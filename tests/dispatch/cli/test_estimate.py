@@ -86,6 +86,7 @@ def test_a_mixture_of_experts_is_estimated(tmp_path: Path, capsys: pytest.Captur
     assert told["modes"]["bf16"]["activations"] > 0
 
 
+@pytest.mark.slow
 def test_longer_batches_recomputing_and_sharding_change_what_they_should(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

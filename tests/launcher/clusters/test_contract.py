@@ -3,16 +3,23 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from cluster_jobs import hydra_job, open_mpi_job, slurm_job
+from drivetrain_launcher.clusters.kubernetes import Kubernetes
 from drivetrain_launcher.clusters.local import Local
 from drivetrain_launcher.clusters.mpi import Mpi
 from drivetrain_launcher.clusters.protocol import Cluster, JobPlacement, JobRequest, Submission
+from drivetrain_launcher.clusters.ray import Ray
+from drivetrain_launcher.clusters.ray_job import plan_ray
+from drivetrain_launcher.clusters.ray_placement import ray_variables
 from drivetrain_launcher.clusters.registry import cluster_names, make_cluster
 from drivetrain_launcher.clusters.slurm import Slurm
 from drivetrain_launcher.testing import ClusterContract
+from requests_of_jobs import make_request
 
 
 class SlurmContract(ClusterContract):
@@ -64,8 +71,66 @@ class LocalContract(ClusterContract):
         return tuple(shlex.split(before.partition("export DRIVETRAIN_LOCAL_JOB_RESTARTS=$restarts\n")[2]))
 
 
+class KubernetesContract(ClusterContract):
+    def make(self) -> Cluster:
+        return Kubernetes()
+
+    def jobs(self) -> Sequence[Sequence[Mapping[str, str]]]:
+        kubeflow = {"PET_NNODES": "2", "PET_MASTER_ADDR": "bert-master-0", "PET_MASTER_PORT": "23456"}
+        return (
+            [self._pod(index, num_nodes=3) for index in range(3)],
+            [self._pod(0, num_nodes=1)],
+            [{**kubeflow, "PET_NODE_RANK": str(index)} for index in range(2)],
+        )
+
+    def request(self, directory: Path) -> JobRequest:
+        return make_request(folder=directory, options={"image": "x"})
+
+    def words(self, submission: Submission) -> tuple[str, ...]:
+        (text,) = submission.files.values()
+        return tuple(word.replace("$$", "$") for word in self._container(text)["command"])
+
+    def _pod(self, index: int, *, num_nodes: int) -> dict[str, str]:
+        """The variables of a pod of our manifest, with those that Kubernetes fills in."""
+        (text,) = Kubernetes().plan(make_request(options={"image": "x"}, num_nodes=num_nodes)).files.values()
+        given = {each["name"]: each.get("value", "0") for each in self._container(text)["env"]}
+        return {**given, "JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+    def _container(self, text: str) -> dict[str, Any]:
+        (replicated,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+        (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+        return container
+
+
+class RayContract(ClusterContract):
+    def make(self) -> Cluster:
+        return Ray()
+
+    def jobs(self) -> Sequence[Sequence[Mapping[str, str]]]:
+        def node(rank: int, num_nodes: int, devices: Sequence[str]) -> dict[str, str]:
+            return ray_variables(
+                job_id="train-1",
+                num_nodes=num_nodes,
+                node_rank=rank,
+                master_addr="10.0.0.1",
+                master_port=31007,
+                restart_count=1,
+                devices=devices,
+            )
+
+        return ([node(rank, 3, ("0", "1")) for rank in range(3)], [node(0, 1, ())])
+
+    def request(self, directory: Path) -> JobRequest:
+        return make_request(folder=directory)
+
+    def words(self, submission: Submission) -> tuple[str, ...]:
+        return plan_ray(submission.request).job.command
+
+
 @pytest.mark.parametrize(
-    "contract", [SlurmContract(), MpiContract(), LocalContract()], ids=["slurm", "mpi", "local"]
+    "contract",
+    [SlurmContract(), MpiContract(), LocalContract(), KubernetesContract(), RayContract()],
+    ids=lambda contract: type(contract).__name__,
 )
 def test_a_cluster_passes_the_contract(contract: ClusterContract, tmp_path: Path) -> None:
     assert len(contract.check_all(tmp_path)) == 9

@@ -1,8 +1,8 @@
-import pytest
-
-from drivetrain_launcher import Host, LaunchError, LaunchSettings
+from drivetrain_config import Layers, resolve
+from drivetrain_launcher import Host, LaunchSettings
 from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.doctor.question import ask
+from drivetrain_launcher.doctor.question import Inquiry, ask
+from drivetrain_launcher.plan.placed_settings import place_layers
 
 
 def placement(**changes: object) -> JobPlacement:
@@ -22,6 +22,12 @@ def placement(**changes: object) -> JobPlacement:
     return JobPlacement(**{**told, **changes})  # type: ignore[arg-type]
 
 
+def ask_in_job(place: JobPlacement) -> Inquiry:
+    """Ask without any flag, in a job."""
+    settings = resolve(LaunchSettings, section="launch", layers=place_layers(Layers({}), place)).value
+    return ask(settings, Host(), place)
+
+
 def test_launchs_flags_describe_the_run() -> None:
     settings = LaunchSettings(num_nodes=2, node_rank=1, master_addr="node0", processes_per_node=4)
     question = ask(settings, Host(), None, num_workers=2)
@@ -30,32 +36,19 @@ def test_launchs_flags_describe_the_run() -> None:
 
 
 def test_a_job_describes_the_run_without_flags() -> None:
-    question = ask(LaunchSettings(), Host(), placement())
+    question = ask_in_job(placement())
     assert (question.num_nodes, question.node_rank) == (2, 1)
     assert (question.master_addr, question.master_port) == ("node0", 31007)
 
 
 def test_of_one_task_a_rank_the_first_of_a_host_checks_for_all() -> None:
     tasks = {"tasks_per_node": 4, "num_tasks": 8}
-    question = ask(LaunchSettings(), Host(), placement(**tasks))
+    question = ask_in_job(placement(**tasks))
     assert (question.processes_per_node, question.is_idle) == (4, False)
-    assert ask(LaunchSettings(), Host(), placement(**tasks, local_task=3)).is_idle
+    assert ask_in_job(placement(**tasks, local_task=3)).is_idle
 
 
 def test_a_job_of_one_node_stays_on_it() -> None:
     single = placement(num_nodes=1, node_rank=0, tasks_per_node=3, num_tasks=3)
-    question = ask(LaunchSettings(), Host(), single)
+    question = ask_in_job(single)
     assert (question.num_nodes, question.processes_per_node) == (1, 3)
-
-
-def test_flags_that_contradict_the_job_are_refused_with_both_sources() -> None:
-    settings = LaunchSettings(num_nodes=3, node_rank=0, master_addr="a")
-    with pytest.raises(
-        LaunchError, match=r"--num-nodes 3: the slurm job 7 has 2 nodes \(from SLURM_NNODES=2\)"
-    ):
-        ask(settings, Host(), placement())
-
-
-def test_processes_that_the_jobs_nodes_cannot_share_are_refused() -> None:
-    with pytest.raises(LaunchError, match="in the slurm job 7: num_processes=3"):
-        ask(LaunchSettings(num_processes=3), Host(), placement())

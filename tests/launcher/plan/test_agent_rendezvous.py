@@ -35,6 +35,7 @@ def test_the_handler_fits_the_plan(settings: LaunchSettings, backend: str) -> No
     assert not handler.is_closed()
 
 
+@pytest.mark.slow
 def test_nodes_that_agree_on_their_ranks_count_those_that_came() -> None:
     settings = LaunchSettings(
         num_nodes=3, master_addr="127.0.0.1", master_port=free_port(), rdzv_backend="c10d", rdzv_id="run",

@@ -1,6 +1,7 @@
 """The cores of each rank: its own, near its device, all of them used."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,15 +9,15 @@ from hypothesis import strategies as st
 from drivetrain_launcher import Host, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.plan.core_binding import CoreBinding, plan_bindings, unused_cores
-from drivetrain_launcher.plan.processors import Core, Processors
+from drivetrain_launcher.plan.cpu_topology import Core, CpuTopology
 
 TARGET = LaunchTarget(name="train.py")
 
 
-def machine(*cores_of_nodes: int, device_nodes: Sequence[int | None] = (), threads: int = 2) -> Processors:
+def machine(*cores_of_nodes: int, device_nodes: Sequence[int | None] = (), threads: int = 2) -> CpuTopology:
     """Return a machine whose NUMA nodes have these numbers of cores; hyperthreads are numbered behind all cores."""
     nodes = [node for node, count in enumerate(cores_of_nodes) for _ in range(count)]
-    return Processors(
+    return CpuTopology(
         cores=tuple(
             Core(cpus=tuple(core + len(nodes) * thread for thread in range(threads)), numa_node=node)
             for core, node in enumerate(nodes)
@@ -64,8 +65,8 @@ def test_more_ranks_than_cores_share_them() -> None:
 
 
 def test_cores_of_a_node_without_a_device_are_told() -> None:
-    processors = machine(2, 3, device_nodes=(0, 0))
-    assert unused_cores(processors, plan_bindings(processors, 2)) == {1: 3}
+    topology = machine(2, 3, device_nodes=(0, 0))
+    assert unused_cores(topology, plan_bindings(topology, 2)) == {1: 3}
     assert unused_cores(machine(2, 3), plan_bindings(machine(2, 3), 2)) == {}
 
 
@@ -81,8 +82,8 @@ def test_no_core_is_left_or_shared_where_there_are_enough(
     node = st.none() | st.integers(0, len(cores) - 1)
     known = data.draw(st.booleans())
     devices = data.draw(st.lists(node, min_size=num_ranks, max_size=num_ranks)) if known else ()
-    processors = machine(*cores, device_nodes=devices, threads=threads)
-    bindings = plan_bindings(processors, num_ranks)
+    topology = machine(*cores, device_nodes=devices, threads=threads)
+    bindings = plan_bindings(topology, num_ranks)
     assert len(bindings) == num_ranks
     used = [cpu for binding in bindings for cpu in binding.cpus]
     for rank, device_node in enumerate(devices):
@@ -93,14 +94,14 @@ def test_no_core_is_left_or_shared_where_there_are_enough(
     }
     if all(ranks_of[node] <= cores[node] for node in ranks_of):
         assert len(used) == len(set(used))  # nobody shares
-    if all(device is None for device in devices) and num_ranks < len(cores):
-        assert unused_cores(processors, bindings) == {}
+    if all(device is None for device in devices) and num_ranks <= sum(cores):
+        assert unused_cores(topology, bindings) == {}
     assert all(binding.num_cores * threads == len(binding.cpus) for binding in bindings)
 
 
-def plan(settings: LaunchSettings, processors: Processors, **host: object) -> LaunchPlan:
+def plan(settings: LaunchSettings, topology: CpuTopology, **host: object) -> LaunchPlan:
     """Return the plan of a launch on a machine."""
-    return plan_launch(settings, TARGET, Host(processors=processors, **host))  # pyright: ignore[reportArgumentType]
+    return plan_launch(settings, TARGET, Host(cpu_topology=topology, **host))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_plan_shows_the_cores_of_each_rank_and_threads_fill_them() -> None:
@@ -108,15 +109,22 @@ def test_a_plan_shows_the_cores_of_each_rank_and_threads_fill_them() -> None:
     assert [rank.binding for rank in planned.ranks()] == list(planned.bindings)
     assert planned.environment["OMP_NUM_THREADS"] == "4"
     assert "    bound to CPUs 0-3,8-11 (4 cores of NUMA node 0)" in str(planned)
-    assert any("as many as its cores" in note for note in planned.notes)
+    assert any("the fewest cores that one has" in note for note in planned.notes)
 
 
 def test_threads_that_were_asked_for_stay() -> None:
-    processors = machine(4, 4)
+    topology = machine(4, 4)
     asked = LaunchSettings(num_processes=2, bind="auto", threads_per_process=3)
-    assert plan(asked, processors).environment["OMP_NUM_THREADS"] == "3"
-    inherited = plan(LaunchSettings(num_processes=2, bind="auto"), processors, omp_num_threads="5")
+    assert plan(asked, topology).environment["OMP_NUM_THREADS"] == "3"
+    inherited = plan(LaunchSettings(num_processes=2, bind="auto"), topology, omp_num_threads="5")
     assert "OMP_NUM_THREADS" not in inherited.environment
+
+
+def test_threads_keep_to_the_quota_of_a_container() -> None:
+    topology = replace(machine(4, 4), quota=4.5)
+    planned = plan(LaunchSettings(num_processes=2, bind="auto"), topology)
+    assert planned.environment["OMP_NUM_THREADS"] == "2"
+    assert any("quota" in note for note in planned.notes)
 
 
 def test_what_cannot_be_near_is_said() -> None:
@@ -124,12 +132,12 @@ def test_what_cannot_be_near_is_said() -> None:
     unknown = plan(LaunchSettings(bind="auto"), machine(4, 4, device_nodes=(None,) * 4), **four)
     assert any("does not tell near which cores" in note for note in unknown.notes)
     lone = plan(LaunchSettings(bind="auto"), machine(4, 3, device_nodes=(0,) * 4), **four)
-    assert any("no rank has a device on NUMA node 1, whose 3 cores" in note for note in lone.notes)
+    assert any("no rank is near NUMA node 1, whose 3 cores" in note for note in lone.notes)
     crowded = plan(LaunchSettings(bind="auto", num_processes=3), machine(2))
     assert any("3 ranks share 2 cores" in note for note in crowded.notes)
 
 
-def task(processors: Processors) -> LaunchPlan:
+def task(topology: CpuTopology) -> LaunchPlan:
     """Return the plan of the second of two tasks of a job, one for each rank."""
     placement = JobPlacement(
         cluster="slurm",
@@ -143,13 +151,13 @@ def task(processors: Processors) -> LaunchPlan:
         master_addr="here",
         master_port=29500,
     )
-    host = Host(processors=processors)
+    host = Host(cpu_topology=topology)
     return plan_launch(LaunchSettings(bind="auto"), TARGET, host, placement=placement)
 
 
 def test_a_task_takes_its_part_of_the_cores_unless_its_cluster_gave_it_one() -> None:
     (rank,) = task(machine(4)).ranks()
     assert rank.binding == CoreBinding(cpus=(2, 3, 6, 7), num_cores=2, numa_nodes=(0,))
-    bound = task(Processors(cores=machine(2).cores, is_share=True))
+    bound = task(CpuTopology(cores=machine(2).cores, is_bound=True))
     assert bound.bindings == ()
-    assert any("slurm has bound each task to cores already" in note for note in bound.notes)
+    assert any("slurm lets this task use 2 cores of the machine" in note for note in bound.notes)

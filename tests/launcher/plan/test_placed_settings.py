@@ -89,6 +89,8 @@ def test_a_task_that_is_bound_to_one_accelerator_uses_the_first_it_sees() -> Non
         (slurm_job()[0], {"master_addr": "n2"}, r"master_addr=n2 \(--master-addr .* has n1 .*MASTER_ADDR"),
         (slurm_job((2, 2))[0], {"num_processes": "8"}, r"num_processes=8 .* has 4 \(SLURM_STEP_NUM_TASKS\)"),
         (slurm_job((2, 2))[0], {"processes_per_node": "4"}, r"processes_per_node=4 .* 2 \(SLURM_STEP_TASKS_PER"),
+        (slurm_job((2, 2))[0], {"preload": "torch"}, r"preload=torch .* has started one task per rank"),
+        (slurm_job((2, 2))[0], {"tail": "5"}, r"tail=5 .* has started one task per rank"),
         (slurm_job((2, 2))[0], {"log_dir": "logs"}, r"log_dir=logs .* has started one task per rank, SLURM_STEP"),
     ],
 )  # fmt: skip

@@ -311,7 +311,9 @@ def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("meeting", [("static",), ("c10d", "--rdzv-id", "both")])
+@pytest.mark.parametrize(
+    "meeting", [("c10d", "--rdzv-id", "both"), pytest.param(("static",), marks=pytest.mark.slow)]
+)
 def test_two_nodes_meet(started_with_torch: Callable, script: Callable, meeting: tuple[str, ...]) -> None:
     script(
         "import os\n"

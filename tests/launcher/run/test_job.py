@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster_jobs import hydra_job, slurm_job
-from drivetrain_launcher import LaunchError, LaunchPlan, LaunchTarget
+from drivetrain_launcher import Host, LaunchError, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
 from drivetrain_launcher.clusters.slurm_placement import slurm_placement
 from drivetrain_launcher.run.job import check_address, may_requeue, requeue_after
 from processes import free_port
@@ -123,14 +123,22 @@ def test_a_host_that_does_not_resolve_is_named_with_its_variable() -> None:
     assert plan.placement is not None
     why = r"node 0 is no-such-host.invalid, read from SLURM_STEP_NODELIST, but this node \(.*\) finds no address"
     with pytest.raises(LaunchError, match=why):
-        check_address(plan, plan.placement)
+        check_address(plan)
+
+
+def test_a_host_that_does_not_resolve_is_named_outside_a_job_too() -> None:
+    settings = LaunchSettings(num_nodes=2, node_rank=1, master_addr="no-such-host.invalid")
+    plan = plan_launch(settings, LaunchTarget(name="train.py"), Host())
+    why = r"node 0 is no-such-host.invalid, but .* finds no address.*or say --master-addr with an address of node 0"
+    with pytest.raises(LaunchError, match=why):
+        check_address(plan)
 
 
 def test_node_0_says_if_its_address_is_another_machines(capsys: pytest.CaptureFixture[str]) -> None:
     for address, is_said in (("192.0.2.77", True), ("127.0.0.1", False)):
         plan = plan_of(slurm_job(MASTER_ADDR=address)[0])
         assert plan.placement is not None
-        check_address(plan, plan.placement)
+        check_address(plan)
         assert (
             f"node 0 is {address}, read from MASTER_ADDR, but this machine" in capsys.readouterr().err
         ) == is_said

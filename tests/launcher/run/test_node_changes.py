@@ -269,6 +269,7 @@ def test_the_exit_code_of_a_rank_that_fails_is_that_of_every_launcher(
     assert "rank 1 (local rank 0, process" in outputs[1]
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may(
     started_with_torch: Callable, script: Callable, tmp_path: Path
 ) -> None:

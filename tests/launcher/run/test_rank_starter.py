@@ -22,8 +22,11 @@ def test_a_rank_starts_on_its_cores_and_the_launcher_keeps_its_own() -> None:
         tells = "import os; print(*os.sched_getaffinity(0))"
         return subprocess.Popen([sys.executable, "-ISc", tells], stdout=subprocess.PIPE, text=True)
 
+    starter = RankStarter(
+        plan, None, lambda pids: pytest.fail(f"fresh ranks {pids} are found by their variables")
+    )
     for local_rank, expected in enumerate((cores[-1], cores[0])):
-        process = RankStarter(plan, None).start(local_rank, {}, (None, None), start_fresh)
+        process = starter.start(local_rank, {}, (None, None), start_fresh)
         assert isinstance(process, subprocess.Popen)
         assert process.communicate(timeout=60)[0] == f"{expected}\n"
     assert sorted(os.sched_getaffinity(0)) == cores

@@ -7,8 +7,10 @@ Imported only when processes are started under the agent, since it imports the p
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from inspect import signature
+from signal import Signals
 from subprocess import Popen
 from typing import IO, Any, Protocol, cast
 
@@ -39,8 +41,8 @@ class StartRank(Protocol):
 
         Args:
             local_rank: The local rank.
-            environment: Its environment variables, all of them.
-            outputs: Its stdout and stderr; None for those of the launcher.
+            environment: The environment variables of the rank, all of them.
+            outputs: The files for stdout and stderr; None for those of the launcher.
             start_fresh: The function that starts it as torch does.
 
         Returns:
@@ -51,7 +53,7 @@ class StartRank(Protocol):
 
 @contextmanager
 def ranks_started_by(start: StartRank) -> Generator[None]:
-    """Within the block, have torch's agent start ranks by a function: it has no setting for that."""
+    """Have torch's agent start ranks by a function within the block: it has no setting for that."""
     torchs = api.get_subprocess_handler
 
     def handler(*, local_rank_id: int, **kwargs: Any) -> SubprocessHandler:
@@ -59,7 +61,13 @@ def ranks_started_by(start: StartRank) -> Generator[None]:
             def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "Popen[Any]":
                 popen = super()._popen
                 outputs = (cast("IO[Any] | None", self._stdout), cast("IO[Any] | None", self._stderr))
-                return cast("Popen[Any]", start(local_rank_id, env, outputs, lambda: popen(args, env)))
+                fresh = partial(popen, args, env)
+                return cast("Popen[Any]", start(local_rank_id, env, outputs, fresh))
+
+            def close(self, death_sig: Signals | None = None) -> None:
+                # torch asks for the exit code before, and the rank may end between.
+                with suppress(ProcessLookupError):
+                    super().close(death_sig)
 
         return Handler(local_rank_id=local_rank_id, **kwargs)
 

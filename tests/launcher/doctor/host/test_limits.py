@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from drivetrain_launcher.doctor.host.control_groups import GroupLimits
 from drivetrain_launcher.doctor.host.limits import LimitMeasurement, judge_limits, measure_limits
 from drivetrain_launcher.doctor.question import Inquiry
+from drivetrain_launcher.plan.control_groups import GroupLimits
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits are Unix's")
 

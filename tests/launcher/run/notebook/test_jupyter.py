@@ -167,6 +167,7 @@ debug_launcher(train)
     assert cell.stderr.count("[rank 1]") == 2
 
 
+@pytest.mark.slow
 def test_figures_of_rank_0_are_shown_in_the_cell(notebook: Any) -> None:
     pytest.importorskip("matplotlib_inline")
     pytest.importorskip("matplotlib")

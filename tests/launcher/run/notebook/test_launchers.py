@@ -109,6 +109,7 @@ print(debug_launcher(len, ("four",)), notebook_launcher(len, ("three",), num_pro
     assert done.stdout == "ValueError('boom') 0\n[4, 4] [5, 5]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_of_a_function_end_when_their_parent_is_killed(
     started_with_torch: Callable, script: Callable
 ) -> None:

@@ -85,6 +85,7 @@ def test_bars_of_rank_0_stay_whole_on_a_terminal_while_other_ranks_print(
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_terminal_without_colours_or_moves_gets_neither(
     python: str, script: Callable, tmp_path: Path, users_environment: Callable
 ) -> None:

@@ -142,7 +142,7 @@ class Attempt:
             restart_count=self._number,
             devices=devices,
         )
-        return {**self._job.environment, **_rendezvous(self._job, rank, address, port), **place}
+        return {**self._job.environment, **place}
 
     def _drain(self, deadline: float) -> None:
         """Write the output of all nodes until they end; tell them to stop at the deadline, or once one has failed."""
@@ -220,17 +220,6 @@ class Attempt:
             ray.kill(node)
         if self._group is not None:
             remove_placement_group(self._group)
-
-
-def _rendezvous(job: RayJob, rank: int, address: str, port: int) -> dict[str, str]:
-    """Return the settings with which the launchers of several nodes meet."""
-    if job.num_nodes == 1:
-        return {}
-    # With c10d the nodes agree on their ranks, and need the name of the run instead.
-    is_c10d = "--rdzv-backend=c10d" in job.command
-    said = {"RDZV_ID": job.job_id} if is_c10d else {"NODE_RANK": str(rank)}
-    said |= {"NUM_NODES": str(job.num_nodes), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    return {f"DRIVETRAIN_LAUNCH__{field}": value for field, value in said.items()}
 
 
 def _strategy(job: RayJob) -> str:

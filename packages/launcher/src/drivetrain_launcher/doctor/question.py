@@ -1,12 +1,11 @@
 """The question to the doctor: the run that would start, as launch's settings or a cluster's job describe it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import Host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
@@ -62,7 +61,7 @@ def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **
     """Return the question for the doctor from launch's settings, or from the job that this process belongs to.
 
     Args:
-        settings: The `launch` section.
+        settings: The `launch` section, with what the job states.
         host: The description of this host.
         placement: The place of this process in a cluster's job; None outside any.
         wishes: The attributes of the question that neither of them states.
@@ -70,16 +69,7 @@ def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **
     Raises:
         LaunchError: The settings describe no possible launch, as `drivetrain launch` would say.
     """
-    if placement is not None:
-        try:
-            settings = _placed(settings, placement)
-        except LaunchError:
-            raise
-        except ValueError as contradiction:
-            raise LaunchError(
-                f"in the {placement.cluster} job {placement.job_id}: {contradiction}"
-            ) from contradiction
-    plan = plan_launch(settings, LaunchTarget(name="doctor"), host)
+    plan = plan_launch(settings, LaunchTarget(name="doctor"), host, placement=placement)
     return Inquiry(
         num_nodes=plan.num_nodes if plan.num_nodes > 1 else settings.num_nodes,
         node_rank=plan.node_rank,
@@ -90,27 +80,4 @@ def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **
         accelerator=host.accelerator,
         is_idle=placement is not None and placement.local_task > 0,
         **wishes,
-    )
-
-
-def _placed(settings: LaunchSettings, placement: JobPlacement) -> LaunchSettings:
-    """Return the settings with what the cluster states, which must not contradict what the user states."""
-    if settings.num_nodes not in (1, placement.num_nodes):
-        where = placement.sources.get("num_nodes", placement.cluster)
-        raise LaunchError(
-            f"--num-nodes {settings.num_nodes}: the {placement.cluster} job {placement.job_id} has "
-            f"{placement.num_nodes} nodes (from {where}); leave it out"
-        )
-    count = placement.tasks_per_node if placement.is_one_task_per_rank else settings.processes_per_node
-    if placement.num_nodes == 1:
-        return settings if count is None else replace(settings, num_processes=None, processes_per_node=count)
-    return replace(
-        settings,
-        num_processes=None if placement.is_one_task_per_rank else settings.num_processes,
-        processes_per_node=count,
-        num_nodes=placement.num_nodes,
-        node_rank=placement.node_rank,
-        master_addr=settings.master_addr or placement.master_addr,
-        master_port=settings.master_port or placement.master_port,
-        rdzv_backend="static",
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from drivetrain_launcher.plan.processors import Core, Processors, format_cpu_list
+from drivetrain_launcher.plan.cpu_topology import Core, CpuTopology, format_cpu_list
 
 _Item = TypeVar("_Item")
 
@@ -34,24 +34,24 @@ class CoreBinding:
         return f"CPUs {format_cpu_list(self.cpus)} ({cores} of {nodes}{near})"
 
 
-def plan_bindings(processors: Processors, num_ranks: int) -> tuple[CoreBinding, ...]:
+def plan_bindings(topology: CpuTopology, num_ranks: int) -> tuple[CoreBinding, ...]:
     """Give each rank cores of its own on the NUMA node of its accelerator.
 
-    The ranks of a node divide its cores into equal runs of neighbours, the first ranks take what remains. Ranks whose
-    accelerator's node is unknown, or has no usable core, and ranks on the CPU go where a rank would have most cores.
-    Where a node has fewer cores than ranks, ranks share cores.
+    The ranks of a node divide its cores into equal runs of neighbours. Other ranks,
+    on the CPU or with an accelerator whose node is unknown or has no usable core, first go to nodes without any rank,
+    then to the node where a rank has most cores. Ranks share cores where a node has fewer than ranks.
 
     Args:
-        processors: The usable cores and the nodes of the accelerators, of which rank i has the i-th.
+        topology: The usable cores and the nodes of the accelerators, of which rank i has the i-th.
         num_ranks: The number of ranks on this host.
 
     Returns:
         The binding of each rank, by local rank.
     """
     by_node: dict[int, list[Core]] = {}
-    for core in processors.cores:
+    for core in topology.cores:
         by_node.setdefault(core.numa_node, []).append(core)
-    near = [_near_node(processors, rank, by_node) for rank in range(num_ranks)]
+    near = [_near_node(topology, rank, by_node) for rank in range(num_ranks)]
     if num_ranks < len(by_node) and not any(node is not None for node in near):
         # Fewer ranks than nodes: each rank takes whole nodes.
         return tuple(
@@ -66,16 +66,16 @@ def plan_bindings(processors: Processors, num_ranks: int) -> tuple[CoreBinding, 
     return tuple(bindings[rank] for rank in range(num_ranks))
 
 
-def unused_cores(processors: Processors, bindings: Sequence[CoreBinding]) -> dict[int, int]:
+def unused_cores(topology: CpuTopology, bindings: Sequence[CoreBinding]) -> dict[int, int]:
     """Return the number of usable cores without a rank, by NUMA node; empty if every core has one."""
     used = {cpu for binding in bindings for cpu in binding.cpus}
-    return dict(Counter(core.numa_node for core in processors.cores if used.isdisjoint(core.cpus)))
+    return dict(Counter(core.numa_node for core in topology.cores if used.isdisjoint(core.cpus)))
 
 
-def _near_node(processors: Processors, rank: int, usable: dict[int, list[Core]]) -> int | None:
-    if rank >= len(processors.device_nodes):
+def _near_node(topology: CpuTopology, rank: int, usable: dict[int, list[Core]]) -> int | None:
+    if rank >= len(topology.device_nodes):
         return None
-    node = processors.device_nodes[rank]
+    node = topology.device_nodes[rank]
     return node if node in usable else None
 
 
@@ -83,8 +83,8 @@ def _assign_nodes(near: Sequence[int | None], num_cores: dict[int, int]) -> dict
     """Return the ranks of each node, in order."""
     counts = Counter(node for node in near if node is not None)
     for _ in range(near.count(None)):
-        # The first of the nodes where one more rank would have most cores.
-        counts[max(num_cores, key=lambda node: num_cores[node] / (counts[node] + 1))] += 1
+        # A node without a rank, else the one where one more rank would have most cores.
+        counts[max(num_cores, key=lambda node: (not counts[node], num_cores[node] / (counts[node] + 1)))] += 1
     placed: dict[int, list[int]] = {node: [] for node in num_cores if counts[node]}
     for rank, node in enumerate(near):
         if node is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drivetrain_config import environ
-from drivetrain_launcher.plan.processors import Processors
+from drivetrain_launcher.plan.cpu_topology import CpuTopology
 
 # Drivers' files in /dev: NVIDIA (dxg in WSL), AMD, DRI (Intel and others), Google and Habana, Huawei, Cambricon.
 _DEVICE_NODES = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon_dev*")
@@ -20,7 +20,7 @@ class Host:
         visible_devices: The value of the variable that restricts them, such as CUDA_VISIBLE_DEVICES; None if unset.
         omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
         has_ranks: Whether another launcher has set the rank of this process.
-        processors: The cores to bind ranks to; None to bind none.
+        cpu_topology: The cores to bind ranks to; None to bind none.
     """
 
     accelerator: str | None = None
@@ -28,7 +28,7 @@ class Host:
     visible_devices: str | None = None
     omp_num_threads: str | None = None
     has_ranks: bool = False
-    processors: Processors | None = None
+    cpu_topology: CpuTopology | None = None
 
 
 # The environment variable that restricts the devices visible to a process, by kind.

@@ -201,7 +201,7 @@ class LaunchPlan:
             lines.append(
                 f"rendezvous: {self.rdzv_backend} at {self.master_addr}:{port}, run {self.rdzv_id!r}"
             )
-        if self.preload:
+        if self.preload and self.mode == "elastic":
             lines.append(f"ranks are forked off a process that imports {', '.join(self.preload)}")
         for plan in self.ranks():
             lines.append(f"rank {plan.rank}: {' '.join(plan.command)}")

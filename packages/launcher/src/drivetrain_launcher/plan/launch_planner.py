@@ -40,15 +40,9 @@ def plan_launch(
     environment |= _visible(settings, host)
     bindings, binding_notes = _bindings(host, count, task)
     notes += binding_notes
-    threads = _threads(settings, host, count, bindings)
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = threads
-        if settings.threads_per_process is None:
-            why = "as many as its cores" if bindings else "so that they do not crowd the CPU"
-            notes += (
-                f"OMP_NUM_THREADS={threads} for each of {count} processes, {why}; "
-                "--threads-per-process sets another number",
-            )
+    threads, thread_notes = _threads(settings, host, count, bindings)
+    environment |= threads
+    notes += thread_notes
     notes += _preload_notes(settings, target, count)
     _check_shown(settings, count * settings.num_nodes)
     plan = LaunchPlan(
@@ -194,22 +188,22 @@ def _bindings(
     host: Host, count: int, task: JobPlacement | None
 ) -> tuple[tuple[CoreBinding, ...], tuple[str, ...]]:
     """Return the cores of each rank of this node, by local rank, and notes; none unless cores are to be bound."""
-    if host.processors is None:
+    if host.cpu_topology is None:
         return (), ()
-    if task is not None and host.processors.is_share:
-        bound = f"{task.cluster} has bound each task to cores already, and these stay"
-        return (), (f"--bind auto: {bound}",)
-    processors = host.processors
-    if len(processors.device_nodes) < count:  # each task of a cluster sees its own device alone
-        processors = replace(processors, device_nodes=())
-    bindings = plan_bindings(processors, count)
-    notes: list[str] = []
-    if count > len(host.processors.cores):
-        notes.append(f"--bind auto: {count} ranks share {len(host.processors.cores)} cores")
-    for node, num_cores in unused_cores(host.processors, bindings).items():
-        notes.append(
-            f"--bind auto: no rank has a device on NUMA node {node}, whose {num_cores} cores stay unused"
+    if task is not None and host.cpu_topology.is_bound:
+        num_cores = len(host.cpu_topology.cores)
+        return (), (
+            f"--bind auto: {task.cluster} lets this task use {num_cores} cores of the machine; it keeps them",
         )
+    topology = host.cpu_topology
+    if len(topology.device_nodes) < count:  # each task of a cluster sees its own device alone
+        topology = replace(topology, device_nodes=())
+    bindings = plan_bindings(topology, count)
+    notes: list[str] = []
+    if count > len(host.cpu_topology.cores):
+        notes.append(f"--bind auto: {count} ranks share {len(host.cpu_topology.cores)} cores")
+    for node, num_cores in unused_cores(host.cpu_topology, bindings).items():
+        notes.append(f"--bind auto: no rank is near NUMA node {node}, whose {num_cores} cores stay unused")
     if host.accelerator is not None and not all(binding.is_near_device for binding in bindings):
         notes.append(
             f"--bind auto: the system does not tell near which cores each {host.accelerator} device is; the cores "
@@ -220,14 +214,22 @@ def _bindings(
 
 def _threads(
     settings: LaunchSettings, host: Host, count: int, bindings: tuple[CoreBinding, ...]
-) -> str | None:
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the variable with the number of threads of each rank, if it is to be set; a note if nobody said it."""
     if settings.threads_per_process is not None:
-        return str(settings.threads_per_process)
-    if host.omp_num_threads is not None:
-        return None
-    if bindings:
-        return str(min(binding.num_cores for binding in bindings))
-    return "1" if count > 1 else None
+        return {"OMP_NUM_THREADS": str(settings.threads_per_process)}, ()
+    if host.omp_num_threads is not None or (count == 1 and not bindings):
+        return {}, ()
+    threads, why = 1, "so that they do not crowd the CPU"
+    if bindings and host.cpu_topology is not None:
+        threads, why = min(binding.num_cores for binding in bindings), "the fewest cores that one has"
+        if host.cpu_topology.quota is not None and host.cpu_topology.quota < threads * count:
+            threads, why = max(1, int(host.cpu_topology.quota / count)), "as the control group's quota allows"
+    note = (
+        f"OMP_NUM_THREADS={threads} for each of {count} processes, {why}; "
+        "--threads-per-process sets another number"
+    )
+    return {"OMP_NUM_THREADS": str(threads)}, (note,)
 
 
 def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:

@@ -140,9 +140,9 @@ def _check_address(said: Said, place: JobPlacement) -> None:
 
 def _check_per_rank(said: Said, place: JobPlacement) -> None:
     """Refuse what needs a launcher that starts ranks, where the cluster has started each of them."""
-    for name in ("max_restarts", "log_dir", "devices"):
+    for name in ("max_restarts", "log_dir", "devices", "preload", "show_ranks", "tail", "prefix"):
         entry = _said(said, name)
-        if entry is not None and str(entry.value) not in ("0", "", "()"):
+        if entry is not None and str(entry.value) not in ("0", "", "()", "others", "none"):
             raise LaunchError(
                 f"{_SECTION}.{name}={entry.value} ({entry.source}): {place.cluster} has started one task per rank, "
                 f"{place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no "

@@ -82,7 +82,10 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
         ):
             with _kept(plan) as (keeper, streams):
                 return _run(
-                    plan, WorkerLogs(plan, Path(scratch), streams), keeper, RankStarter(plan, preloader)
+                    plan,
+                    WorkerLogs(plan, Path(scratch), streams),
+                    keeper,
+                    RankStarter(plan, preloader, keeper.set_ranks),
                 )
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}; no rank is left")
@@ -208,8 +211,13 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root, self._has_told = None, False
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
-        with ranks_started_by(self._starter.start):
-            pids = start(worker_group)
+        self._starter.begin_attempt()
+        try:
+            with ranks_started_by(self._starter.start):
+                pids = start(worker_group)
+        except BaseException:  # torch knows none of them yet
+            kill_sessions(self._starter.pids)
+            raise
         self._keeper.set_ranks(list(pids.values()))
         # torch installs its own signal handlers when it starts processes, so replace them afterwards.
         self._signals.take_over()

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from threading import Event
 
 
-def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
-    """Check that node 0's name has an address, and warn on node 0 if it is not this machine's.
+def check_address(plan: LaunchPlan) -> None:
+    """Check that node 0's name has an address, and warn in a job, on node 0, if it is not this machine's.
 
     Raises:
         LaunchError: The name does not resolve; the message says what it was read from.
@@ -23,17 +23,21 @@ def check_address(plan: LaunchPlan, place: JobPlacement) -> None:
         return
     import socket  # takes tens of milliseconds
 
-    host = plan.master_addr
-    told = host if host != place.master_addr else f"{host}, read from {place.source('master_addr')}"
+    host, place = plan.master_addr, plan.placement
+    told, remedy = host, "or say --master-addr with an address of node 0"
+    if place is not None:
+        remedy = "or export MASTER_ADDR in the job with an address of node 0"
+        if host == place.master_addr:
+            told = f"{host}, read from {place.source('master_addr')}"
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
             f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
-            f"({error}): mend the "
-            "name's entry in DNS or /etc/hosts, or export MASTER_ADDR in the job with an address of node 0"
+            f"({error}): mend the name's entry in DNS or /etc/hosts, {remedy}"
         ) from None
-    if place.task_rank == 0 and not any(_is_own(family, str(address[0])) for family, *_, address in found):
+    is_first = place is not None and place.task_rank == 0
+    if is_first and not any(_is_own(family, str(address[0])) for family, *_, address in found):
         say(
             f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
             "it, export MASTER_ADDR in the job with an address of this machine"

@@ -17,13 +17,14 @@ _LOOK_INTERVAL_SECONDS = 1.0
 _STOP_SECONDS = 30.0
 
 
-def watch_launcher(launcher: int) -> None:
+def watch_launcher(launcher: int, *, parent: int) -> None:
     """Start a thread that ends this process once its launcher has died.
 
     Args:
-        launcher: The process id of the launcher, which started this process or the one that it was forked off.
+        launcher: The process id of the launcher.
+        parent: The process id of the launcher, or of the process that this one was forked off.
     """
-    Thread(target=_stop_with, args=(launcher, os.getppid()), name="launcher watch", daemon=True).start()
+    Thread(target=_stop_with, args=(launcher, parent), name="launcher watch", daemon=True).start()
 
 
 def _stop_with(launcher: int, parent: int) -> None:

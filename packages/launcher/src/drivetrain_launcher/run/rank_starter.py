@@ -17,11 +17,23 @@ class RankStarter:
     Args:
         plan: The plan of the launch.
         preloader: The process that ranks are forked off; None for fresh interpreters.
+        tell: The function that is told the process ids of the ranks of this attempt, after each that starts.
+
+    Attributes:
+        pids: The process ids of the ranks that were started in this attempt.
     """
 
-    def __init__(self, plan: LaunchPlan, preloader: Preloader | None) -> None:
+    def __init__(
+        self, plan: LaunchPlan, preloader: Preloader | None, tell: Callable[[Sequence[int]], None]
+    ) -> None:
+        self.pids: list[int] = []
         self._plan = plan
         self._preloader = preloader
+        self._tell = tell
+
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the attempt before."""
+        self.pids = []
 
     def start(
         self,
@@ -32,10 +44,16 @@ class RankStarter:
     ) -> "Popen[Any] | ForkedRank":
         """Start a rank; see `compat.StartRank`."""
         cpus = self._plan.bindings[local_rank].cpus if self._plan.bindings else ()
-        if self._preloader is not None:
-            return self._preloader.start_rank(environment, cpus=cpus, outputs=outputs)
-        with bound_to(cpus):
-            return start_fresh()
+        if self._preloader is None:
+            with bound_to(cpus):
+                rank = start_fresh()
+            self.pids.append(rank.pid)
+            return rank
+        rank = self._preloader.start_rank(environment, cpus=cpus, outputs=outputs)
+        self.pids.append(rank.pid)
+        # The keeper finds fresh ranks by their first environment; that of a forked one is its parent's.
+        self._tell(self.pids)
+        return rank
 
 
 @contextmanager

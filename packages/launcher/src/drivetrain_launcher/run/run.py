@@ -29,8 +29,7 @@ def run_plan(plan: LaunchPlan) -> int:
     if plan.placement is None or plan.placement.task_rank == 0:
         for note in plan.notes:
             say(note)
-    if plan.placement is not None:
-        check_address(plan, plan.placement)
+    check_address(plan)
     if plan.mode == "elastic":
         code = _run_under_agent(plan)
         return requeue_after(code, plan)

@@ -23,7 +23,7 @@ def main() -> None:
     if sys.argv[1].startswith(PRELOAD_FLAG):
         _run_forked(sys.argv.pop(1).removeprefix(PRELOAD_FLAG))
     else:
-        _run(launcher=os.getppid())
+        _run(launcher=os.getppid(), parent=os.getppid())
 
 
 def _run_forked(order: str) -> None:
@@ -31,27 +31,34 @@ def _run_forked(order: str) -> None:
     import socket
 
     from drivetrain_config import environ
-    from drivetrain_launcher.run.preload.preload_process import serve, take_place
+    from drivetrain_launcher.run.preload.preload_process import become_rank, serve
 
     launcher = os.getppid()
     number, _, modules = order.partition(":")
-    folder = os.getcwd() if sys.argv[1] == "-m" else os.path.dirname(os.path.realpath(sys.argv[1]))
-    rank = serve(socket.socket(fileno=int(number)), modules.split(","), folder)
-    take_place(rank)
+    if not sys.flags.safe_path:  # modules beside the script are found, as the script will find them
+        sys.path[0] = os.getcwd() if sys.argv[1] == "-m" else os.path.dirname(os.path.realpath(sys.argv[1]))
+    rank = serve(socket.socket(fileno=int(number)), modules.split(","))
+    become_rank(rank)
     environ.replace(rank.environment)
-    _run(launcher=launcher)
+    _run(launcher=launcher, parent=rank.parent)
 
 
-def _run(*, launcher: int) -> None:
+def _run(*, launcher: int, parent: int) -> None:
+    """Run the target as the main program.
+
+    Args:
+        launcher: The process id of the launcher.
+        parent: The process id of the launcher, or of the process that this one was forked off.
+    """
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
     if isinstance(sys.stdout, TextIOWrapper):
         # Flush promptly, as with python -u, but in whole lines, so that lines of different ranks do not mix.
         sys.stdout.reconfigure(line_buffering=True)
-    recorder = ErrorRecorder()
+    recorder = ErrorRecorder(parent)
     sys.excepthook = recorder.hook
     faulthandler.enable()
-    watch_launcher(launcher)
+    watch_launcher(launcher, parent=parent)
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
     except KeyboardInterrupt:
@@ -63,8 +70,8 @@ def _run(*, launcher: int) -> None:
 class ErrorRecorder:
     """A recorder of a rank's exception, in the file that the agent reads for the launcher to show."""
 
-    def __init__(self) -> None:
-        self._parent = os.getppid()
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
         self._rank = os.getpid()
         self._was_reached = False
 

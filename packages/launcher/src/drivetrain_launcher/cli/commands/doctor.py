@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_config import Layers, environ
-from drivetrain_launcher.cli.commands.launch import resolve_said
-from drivetrain_launcher.clusters.registry import find_placement
+from drivetrain_launcher.cli.commands.launch import find_place, resolve_said
 from drivetrain_launcher.doctor.examine import Examination, examine
 from drivetrain_launcher.doctor.question import ask
 from drivetrain_launcher.doctor.report.as_json import as_json
@@ -16,6 +15,7 @@ from drivetrain_launcher.doctor.report.step_display import StepDisplay
 from drivetrain_launcher.doctor.report.table import table
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.host_detection import detect_host
+from drivetrain_launcher.plan.placed_settings import place_layers
 
 _LONGEST_LINE = 120
 
@@ -55,15 +55,16 @@ class DoctorArguments:
 
 def run(arguments: DoctorArguments) -> int:
     """Find what would break a run, on this host or on all; the flags of launch say which run is meant."""
-    settings = resolve_said(arguments.layers)
-    environment = environ.child_environment()
+    placement = find_place(arguments.layers)
+    layers = arguments.layers if placement is None else place_layers(arguments.layers, placement)
+    settings = resolve_said(layers)
     wants_cpu = "run" in settings and settings["run"].cpu
     batch = arguments.batch_megabytes
     question = ask(
         settings["launch"],
         detect_host("cpu" if wants_cpu else settings["state"].device),
-        find_placement(environment),
-        environment=environment,
+        placement,
+        environment=environ.child_environment(),
         folder=arguments.folder,
         num_workers=arguments.num_workers,
         batch_bytes=None if batch is None else round(batch * 1e6),

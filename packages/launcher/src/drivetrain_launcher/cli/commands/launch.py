@@ -13,11 +13,11 @@ from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology
 from drivetrain_launcher.plan.host_detection import Host, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
-from drivetrain_launcher.plan.processors import detect_processors
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
@@ -137,8 +137,8 @@ def _host(launch: LaunchSettings, device: str) -> Host:
     if launch.bind == "none":
         return host
     visible = [str(each) for each in launch.devices] or (host.visible_devices or "").split(",")
-    processors = detect_processors(host.accelerator, visible=[each for each in visible if each])
-    return replace(host, processors=processors)
+    topology = detect_cpu_topology(host.accelerator, visible=[each for each in visible if each])
+    return replace(host, cpu_topology=topology)
 
 
 def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_launcher.doctor.host.control_groups import GroupLimits, read_group_limits
 from drivetrain_launcher.doctor.question import Inquiry
+from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
 
 # A rank opens its libraries, its output and its sockets; with workers also a file for each tensor in flight.
 _FILES_OF_A_RANK = 256

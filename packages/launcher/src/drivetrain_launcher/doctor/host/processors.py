@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, warning
-from drivetrain_launcher.doctor.host.control_groups import read_group_limits
 from drivetrain_launcher.doctor.question import Inquiry
+from drivetrain_launcher.plan.control_groups import read_group_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

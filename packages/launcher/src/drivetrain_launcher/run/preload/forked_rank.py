@@ -18,7 +18,7 @@ class ForkedRank:
 
     Attributes:
         pid: The id of its process.
-        returncode: Its exit code, negative for the signal that ended it; None while it is not known to have ended.
+        returncode: The exit code, negative for the signal that ended it; None while it is not known to have ended.
     """
 
     def __init__(self, pid: int, look: Callable[[float | None], None]) -> None:

@@ -1,7 +1,8 @@
 """The process that ranks are forked off: imports modules, then forks a rank for each order of the launcher.
 
-It runs the same command as a rank, and starts no thread and no accelerator, of which a fork would have only a part.
-Each rank leads a session of its own, and has the variables, the outputs and the cores of its order.
+It runs the same command as a rank, and has no thread and no open accelerator, of which a fork would have only a part.
+Each rank leads a session of its own, and has the variables, the outputs and the cores of its order. A rank that has
+ended stays a zombie until the launcher knows of it: its id goes to no other process that the launcher could then hit.
 """
 
 import gc
@@ -9,79 +10,61 @@ import os
 import select
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from drivetrain_launcher.run.process_link import ProcessLink
+
+# Files that are open once CUDA, ROCm or another runtime of accelerators works in a process.
+_DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/davinci")
+_THREAD_END_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """What the launcher says of a rank.
+    """The order of a rank.
 
     Attributes:
-        environment: Its environment variables, all of them.
+        parent: The id of the process that it was forked off.
+        environment: The environment variables of the rank, all of them.
         cpus: The CPUs to bind it to; empty for any.
         outputs: The file descriptors of its stdout and stderr; None for those of the launcher.
     """
 
+    parent: int
     environment: Mapping[str, str]
     cpus: Sequence[int]
     outputs: Sequence[int | None]
 
 
-def serve(connection: socket.socket, modules: Sequence[str], folder: str) -> RankOrder:
+def serve(connection: socket.socket, modules: Sequence[str]) -> RankOrder:
     """Import modules and fork ranks until the launcher ends.
 
     Args:
         connection: The connection to the launcher.
         modules: The names of the modules.
-        folder: The folder from which the ranks' program imports first.
 
     Returns:
         The order of a rank, in that rank. In the process itself the call never returns.
     """
-    link = ProcessLink(connection)
-    link.send("ready", refusal=_import(modules, folder))
-    # What is imported stays: no rank's collector then touches, and thereby copies, its pages.
-    gc.collect()
-    gc.freeze()
-    handles: dict[int, int] = {}
-    while True:
-        readable, _, _ = select.select([connection, *handles], [], [])
-        for handle in handles.keys() & {*readable}:
-            pid, status = os.waitpid(handles.pop(handle), 0)
-            os.close(handle)
-            link.send("ended", pid=pid, exit_code=os.waitstatus_to_exitcode(status))
-        if connection not in readable:
-            continue
-        messages = link.receive()
-        if messages is None:  # the launcher has ended or died; its keeper knows the ranks
-            os._exit(0)
-        for message in messages:
-            files = [link.take_file() if has_file else None for has_file in message["outputs"]]
-            if (pid := os.fork()) == 0:
-                connection.close()
-                for handle in handles:
-                    os.close(handle)
-                return RankOrder(environment=message["environment"], cpus=message["cpus"], outputs=files)
-            handles[os.pidfd_open(pid)] = pid
-            for file in {*files} - {None}:
-                os.close(file)
-            link.send("started", pid=pid)
+    try:
+        return _Parent(connection).serve(modules)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the launcher has died; its keeper knows the ranks
 
 
-def take_place(order: RankOrder) -> None:
+def become_rank(order: RankOrder) -> None:
     """Make this process, which was just forked, the one that the order describes, but for its environment."""
-    os.setsid()
     if order.cpus:
         os.sched_setaffinity(0, order.cpus)
     for number, file in enumerate(order.outputs, start=1):
         if file is not None:
             os.dup2(file, number)
-    for file in {*order.outputs} - {None}:
+    for file in {file for file in order.outputs if file is not None}:
         os.close(file)
     if "numpy" in sys.modules:
         # All ranks would draw the same numbers. Python's own generator seeds itself anew after a fork.
@@ -90,27 +73,101 @@ def take_place(order: RankOrder) -> None:
         numpy.random.seed()
 
 
-def _import(modules: Sequence[str], folder: str) -> str:
+class _Parent:
+    """The ranks that were forked, by a handle of each."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._link = ProcessLink(connection)
+        self._running: dict[int, int] = {}
+
+    def serve(self, modules: Sequence[str]) -> RankOrder:
+        self._link.send("ready", refusal=_import(modules))
+        # What is imported stays: no rank's collector then touches, and thereby copies, its pages.
+        gc.collect()
+        gc.freeze()
+        while True:
+            readable, _, _ = select.select([self._connection, *self._running], [], [])
+            for handle in self._running.keys() & {*readable}:
+                self._tell_end(handle)
+            if self._connection not in readable:
+                continue
+            messages = self._link.receive()
+            if messages is None:
+                os._exit(0)
+            for message in messages:
+                if message["kind"] == "known":
+                    os.waitpid(message["pid"], 0)
+                elif (order := self._fork(message)) is not None:
+                    return order
+
+    def _fork(self, message: Mapping[str, Any]) -> RankOrder | None:
+        """Fork a rank; return its order in the rank, None here."""
+        files = [self._link.take_file() if has_file else None for has_file in message["outputs"]]
+        parent = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else each rank would repeat what modules have written
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            self._link.send("started", pid=os.getpid())
+            self._connection.close()
+            for handle in self._running:
+                os.close(handle)
+            return RankOrder(
+                parent=parent, environment=message["environment"], cpus=message["cpus"], outputs=files
+            )
+        self._running[os.pidfd_open(pid)] = pid
+        for file in {file for file in files if file is not None}:
+            os.close(file)
+        return None
+
+    def _tell_end(self, handle: int) -> None:
+        """Tell the launcher how a rank has ended, and leave it a zombie."""
+        ended = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        was_killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        pid = self._running.pop(handle)
+        os.close(handle)
+        self._link.send("ended", pid=pid, exit_code=-ended.si_status if was_killed else ended.si_status)
+
+
+def _import(modules: Sequence[str]) -> str:
     """Import modules; return why ranks cannot be forked afterwards, or an empty text."""
     for name in modules:
         try:
             import_module(name)
-        except Exception as error:  # noqa: BLE001 - the launcher raises it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the launcher raises it
             return f"{name} cannot be imported here ({type(error).__name__}: {error})"
-        if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
-            return (
-                f"importing {name} starts {num_threads - 1} thread{'s' if num_threads > 2 else ''}, which "
-                "a forked rank would lack"
-            )
-    return _hidden(folder)
+        if opened := open_accelerator():
+            return f"importing {name} opens {opened}, and an accelerator cannot be used after a fork"
+        if num_threads := _count_threads_after_fork():
+            threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+            return f"importing {name} starts {threads}, which a forked rank would lack"
+    return ""
 
 
-def _hidden(folder: str) -> str:
-    """Return which file beside the program would be imported by it, were not a module of its name there already."""
-    for file in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
-        module = sys.modules.get(file.stem)
-        is_module = file.suffix == ".py" or (file / "__init__.py").exists()
-        origin = getattr(module, "__file__", None)
-        if is_module and origin is not None and not Path(origin).is_relative_to(file.resolve()):
-            return f"{file} would be imported in place of the {file.stem} that they import"
+def _count_threads_after_fork() -> int:
+    """Return the number of other threads, without those of libraries that know of forks.
+
+    OpenBLAS ends its threads before a fork, and starts them again when they are needed. An ended thread is listed for
+    some moments.
+    """
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + _THREAD_END_SECONDS
+    while (count := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return count
+
+
+def open_accelerator(files: Path = Path("/proc/self/fd")) -> str:
+    """Return the device file of an accelerator that is open in this process; empty if none is."""
+    for file in files.iterdir():
+        try:
+            target = os.readlink(file)
+        except OSError:  # the folder's own file
+            continue
+        if target.startswith(_DEVICE_FILES):
+            return target
     return ""

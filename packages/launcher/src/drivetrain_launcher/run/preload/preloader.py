@@ -45,13 +45,13 @@ class Preloader:
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
-        shown = f"--preload {','.join(plan.preload)}"
+        self._flag = f"--preload {','.join(plan.preload)}"
         if not hasattr(os, "pidfd_open"):
-            raise LaunchError(f"{shown}: ranks are forked on Linux only; leave it out")
+            raise LaunchError(f"{self._flag}: ranks are forked on Linux only; leave it out")
         found = [name for name in _READ_AT_IMPORT if environ.read(name) is not None]
         if plan.bindings and found:
             raise LaunchError(
-                f"{shown} with --bind auto: {found[0]} is set, and would bind the threads "
+                f"{self._flag} with --bind auto: {found[0]} is set, and would bind the threads "
                 "of all ranks before they have their cores; unset it, or leave one of the two out"
             )
         self._plan = plan
@@ -78,60 +78,69 @@ class Preloader:
         """Fork a rank.
 
         Args:
-            environment: Its environment variables, all of them.
+            environment: The environment variables of the rank, all of them.
             cpus: The CPUs to bind it to; empty for any.
-            outputs: Its stdout and stderr; None for those of the launcher.
+            outputs: The files for stdout and stderr; None for those of the launcher.
 
         Raises:
             LaunchError: A module cannot be imported, or ranks cannot be forked once it is.
         """
-        if self._is_lost():
+        if self._running.is_ready and self._running.process.poll() is not None:
             say("the process that ranks are forked off was killed; another one imports the modules")
             self._running.link.connection.close()
             self._running = self._start()
         self._await_ready()
-        self._running.link.send(
-            "rank",
-            [file.fileno() for file in outputs if file is not None],
-            environment=dict(environment),
-            cpus=list(cpus),
-            outputs=[file is not None for file in outputs],
-        )
-        while (started := self._take_messages()) is None:
-            if self._is_lost():
-                raise LaunchError("the process that ranks are forked off was killed while it started one")
-        rank = ForkedRank(started, self.look)
-        self._ranks[started] = rank
-        return rank
+        try:
+            self._running.link.send(
+                "rank",
+                [file.fileno() for file in outputs if file is not None],
+                environment=dict(environment),
+                cpus=list(cpus),
+                outputs=[file is not None for file in outputs],
+            )
+            while (started := self._take_messages()) is None:
+                pass
+        except OSError as error:
+            self._end_orphans()
+            raise LaunchError(
+                "the process that ranks are forked off was killed while it started one"
+            ) from error
+        return started
 
     def look(self, seconds: float | None = 0.0) -> None:
         """Learn which ranks have ended.
 
         Args:
-            seconds: How long to wait for one that ends; None for as long as it takes.
+            seconds: The time to wait for one that ends; None for as long as it takes.
         """
         if self._ranks and select([self._running.link.connection], [], [], seconds)[0]:
-            self._take_messages()
+            try:
+                self._take_messages()
+            except OSError:
+                self._end_orphans()
 
-    def _take_messages(self) -> int | None:
-        """Wait for messages; return the id of a rank that was started."""
+    def _take_messages(self) -> ForkedRank | None:
+        """Wait for messages; return a rank that was started.
+
+        Raises:
+            OSError: The process has been killed.
+        """
         messages = self._running.link.receive()
         if messages is None:
-            self._end_orphans()
-            return None
+            raise ConnectionResetError
         started = None
         for message in messages:
+            pid = message["pid"]
+            if pid not in self._ranks:  # one that was killed before it could tell of its start has ended, too
+                started = self._ranks[pid] = ForkedRank(pid, self.look)
             if message["kind"] == "ended":
-                self._ranks.pop(message["pid"]).returncode = message["exit_code"]
-            else:
-                started = message["pid"]
+                self._ranks.pop(pid).returncode = message["exit_code"]
+                self._running.link.send("known", pid=pid)
         return started
-
-    def _is_lost(self) -> bool:
-        return self._running.is_ready and self._running.process.poll() is not None
 
     def _end_orphans(self) -> None:
         """Kill the ranks, as the process that would tell of their ends has been killed."""
+        self._running.process.kill()
         self._running.process.wait()
         kill_sessions(self._ranks)
         for rank in self._ranks.values():
@@ -144,8 +153,7 @@ class Preloader:
         messages = self._running.link.receive()
         refusal = messages[0]["refusal"] if messages else "the process that imports was killed"
         if refusal:
-            shown = ",".join(self._plan.preload)
-            raise LaunchError(f"--preload {shown}: {refusal}; leave it out, and each rank imports by itself")
+            raise LaunchError(f"{self._flag}: {refusal}; leave it out, and each rank imports by itself")
         self._running.is_ready = True
 
     def _start(self) -> _Preloaded:

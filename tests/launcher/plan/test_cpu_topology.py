@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_launcher.plan.processors import (
+from drivetrain_launcher.plan.cpu_topology import (
     Core,
-    detect_processors,
+    detect_cpu_topology,
     format_cpu_list,
     parse_cpu_list,
-    read_processors,
+    read_cpu_topology,
 )
 
 ALL = set(range(8))
@@ -33,8 +33,9 @@ def two_sockets(tmp_path: Path) -> Path:
         write(tmp_path / f"sys/bus/pci/devices/{address.lower()}/numa_node", str(node))
         write(
             tmp_path / f"proc/driver/nvidia/gpus/{address}/information",
-            f"Model: \t NVIDIA H100\nGPU UUID: \t GPU-{number}{number}",
+            f"Model: \t NVIDIA H100\nGPU UUID: \t GPU-{number}{number}\nDevice Minor: \t {3 - number}",
         )
+        write(tmp_path / f"dev/nvidia{number}", "")
     return tmp_path
 
 
@@ -45,32 +46,38 @@ def write(file: Path, text: str) -> None:
 
 
 def test_threads_of_a_core_belong_together_and_each_core_to_its_node(two_sockets: Path) -> None:
-    found = read_processors(two_sockets, usable=ALL)
+    found = read_cpu_topology(two_sockets, usable=ALL)
     assert found.cores == (
         Core(cpus=(0, 4), numa_node=0),
         Core(cpus=(1, 5), numa_node=0),
         Core(cpus=(2, 6), numa_node=1),
         Core(cpus=(3, 7), numa_node=1),
     )
-    assert not found.is_share
+    assert not found.is_bound
     assert found.device_nodes == ()  # a run on the CPU
 
 
 def test_only_usable_cpus_count(two_sockets: Path) -> None:
-    found = read_processors(two_sockets, usable={1, 6, 7})
+    found = read_cpu_topology(two_sockets, usable={1, 6, 7})
     assert found.cores == (
         Core(cpus=(1,), numa_node=0),
         Core(cpus=(6,), numa_node=1),
         Core(cpus=(7,), numa_node=1),
     )
-    assert found.is_share
+    assert found.is_bound
 
 
 def test_nvidias_gpus_are_found_by_number_and_uuid(two_sockets: Path) -> None:
-    assert read_processors(two_sockets, usable=ALL, accelerator="cuda").device_nodes == (1, 1, 0, None)
+    assert read_cpu_topology(two_sockets, usable=ALL, accelerator="cuda").device_nodes == (1, 1, 0, None)
     chosen = ("2", "GPU-00", "9", "MIG-1")
-    found = read_processors(two_sockets, usable=ALL, accelerator="cuda", visible=chosen)
+    found = read_cpu_topology(two_sockets, usable=ALL, accelerator="cuda", visible=chosen)
     assert found.device_nodes == (0, 1, None, None)
+
+
+def test_a_gpu_that_the_control_group_denies_has_no_number(two_sockets: Path) -> None:
+    (two_sockets / "dev/nvidia3").unlink()  # that of the first address
+    found = read_cpu_topology(two_sockets, usable=ALL, accelerator="cuda")
+    assert found.device_nodes == (1, 0, None)
 
 
 def test_amds_gpus_are_found_by_their_drivers_nodes(tmp_path: Path) -> None:
@@ -82,18 +89,18 @@ def test_amds_gpus_are_found_by_their_drivers_nodes(tmp_path: Path) -> None:
             f"cpu_cores_count 0\nsimd_count 304\nlocation_id {bus << 8}\ndomain 1",
         )
         write(tmp_path / f"sys/bus/pci/devices/0001:{bus:02x}:00.0/numa_node", str(node))
-    assert read_processors(tmp_path, usable={0}, accelerator="cuda").device_nodes == (1, 0)
+    assert read_cpu_topology(tmp_path, usable={0}, accelerator="cuda").device_nodes == (1, 0)
 
 
 def test_a_kernel_that_tells_nothing_leaves_each_cpu_a_core_of_one_node(tmp_path: Path) -> None:
-    found = read_processors(tmp_path, usable={0, 1}, accelerator="cuda")
+    found = read_cpu_topology(tmp_path, usable={0, 1}, accelerator="cuda")
     assert found.cores == (Core(cpus=(0,), numa_node=0), Core(cpus=(1,), numa_node=0))
     assert found.device_nodes == ()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
 def test_this_machines_cpus_are_each_in_one_core() -> None:
-    cpus = [cpu for core in detect_processors(None).cores for cpu in core.cpus]
+    cpus = [cpu for core in detect_cpu_topology(None).cores for cpu in core.cpus]
     assert sorted(cpus) == sorted(os.sched_getaffinity(0))
 
 

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.control_groups import read_group_limits
 
 _CPUS = Path("sys/devices/system/cpu")
 _NUMA_NODES = Path("sys/devices/system/node")
@@ -28,23 +30,25 @@ class Core:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processors:
+class CpuTopology:
     """The cores that this process may use, and where the accelerators are.
 
     Attributes:
         cores: The physical cores, in the order of their first CPU.
         device_nodes: The NUMA node of each visible accelerator; None for one of which the kernel does not tell it.
-        is_share: Whether somebody has bound this process to a part of the machine already.
+        is_bound: Whether this process may use a part of the machine's CPUs only.
+        quota: The number of cores' time that its control group may use; None without a limit.
     """
 
     cores: tuple[Core, ...]
     device_nodes: tuple[int | None, ...] = ()
-    is_share: bool = False
+    is_bound: bool = False
+    quota: float | None = None
 
 
-def detect_processors(
+def detect_cpu_topology(
     accelerator: str | None, *, visible: Sequence[str] = (), root: Path = Path("/")
-) -> Processors:
+) -> CpuTopology:
     """Read the cores that this process may use, and the NUMA node of each visible accelerator.
 
     Args:
@@ -57,12 +61,13 @@ def detect_processors(
     """
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError("--bind auto: this system cannot bind a process to cores (Linux can); leave it out")
-    return read_processors(root, usable=os.sched_getaffinity(0), accelerator=accelerator, visible=visible)
+    found = read_cpu_topology(root, usable=os.sched_getaffinity(0), accelerator=accelerator, visible=visible)
+    return replace(found, quota=read_group_limits().cpus)
 
 
-def read_processors(
+def read_cpu_topology(
     root: Path, *, usable: set[int], accelerator: str | None = None, visible: Sequence[str] = ()
-) -> Processors:
+) -> CpuTopology:
     """Read the kernel's description of the processors, in which only the `usable` CPUs count."""
     node_of = {
         cpu: int(folder.name.removeprefix("node"))
@@ -76,10 +81,10 @@ def read_processors(
         cores.setdefault(siblings, Core(cpus=threads, numa_node=node_of.get(cpu, 0)))
     online = root / _CPUS / "online"
     num_online = len(parse_cpu_list(online.read_text())) if online.exists() else len(usable)
-    return Processors(
+    return CpuTopology(
         cores=tuple(cores.values()),
         device_nodes=_device_nodes(root, visible) if accelerator == "cuda" else (),
-        is_share=len(usable) < num_online,
+        is_bound=len(usable) < num_online,
     )
 
 
@@ -119,25 +124,35 @@ def _device_nodes(root: Path, visible: Sequence[str]) -> tuple[int | None, ...]:
 def _nvidia_nodes(root: Path) -> Mapping[str, int | None]:
     """Return the NUMA node of NVIDIA's GPUs by number and by UUID.
 
-    CUDA numbers equal GPUs in the order of their PCI addresses, by which the driver's folders are named.
+    CUDA numbers equal GPUs in the order of their PCI addresses, by which the driver's folders are named. GPUs that
+    the control group denies have folders too, but no number.
     """
     found: dict[str, int | None] = {}
-    folders = sorted((root / _NVIDIA_GPUS).glob("*"))
-    for number, folder in enumerate(folders):
-        node = _pci_node(root, folder.name)
-        found[str(number)] = node
-        for line in (folder / "information").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "GPU UUID":
-                found[value.strip()] = node
+    number = 0
+    for folder in sorted((root / _NVIDIA_GPUS).glob("*")):
+        lines = (folder / "information").read_text().splitlines()
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if _can_open(root / "dev" / f"nvidia{facts.get('Device Minor')}"):
+            node = _pci_node(root, folder.name)
+            found |= {str(number): node, facts.get("GPU UUID", ""): node}
+            number += 1
     return found
+
+
+def _can_open(file: Path) -> bool:
+    with suppress(OSError):
+        os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
+        return True
+    return False
 
 
 def _amd_nodes(root: Path) -> Mapping[str, int | None]:
     """Return the NUMA node of AMD's GPUs by number; the driver's nodes without compute units are processors."""
     found: dict[str, int | None] = {}
     for folder in sorted((root / _AMD_NODES).glob("[0-9]*"), key=lambda folder: int(folder.name)):
-        lines = (folder / "properties").read_text().splitlines()
+        lines: list[str] = []
+        with suppress(OSError):  # the control group denies it
+            lines = (folder / "properties").read_text().splitlines()
         properties = {name: int(value) for name, value in (line.split() for line in lines)}
         if properties.get("simd_count", 0):
             location = properties["location_id"]

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from drivetrain_launcher.doctor.host.control_groups import GroupLimits, read_group_limits
+from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
 
 
 def write(folder: Path, **files: str) -> Path:
