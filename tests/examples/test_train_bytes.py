@@ -79,7 +79,7 @@ def test_resumes_exactly_on_any_number_of_processes(
         assert logged(again, name)[20] == pytest.approx(logged(finished, name)[20], rel=1e-5)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_saves_and_says_how_to_go_on(
     run_example: Callable, tmp_path: Path, num_processes: int
 ) -> None:
@@ -96,7 +96,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert list(logged(tmp_path / "run", "train loss"))[-2:] == [stopped_at, stopped_at + 10]
 
 
-@pytest.mark.parametrize("backend", [("fsdp",), ("deepspeed", "--deepspeed-stage", "3")])
+@pytest.mark.parametrize(
+    "backend", [("fsdp",), pytest.param(("deepspeed", "--deepspeed-stage", "3"), marks=pytest.mark.slow)]
+)
 def test_trains_alike_under_every_backend_with_no_change_to_the_file(
     finished: Path, tmp_path: Path, python: str, backend: tuple[str, ...]
 ) -> None:

@@ -20,6 +20,8 @@ WORDS = st.text(
     ),
     max_size=12,
 )
+# Longer than any of these words.
+END = "the words end here"
 LINES = WORDS.filter(lambda word: all(ord(each) >= 32 and ord(each) != 127 for each in word))
 
 
@@ -31,13 +33,13 @@ def script_of(submission: Submission) -> str:
 def read_by_bash(text: str) -> tuple[dict[str, str], list[str]]:
     """The environment and the words of srun that bash makes of a script, with a function in srun's place."""
     shown = text.replace("exec srun", "show").replace(
-        "#!/bin/bash\n", "show() { printf '%s\\0' \"$@\"; printf '=\\0'; env -0; }\n", 1
+        "#!/bin/bash\n", f"show() {{ printf '%s\\0' \"$@\"; printf '{END}\\0'; env -0; }}\n", 1
     )
     done = subprocess.run(
         ["bash", "-c", shown], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True, timeout=60
     )
     assert done.stderr == b""
-    words, _, variables = done.stdout.decode(errors="surrogateescape").partition("\0=\0")
+    words, _, variables = done.stdout.decode(errors="surrogateescape").partition(f"\0{END}\0")
     pairs = (each.partition("=") for each in variables.split("\0") if each)
     return {name: text for name, _, text in pairs}, words.split("\0")
 

@@ -1,6 +1,5 @@
 """The line, as the launcher inside the job will read it: parsed by the launcher's own parser."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.submit.launch_line import LaunchLine, as_text, plan_launch_line
 from requests_of_jobs import hostile
 
-needs_umbrella = pytest.mark.skipif(
-    find_spec("drivetrain") is None, reason="the section run is not installed"
-)
+needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the section run is not installed")
 
 PARSER = build_parser("launch", LaunchArguments, "")
 

@@ -2,17 +2,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from drivetrain_config import environ
+from drivetrain_config import environ, sections
 from drivetrain_launcher.cli.main import main
 
-needs_umbrella = pytest.mark.skipif(
-    find_spec("drivetrain") is None, reason="the section run is not installed"
-)
+needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the section run is not installed")
 
 ON = ("submit", "--on", "kubernetes", "--cpu", "--option", "image=x")
 
