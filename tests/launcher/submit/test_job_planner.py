@@ -45,6 +45,7 @@ def test_a_request_holds_what_was_said() -> None:
         *(
             "drivetrain",
             "launch",
+            "--config=none",
             "--log-dir=out",
             "--processes-per-node=8",
             "--shutdown-timeout-seconds=300",

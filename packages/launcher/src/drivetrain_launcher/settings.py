@@ -31,7 +31,8 @@ class LaunchSettings:
         default=1,
         metadata={
             "ask": "drivetrain_launcher.launch_advice:ask_num_nodes",
-            "help": "Number of machines; start the launcher on each. MIN:MAX, such as 1:4, makes the run elastic.",
+            "help": "Number of machines; start the launcher on each. Elastic with --num-nodes MIN:MAX, such as 1:4, "
+            "or with min_nodes too.",
         },
     )
     min_nodes: int | None = field(

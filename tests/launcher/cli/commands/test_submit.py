@@ -28,6 +28,25 @@ def test_a_dry_run_shows_files_and_command_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+def test_a_found_file_is_told_and_its_settings_reach_the_job_which_looks_for_none(
+    drivetrain: Callable, script: Callable, tmp_path: Path
+) -> None:
+    script("print(1)", "train.py")
+    (tmp_path / "drivetrain.yaml").write_text("launch: {num_processes: 1}\nstate: {debug: true}\n")
+    line = ("submit", "--on", "slurm", "--cpu", "--dry-run")
+    done = drivetrain(*line, "--processes-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "settings from drivetrain.yaml, found in the working folder; --config none leaves them out"
+        in done.stderr
+    )
+    assert "export DRIVETRAIN_STATE__DEBUG=true\n" in done.stdout
+    assert "drivetrain launch --config=none " in done.stdout
+    assert "--processes-per-node=2" in done.stdout  # the flag beats the file's other way to say a number
+    without = drivetrain(*line, "--config", "none", "train.py")
+    assert "DEBUG" not in without.stdout + without.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -26,6 +26,7 @@ from drivetrain_launcher.cli.accelerate_flags import add_meanings, word_of
 from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal, refused_value
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.errors import UsageError
+from drivetrain_launcher.plan.process_counts import settle_process_counts
 
 # The key of the command's own flags, among the names of sections.
 _OWN = ""
@@ -103,7 +104,8 @@ class CommandParser:
         if self.rest is not None:
             values[self.rest] = tuple(rest)
         if self.layers is not None:
-            values[self.layers] = Layers.read(file=self._file(own.get("config")), command_line=given.said)
+            layers = Layers.read(file=self._file(own.get("config")), command_line=given.said)
+            values[self.layers] = settle_process_counts(layers)
         self._check_given(values)
         try:
             return self.arguments(**values)

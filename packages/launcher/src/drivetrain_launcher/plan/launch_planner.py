@@ -222,11 +222,14 @@ def _threads(
         return {}, ()
     threads, why = 1, "so that they do not crowd the CPU"
     if bindings and host.cpu_topology is not None:
-        threads, why = min(binding.num_cores for binding in bindings), "the fewest cores that one has"
+        threads, why = (
+            min(binding.num_cores for binding in bindings),
+            "the fewest cores that one has" if count > 1 else "its cores",
+        )
         if host.cpu_topology.quota is not None and host.cpu_topology.quota < threads * count:
             threads, why = max(1, int(host.cpu_topology.quota / count)), "as the control group's quota allows"
     note = (
-        f"OMP_NUM_THREADS={threads} for each of {count} processes, {why}; "
+        f"OMP_NUM_THREADS={threads} for {f'each of {count} processes' if count > 1 else 'the process'}, {why}; "
         "--threads-per-process sets another number"
     )
     return {"OMP_NUM_THREADS": str(threads)}, (note,)

@@ -43,7 +43,7 @@ def plan_launch_line(
     """Plan the launch inside a job.
 
     Flags stay flags. A setting from a variable or a file becomes a variable of the job: the file need not exist on
-    the cluster, and a change of it does not reach a job that waits in a queue.
+    the cluster, and a change of it does not reach a job that waits in a queue, whose launch looks for no file.
 
     Args:
         layers: The settings said at submission.
@@ -55,7 +55,7 @@ def plan_launch_line(
         LaunchError: A setting is said that the cluster decides.
     """
     _check_decided(layers)
-    flags: list[str] = []
+    flags = ["--config=none"]
     environment: dict[str, str] = {}
     withheld: list[str] = []
     for (section, field), entries in layers.entries.items():

@@ -19,7 +19,11 @@ class SubmitArguments:
     arguments: tuple[str, ...] = field(
         default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
     )
-    on: str = field(metadata={"help": "Cluster to submit to, such as slurm, kubernetes or ray."})
+    on: str = field(
+        metadata={
+            "help": "Cluster to submit to: slurm, kubernetes, ray, local (this machine), or one of a plug-in."
+        }
+    )
     name: str | None = field(
         default=None, metadata={"help": "Name of the job; unset: the name of the script without its ending."}
     )
@@ -70,4 +74,4 @@ class SubmitArguments:
     dry_run: bool = field(
         default=False, metadata={"help": "Print the files and the command; write and submit nothing."}
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})

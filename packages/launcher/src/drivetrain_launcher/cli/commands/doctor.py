@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_config import Layers, environ
-from drivetrain_launcher.cli.commands.launch import find_place, resolve_said
+from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
+from drivetrain_launcher.console import say
 from drivetrain_launcher.doctor.examine import Examination, examine
 from drivetrain_launcher.doctor.question import ask
 from drivetrain_launcher.doctor.report.as_json import as_json
@@ -37,7 +38,7 @@ class DoctorArguments:
     json: bool = field(
         default=False, metadata={"help": "Print JSON, for programs, with all measured numbers."}
     )
-    layers: Layers = field(default_factory=lambda: Layers({}))
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -45,6 +46,10 @@ class DoctorArguments:
         Raises:
             UsageError: A number is outside its range.
         """
+        if not self.folder.exists() and not self.folder.absolute().parent.is_dir():
+            raise UsageError(
+                f"--folder {self.folder}: neither it nor the folder around it exists; name the checkpoints' folder"
+            )
         if self.num_workers < 0:
             raise UsageError(f"--num-workers {self.num_workers}: 0 or more is allowed")
         if self.batch_megabytes is not None and not 0 <= self.batch_megabytes < float("inf"):
@@ -70,6 +75,8 @@ def run(arguments: DoctorArguments) -> int:
         batch_bytes=None if batch is None else round(batch * 1e6),
         wait_seconds=arguments.wait_seconds,
     )
+    for note in file_notes(arguments.layers):
+        say(note)
     if question.is_idle:  # the first task of this host checks it
         return 0
     progress = StepDisplay(sys.stderr)

@@ -66,7 +66,7 @@ def run(arguments: LaunchArguments) -> int:
     plan = plan_launch(
         launch, target, _host(launch, device), handed_down=layers.to_json(), placement=placement
     )
-    plan = replace(plan, notes=(*_file_notes(arguments.layers), *plan.notes))
+    plan = replace(plan, notes=(*file_notes(arguments.layers), *plan.notes))
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0
@@ -118,7 +118,7 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
         )
 
 
-def _file_notes(layers: Layers) -> tuple[str, ...]:
+def file_notes(layers: Layers) -> tuple[str, ...]:
     """Return a note of a settings file that the user did not name."""
     if layers.file is None or layers.file.place is None:
         return ()

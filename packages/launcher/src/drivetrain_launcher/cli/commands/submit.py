@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain_config import environ, flags
 from drivetrain_config.installed import entry_points
-from drivetrain_launcher.cli.commands.launch import resolve_said
+from drivetrain_launcher.cli.commands.launch import file_notes, resolve_said
 from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
 from drivetrain_launcher.clusters.registry import make_cluster
 from drivetrain_launcher.console import say
@@ -31,7 +31,7 @@ def run(arguments: SubmitArguments) -> int:
     variables = read_variables(arguments.env, environ.read)
     job = plan_job(arguments, settings, variables, folder=folder)
     submission = cluster.plan(job.request)
-    for note in job.notes:
+    for note in (*file_notes(arguments.layers), *job.notes):
         say(note)
     if arguments.dry_run:
         sys.stdout.write(describe(submission))
