@@ -59,7 +59,7 @@ def launches(script: str, count: int, *flags: str) -> dict[str, Callable[[], flo
             str(BIN / "drivetrain"), "launch", "--cpu", "--num-processes", str(count), "--preload", "torch",
             *flags, script,
         )  # fmt: skip
-    if installed("accelerate"):
+    if installed("accelerate") and "--max-restarts" not in flags:  # on the CPU it restarts nothing
         peer = ("launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1")
         contestants["accelerate launch"] = command(
             str(BIN / "accelerate"), *peer, "--num_processes", str(count), *flags, script
