@@ -44,6 +44,13 @@ def imported(statement: str) -> Callable[[], float]:
 FAILS_ONCE = "import os, sys, torch\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
 
 
+def accelerate_launch(count: int) -> tuple[str, ...]:
+    """The words that start `count` processes with Accelerate: with `--cpu` it starts one, whatever their number."""
+    where = "--cpu" if count == 1 else "--multi_gpu"
+    peer = ("launch", where, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1")
+    return (str(BIN / "accelerate"), *peer, "--num_processes", str(count))
+
+
 def launches(script: str, count: int, *flags: str) -> dict[str, Callable[[], float]]:
     """The launchers, with `count` processes; `flags` are torchrun's, which ours knows too."""
     contestants = {
@@ -59,10 +66,9 @@ def launches(script: str, count: int, *flags: str) -> dict[str, Callable[[], flo
             str(BIN / "drivetrain"), "launch", "--cpu", "--num-processes", str(count), "--preload", "torch",
             *flags, script,
         )  # fmt: skip
-    if installed("accelerate") and "--max-restarts" not in flags:  # on the CPU it restarts nothing
-        peer = ("launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1")
+    if installed("accelerate"):
         contestants["accelerate launch"] = command(
-            str(BIN / "accelerate"), *peer, "--num_processes", str(count), *flags, script
+            *accelerate_launch(count), *(flag.replace("-", "_").replace("__", "--") for flag in flags), script
         )
     return contestants
 
@@ -99,13 +105,10 @@ def cases(script: str) -> dict[str, tuple[str, dict[str, Callable[[], float]]]]:
         "drivetrain launch": command(*launch, "2", script),
     }
     if installed("accelerate"):
-        accelerate = str(BIN / "accelerate")
-        peer = (accelerate, "launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no")
-        peer += ("--num_machines", "1", "--num_processes")
         imports["from accelerate import Accelerator"] = imported("from accelerate import Accelerator")
-        helps["accelerate --help"] = command(accelerate, "--help")
-        one["accelerate launch"] = command(*peer, "1", script)
-        two["accelerate launch"] = command(*peer, "2", script)
+        helps["accelerate --help"] = command(str(BIN / "accelerate"), "--help")
+        one["accelerate launch"] = command(*accelerate_launch(1), script)
+        two["accelerate launch"] = command(*accelerate_launch(2), script)
     if installed("lightning-fabric"):
         imports["from lightning_fabric import Fabric"] = imported("from lightning_fabric import Fabric")
     return {

@@ -283,6 +283,17 @@ def _noted_groups() -> list[Callable[[], Any]]:
     return found
 
 
+def _destroy(groups: list[Callable[[], Any]]) -> None:
+    """Destroy the groups that a call left, in the order of their creation, and forget them."""
+    import torch.distributed as dist
+
+    for reference in groups:
+        group = reference()
+        if group is not None and dist.distributed_c10d._world.pg_map.get(group) is not None:
+            dist.destroy_process_group(group)
+    groups.clear()
+
+
 def _serve(file: str, accelerated: str = "") -> None:
     """A pool's worker: join the group, then answer calls until the pool hangs up."""
     import torch.distributed as dist
@@ -308,13 +319,8 @@ def _serve(file: str, accelerated: str = "") -> None:
             gc.collect()
             gc.freeze()
         if left_groups:  # all ranks have answered the call before, so nobody uses its groups any more
-            while left_groups:
-                if (
-                    group := left_groups.pop(0)()
-                ) is not None and group in dist.distributed_c10d._world.pg_map:
-                    dist.destroy_process_group(group)
-            del group
-            gc.collect()  # its threads end with it
+            _destroy(left_groups)
+            gc.collect()  # their threads end with them
         output = io.StringIO()
         try:
             with redirect_stdout(output), redirect_stderr(output):

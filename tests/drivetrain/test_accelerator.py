@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +25,22 @@ def parts(accelerator: Accelerator, *, samples: int = 8, batch_size: int = 2):
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     return accelerator.prepare(model, optimizer, DataLoader(numbers(samples), batch_size=batch_size))
+
+
+@pytest.mark.costly
+def test_importing_the_accelerator_imports_nothing_that_takes_as_long_as_torch() -> None:
+    heavy = {
+        "sympy",
+        "triton",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "deepspeed",
+        "transformers",
+        "yaml",
+    }
+    code = f"import sys, torch; from drivetrain import Accelerator; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
 
 
 def test_prepare_keeps_the_order_and_gives_one_object_for_one() -> None:

@@ -1,6 +1,8 @@
 """Every flag that `accelerate launch --help` (1.15) lists is accepted with its meaning, or refused with a way out."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,18 @@ def test_flags_that_contradict_each_other_are_both_named(
 
 def test_a_flag_said_twice_with_one_value_is_fine(launch: CommandParser) -> None:
     assert settings(launch, "--num_processes 2 --num-processes 2") == {"launch.num_processes": "2"}
+
+
+@pytest.mark.slow
+def test_the_list_of_flags_is_what_the_installed_accelerate_has(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", minversion="1.15")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--help"]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path
+    ).stdout
+    listed = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9_]+)", shown, re.MULTILINE)) - {"--help"}
+    assert sorted(listed - {*NAMES}) == []
+    assert len(listed) > 100
 
 
 def rows_of_the_page() -> dict[str, str]:

@@ -48,6 +48,22 @@ seen["remaining"].append(compat.remaining_restarts(agent))
 agent._shutdown(15, *[5] * compat.HAS_SHUTDOWN_TIMEOUT)  # what has ended is stopped again without an error
 print(json.dumps(seen))
 """
+
+
+def output_of(python: str, source: str, *arguments: str) -> str:
+    """Run a program to its end, and return its output."""
+    finished = subprocess.run(
+        [python, "-c", source, *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
 ATTEMPT = ["_rendezvous", "_start_workers", "_monitor_workers", "_shutdown"]
 
 
@@ -58,16 +74,7 @@ ATTEMPT = ["_rendezvous", "_start_workers", "_monitor_workers", "_shutdown"]
 def test_the_agent_calls_what_is_overridden_and_tells_exit_codes_and_restarts(
     python: str, tmp_path: Path, restarts: str, calls: list[str], remaining: list[int], codes: list[int]
 ) -> None:
-    finished = subprocess.run(
-        [python, "-c", RUN, str(tmp_path / "failed"), restarts],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    seen = json.loads(finished.stdout)
+    seen = json.loads(output_of(python, RUN, str(tmp_path / "failed"), restarts))
     assert seen["calls"] == calls
     assert seen["remaining"] == remaining
     assert seen["codes"] == [[code] for code in codes]
@@ -100,15 +107,6 @@ print(json.dumps(seen))
 
 
 def test_ranks_are_started_by_a_function_within_the_block_alone(python: str, tmp_path: Path) -> None:
-    finished = subprocess.run(
-        [python, "-c", STARTS, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    *written, seen = finished.stdout.splitlines()
+    *written, seen = output_of(python, STARTS, str(tmp_path)).splitlines()
     assert json.loads(seen) == [[0, "4", [False, False]], [1, "5", [True, False]]]
     assert written == ["rank 4", "rank 4"]

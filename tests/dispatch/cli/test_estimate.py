@@ -161,7 +161,10 @@ def test_choices_that_are_none_are_refused(arguments: dict[str, Any], message: s
     [
         (None, "has no config.json"),
         ({"model_type": "no_such_model"}, "does not describe a model"),
-        ({"model_type": "llama", **TINY}, "129 tokens: LlamaForCausalLM takes 128 at most"),
+        (
+            {"model_type": "llama", **TINY},
+            "129 tokens: LlamaForCausalLM takes 128 at most; say --seq 128 or less",
+        ),
         (
             {"model_type": "llama", **TINY, "quantization_config": {"quant_method": "gptq"}},
             "quantization_config",
@@ -180,7 +183,15 @@ def test_what_cannot_be_estimated_is_an_error_that_says_why(
 @pytest.mark.costly
 def test_the_command_is_found(tmp_path: Path) -> None:
     pytest.importorskip("drivetrain_launcher")
-    command = [sys.executable, "-m", "drivetrain_launcher", "estimate", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 2
-    assert "drivetrain: error: " in ended.stderr
+
+    def estimated(folder: Path | str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "drivetrain_launcher", "estimate", str(folder), "--seq", "32"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    missing = estimated(tmp_path)
+    assert missing.returncode == 2
+    assert "drivetrain: error: " in missing.stderr
+    told = estimated(folder_of(tmp_path, {"model_type": "llama", **TINY}))
+    assert told.returncode == 0, told.stderr
+    assert "bf16" in told.stdout
+    assert "activations" in told.stdout

@@ -1,6 +1,7 @@
 """Open MPI and MPICH themselves, on loopback: mpirun with one rank a node and one task a rank."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,19 +16,25 @@ from drivetrain_launcher.errors import LaunchError
 
 LAUNCH = (sys.executable, "-m", "drivetrain_launcher", "launch", "--cpu")
 SHOW = """
+import sys
 from drivetrain_state import connect, reduce
 import torch
 with connect(device="cpu") as context:
     place = context.topology
     total = int(reduce(context, torch.tensor(place.rank + 1)))
-    print("rank", place.rank, place.local_rank, "of", place.world_size, place.local_world_size, "sum", total,
-          flush=True)
+    # One write, which the lines of other tasks do not cut.
+    sys.stdout.write(
+        f"rank {place.rank} {place.local_rank} of {place.world_size} {place.local_world_size} sum {total}\\n"
+    )
 """
 
 
 def ranks(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert (
+        "\x1b" not in done.stdout + done.stderr
+    )  # Open MPI gives each task a terminal, which is not the user's
+    return sorted(re.findall(r"^(?:\[rank .*\] )?(rank \d.*)$", done.stdout, re.MULTILINE))
 
 
 @pytest.mark.slow

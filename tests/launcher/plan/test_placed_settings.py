@@ -90,6 +90,7 @@ def test_a_task_that_is_bound_to_one_accelerator_uses_the_first_it_sees() -> Non
         (slurm_job((2, 2))[0], {"num_processes": "8"}, r"num_processes=8 .* has 4 \(SLURM_STEP_NUM_TASKS\)"),
         (slurm_job((2, 2))[0], {"processes_per_node": "4"}, r"processes_per_node=4 .* 2 \(SLURM_STEP_TASKS_PER"),
         (slurm_job((2, 2))[0], {"preload": "torch"}, r"preload=torch .* has started one task per rank"),
+        (slurm_job((2, 2))[0], {"preload": "none"}, r"preload=none .* has started one task per rank"),
         (slurm_job((2, 2))[0], {"tail": "5"}, r"tail=5 .* has started one task per rank"),
         (slurm_job((2, 2))[0], {"log_dir": "logs"}, r"log_dir=logs .* has started one task per rank, SLURM_STEP"),
     ],

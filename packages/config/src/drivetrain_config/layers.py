@@ -22,7 +22,8 @@ from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_
 
 logger = logging.getLogger(__name__)
 
-_ORDER: tuple[Kind, ...] = ("command line", "environment", "file")
+# The layers outside code, highest first.
+PRECEDENCE: tuple[Kind, ...] = ("command line", "environment", "file")
 _MOST_SHOWN = 60  # characters shown of a variable that cannot be parsed
 _Found = tuple[str, str, Entry]  # section, field, entry
 
@@ -110,7 +111,7 @@ def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]
     by_field: dict[tuple[str, str], dict[Kind, Entry]] = {}
     for section, field, entry in given:
         by_field.setdefault((section, field), {}).setdefault(entry.source.kind, entry)
-    return {key: tuple(of[kind] for kind in _ORDER if kind in of) for key, of in by_field.items()}
+    return {key: tuple(of[kind] for kind in PRECEDENCE if kind in of) for key, of in by_field.items()}
 
 
 def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
@@ -242,7 +243,7 @@ def _of_json(text: str | None) -> list[_Found]:
 
 def _handed_down(row: Mapping[str, Any]) -> Entry:
     source = Source(row["kind"], row["where"])
-    if source.kind not in _ORDER:
+    if source.kind not in PRECEDENCE:
         raise KeyError(source.kind)
     if "file" not in row:
         return Entry(row["value"], source)

@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain.batch_counts import BatchCounts
 from drivetrain.device_clock import make_clock
-from drivetrain.first_step_flops import FirstStepFlops
+from drivetrain.flops.first_step_flops import FirstStepFlops
 from drivetrain.prepared import PreparedObjects
 from drivetrain.rank_throughput import RankThroughput
 from drivetrain_data import BatchPlan, LoaderTracker

@@ -65,7 +65,8 @@ def ranks_started_by(start: StartRank) -> Generator[None]:
                 return cast("Popen[Any]", start(local_rank_id, env, outputs, fresh))
 
             def close(self, death_sig: Signals | None = None) -> None:
-                # torch asks for the exit code before, and the rank may end between.
+                # torch calls it for a rank that ran a moment ago; whoever forked it may have been killed since, and
+                # the rank with it.
                 with suppress(ProcessLookupError):
                     super().close(death_sig)
 

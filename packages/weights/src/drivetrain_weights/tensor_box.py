@@ -5,7 +5,10 @@ A DTensor's shard is a box. A ZeRO shard is a range of the flattened tensor, whi
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Box(NamedTuple):
@@ -66,7 +69,7 @@ def whole(shape: Sequence[int]) -> Box:
     return Box(offsets=(0,) * len(shape), sizes=tuple(shape))
 
 
-def is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> TypeGuard["DTensor"]:
     """Return whether a value is a DTensor; without importing DTensor, which takes as long as importing torch."""
     return hasattr(value, "to_local") and hasattr(value, "placements")
 

@@ -1,12 +1,15 @@
 """`drivetrain doctor` as a user calls it on one host; tests/launcher/doctor/test_hosts.py has several."""
 
 import json
+import re
 import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from cluster_jobs import slurm_job
 
 
 def findings(checks: list[dict]) -> list[tuple[str, str]]:  # type: ignore[type-arg]
@@ -35,6 +38,22 @@ def test_a_host_with_faults_names_each_with_its_mend_and_exits_with_1(
         assert text in done.stdout
     assert "drivetrain: doctor: checkpoint disk\n" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--num-nodes", "3"), r"launch\.num_nodes=3 .* contradicts the job that slurm started, which has 2"),
+        (("--folder", "missing/checkpoints"), "neither it nor the folder around it exists"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error_before_anything_is_measured(
+    drivetrain: Callable[..., subprocess.CompletedProcess[str]], flags: tuple[str, str], message: str
+) -> None:
+    done = drivetrain("doctor", "--cpu", *flags, environment=slurm_job((1, 1))[0])
+    assert done.returncode == 2, done.stdout
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stdout == ""
 
 
 def test_two_ranks_are_measured_and_json_holds_the_numbers(

@@ -3,6 +3,7 @@
 import base64
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -226,10 +227,9 @@ except LaunchError as error:
 
 @pytest.mark.slow  # each has a kernel of its own
 @pytest.mark.parametrize("how", ["killed", "restarted"])
-def test_nothing_is_left_when_the_kernel_is(
-    how: str, tmp_path: Path, python: str, opened_notebook: Callable
-) -> None:
-    with opened_notebook(tmp_path, python) as notebook:
+def test_nothing_is_left_when_the_kernel_is(how: str, tmp_path: Path, opened_notebook: Callable) -> None:
+    # A fresh interpreter: whoever kills the group of a preloaded one kills a process that stands for it.
+    with opened_notebook(tmp_path, sys.executable) as notebook:
         pids = notebook.run("""
 kept = Workers(2, cpu=True)
 import subprocess

@@ -1,31 +1,34 @@
-"""Conversions between a sharded tensor, its local shard and the full tensor."""
+"""Conversions between a sharded tensor, its local shard and the full tensor.
+
+DTensor is not imported, since that takes as long as importing torch: a model that is not sharded comes here too.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from drivetrain_state import Context
 from drivetrain_weights import box_of_dtensor
+from drivetrain_weights.tensor_box import is_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard; a tensor that is not sharded is returned as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor, sharded like `like`: a view, without communication."""
-    return whole[box_of_dtensor(like).slices()] if isinstance(like, DTensor) else whole
+    return whole[box_of_dtensor(like).slices()] if is_dtensor(like) else whole
 
 
 def whole_of(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the full tensor on `device`. Called on all ranks."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     if tensor.to_local().device.type != device.type:  # offloaded; the mesh communicates on its own device
-        tensor = DTensor.from_local(
+        tensor = type(tensor).from_local(
             tensor.to_local().to(device),
             tensor.device_mesh,
             tensor.placements,
@@ -39,8 +42,8 @@ def whole_of(tensor: Tensor, device: torch.device) -> Tensor:
 def same_division(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are sharded over the same ranks in the same way."""
     return (
-        isinstance(one, DTensor)
-        and isinstance(other, DTensor)
+        is_dtensor(one)
+        and is_dtensor(other)
         and one.placements == other.placements
         and one.device_mesh == other.device_mesh
     )

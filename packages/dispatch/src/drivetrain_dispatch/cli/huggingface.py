@@ -94,7 +94,9 @@ def check_length(model: nn.Module, num_tokens: int) -> None:
     """
     most = most_tokens(model)
     if most is not None and num_tokens > most:
-        raise ValueError(f"{num_tokens} tokens: {type(model).__name__} takes {most} at most")
+        raise ValueError(
+            f"{num_tokens} tokens: {type(model).__name__} takes {most} at most; say --seq {most} or less"
+        )
 
 
 def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:

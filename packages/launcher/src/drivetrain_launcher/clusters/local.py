@@ -13,6 +13,7 @@ from drivetrain_launcher.clusters.system_command import run_command
 from drivetrain_launcher.errors import LaunchError
 
 _LOOK_SECONDS = 0.2
+_BEGIN_SECONDS = 1.0
 # Numbers of POSIX: importing signal here would keep a script from importing a module of that name of its own.
 _SIGTERM = 15
 _SIGKILL = 9
@@ -125,8 +126,13 @@ def _state(job_id: str) -> str:
 
 def _is_another_program(job_id: str) -> bool:
     """Return whether a number belongs to a process that runs no script of a job, as after the job has ended."""
+    deadline = time.monotonic() + _BEGIN_SECONDS
     try:
-        words = Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
-    except OSError:
+        # A process that is just beginning its program has no words yet.
+        while not any(words := Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+    except OSError:  # a system without /proc does not tell
         return False
-    return any(words) and not any(word.endswith(b".sh") for word in words)
+    return not any(word.endswith(b".sh") for word in words)

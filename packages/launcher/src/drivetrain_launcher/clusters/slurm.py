@@ -67,7 +67,7 @@ class Slurm:
             was submitted with --no-requeue.
 
         Raises:
-            LaunchError: Slurm refused.
+            LaunchError: squeue or scontrol is not installed here, or refused.
         """
         rows = _ask(placement.job_id, states=_MAY_GO_ON)
         if not rows or not rows[0].may_requeue:

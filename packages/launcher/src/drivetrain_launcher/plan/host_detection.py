@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drivetrain_config import environ
-from drivetrain_launcher.plan.cpu_topology import CpuTopology
+
+if TYPE_CHECKING:
+    from drivetrain_launcher.plan.cpu_topology import CpuTopology
 
 # Drivers' files in /dev: NVIDIA (dxg in WSL), AMD, DRI (Intel and others), Google and Habana, Huawei, Cambricon.
 _DEVICE_NODES = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon_dev*")
@@ -28,7 +31,7 @@ class Host:
     visible_devices: str | None = None
     omp_num_threads: str | None = None
     has_ranks: bool = False
-    cpu_topology: CpuTopology | None = None
+    cpu_topology: "CpuTopology | None" = None
 
 
 # The environment variable that restricts the devices visible to a process, by kind.

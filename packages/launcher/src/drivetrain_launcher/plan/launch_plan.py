@@ -4,11 +4,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.plan.core_binding import CoreBinding
 from drivetrain_launcher.settings import OutputPrefix, RendezvousBackend
+
+if TYPE_CHECKING:
+    from drivetrain_launcher.plan.core_binding import CoreBinding
 
 # Run by its path, so that the folder that Python puts first on sys.path is one that the worker then replaces.
 WORKER = Path(__file__).parents[1] / "run" / "worker.py"
@@ -49,7 +51,7 @@ class RankPlan:
     local_rank: int
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    binding: CoreBinding | None = None
+    binding: "CoreBinding | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ class LaunchPlan:
     show_ranks: tuple[int, ...] = ()
     tail: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    bindings: tuple[CoreBinding, ...] = ()
+    bindings: "tuple[CoreBinding, ...]" = ()
     placement: JobPlacement | None = None
     max_requeues: int | None = None
     has_ranks: bool = False

@@ -4,13 +4,16 @@ All functions are pure, so that a plan for ten thousand ranks can be built and r
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.core_binding import CoreBinding, plan_bindings, unused_cores
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
+
+if TYPE_CHECKING:
+    from drivetrain_launcher.plan.core_binding import CoreBinding
 
 
 def plan_launch(
@@ -186,7 +189,7 @@ def _visible(settings: LaunchSettings, host: Host) -> dict[str, str]:
 
 def _bindings(
     host: Host, count: int, task: JobPlacement | None
-) -> tuple[tuple[CoreBinding, ...], tuple[str, ...]]:
+) -> tuple[tuple["CoreBinding", ...], tuple[str, ...]]:
     """Return the cores of each rank of this node, by local rank, and notes; none unless cores are to be bound."""
     if host.cpu_topology is None:
         return (), ()
@@ -195,6 +198,8 @@ def _bindings(
         return (), (
             f"--bind auto: {task.cluster} lets this task use {num_cores} cores of the machine; it keeps them",
         )
+    from drivetrain_launcher.plan.core_binding import plan_bindings, unused_cores  # few launches bind
+
     topology = host.cpu_topology
     if len(topology.device_nodes) < count:  # each task of a cluster sees its own device alone
         topology = replace(topology, device_nodes=())
@@ -206,14 +211,14 @@ def _bindings(
         notes.append(f"--bind auto: no rank is near NUMA node {node}, whose {num_cores} cores stay unused")
     if host.accelerator is not None and not all(binding.is_near_device for binding in bindings):
         notes.append(
-            f"--bind auto: the system does not tell near which cores each {host.accelerator} device is; the cores "
-            "are divided evenly"
+            f"--bind auto: the system does not tell near which cores each {host.accelerator} device is; ranks whose "
+            "device is unknown share the cores of the nodes evenly"
         )
     return bindings, tuple(notes)
 
 
 def _threads(
-    settings: LaunchSettings, host: Host, count: int, bindings: tuple[CoreBinding, ...]
+    settings: LaunchSettings, host: Host, count: int, bindings: tuple["CoreBinding", ...]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the variable with the number of threads of each rank, if it is to be set; a note if nobody said it."""
     if settings.threads_per_process is not None:

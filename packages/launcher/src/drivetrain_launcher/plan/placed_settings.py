@@ -14,6 +14,17 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
 
 _SECTION = "launch"
+# Settings that only a launcher which starts ranks honours, with the values that ask for nothing.
+_EMPTY = ("", "()", "[]")
+_OF_LAUNCHERS_WITH_RANKS: Mapping[str, tuple[str, ...]] = {
+    "max_restarts": ("0",),
+    "log_dir": ("",),
+    "devices": _EMPTY,
+    "preload": _EMPTY,
+    "show_ranks": _EMPTY,
+    "tail": ("0",),
+    "prefix": ("others", "none"),
+}
 Said = Mapping[str, tuple[Entry, ...]]
 
 
@@ -140,9 +151,9 @@ def _check_address(said: Said, place: JobPlacement) -> None:
 
 def _check_per_rank(said: Said, place: JobPlacement) -> None:
     """Refuse what needs a launcher that starts ranks, where the cluster has started each of them."""
-    for name in ("max_restarts", "log_dir", "devices", "preload", "show_ranks", "tail", "prefix"):
+    for name, without_effect in _OF_LAUNCHERS_WITH_RANKS.items():
         entry = _said(said, name)
-        if entry is not None and str(entry.value) not in ("0", "", "()", "others", "none"):
+        if entry is not None and str(entry.value) not in without_effect:
             raise LaunchError(
                 f"{_SECTION}.{name}={entry.value} ({entry.source}): {place.cluster} has started one task per rank, "
                 f"{place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no "

@@ -13,7 +13,6 @@ from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology
 from drivetrain_launcher.plan.host_detection import Host, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
@@ -136,6 +135,8 @@ def _host(launch: LaunchSettings, device: str) -> Host:
     host = detect_host(device)
     if launch.bind == "none":
         return host
+    from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology  # few launches bind
+
     visible = [str(each) for each in launch.devices] or (host.visible_devices or "").split(",")
     topology = detect_cpu_topology(host.accelerator, visible=[each for each in visible if each])
     return replace(host, cpu_topology=topology)

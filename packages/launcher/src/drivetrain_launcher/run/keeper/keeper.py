@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from drivetrain_launcher.console import is_own_terminal
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
 from drivetrain_launcher.run.process_link import ProcessLink
 
@@ -144,7 +145,7 @@ def output_terminals(term: str | None) -> tuple[tuple[bool, bool], bool]:
         term: The variable TERM; None if unset.
     """
     knows = term not in (None, "", "dumb")
-    terminals = (knows and os.isatty(1), knows and os.isatty(2))
+    terminals = (knows and is_own_terminal(1), knows and is_own_terminal(2))
     try:
         first, second = os.fstat(1), os.fstat(2)
     except OSError:  # one of them is closed

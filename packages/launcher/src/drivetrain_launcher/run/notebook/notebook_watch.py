@@ -14,8 +14,8 @@ _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 30.0
 
 
-def watch_notebook(number: int) -> None:
-    """Start a thread that ends this process, and the children in its process group, once the notebook has ended.
+def watch_notebook(number: int) -> Thread:
+    """Start and return a thread that ends this process, with its group, once the notebook has ended.
 
     Args:
         number: The number of the socket to the notebook. A process that the notebook has forked may keep the other
@@ -23,7 +23,9 @@ def watch_notebook(number: int) -> None:
     """
     parent = os.getppid()
     own = os.dup(number)  # stays open while this process ends
-    Thread(target=_stop_with, args=(own, parent), name="notebook watch", daemon=True).start()
+    watch = Thread(target=_stop_with, args=(own, parent), name="notebook watch", daemon=True)
+    watch.start()
+    return watch
 
 
 def _stop_with(number: int, parent: int) -> None:

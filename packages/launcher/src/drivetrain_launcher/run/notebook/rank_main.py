@@ -34,7 +34,7 @@ def main(number: int) -> None:
         number: The number of the channel's socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for calls
-    watch_notebook(number)
+    watch = watch_notebook(number)
     os.set_inheritable(number, False)
     channel = RankChannel(socket.socket(fileno=number))
     sys.argv = [""]
@@ -54,7 +54,10 @@ def main(number: int) -> None:
         elif message is Message.CALL and content is not None and setup is not None:
             _serve(channel, setup, content)
         else:
-            break
+            return
+    # The notebook has ended without saying so. The watch ends all; if this process ended first,
+    # its children would stay.
+    watch.join()
 
 
 def _unbuffered(number: int) -> io.TextIOWrapper:

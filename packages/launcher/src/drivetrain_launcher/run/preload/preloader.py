@@ -150,7 +150,8 @@ class Preloader:
     def _await_ready(self) -> None:
         if self._running.is_ready:
             return
-        messages = self._running.link.receive()
+        while not (messages := self._running.link.receive()) and messages is not None:
+            pass  # a part of a long message
         refusal = messages[0]["refusal"] if messages else "the process that imports was killed"
         if refusal:
             raise LaunchError(f"{self._flag}: {refusal}; leave it out, and each rank imports by itself")

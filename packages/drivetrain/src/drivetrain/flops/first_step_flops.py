@@ -1,13 +1,17 @@
 """Give a meter what MFU needs: the peak of the devices, and the operations of the first step."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from drivetrain.step_flops import StepFlops, find_peak
+from drivetrain.flops.model_peak import find_peak
 from drivetrain_state import Context
 from drivetrain_tracking import ThroughputMeter, TrackingSettings
+
+if TYPE_CHECKING:
+    from drivetrain.flops.step_flops import StepFlops
 
 
 class FirstStepFlops:
@@ -49,6 +53,9 @@ class FirstStepFlops:
             if self._meter.peak_flops is None or self._meter.flops_per_step is not None:
                 self._is_over = True
                 return
+            # torch's counter imports Triton, which a run that counts nothing has no use for.
+            from drivetrain.flops.step_flops import StepFlops
+
             self._counter = StepFlops()
         if begins:
             self._counter.begin(is_backward=phase == "backward")

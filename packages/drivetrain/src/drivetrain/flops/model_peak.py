@@ -1,4 +1,4 @@
-"""Count the floating point operations of one step by torch's own counter, and find the peak of the device."""
+"""The peak of a device in the precision that a run computes in."""
 
 import logging
 from collections.abc import Sequence
@@ -6,46 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from drivetrain.compat import ModelFlopCounter
 from drivetrain_tracking import peak_flops
 
 logger = logging.getLogger(__name__)
-
-
-class StepFlops:
-    """A counter that is on inside forward and backward alone, so that it never crosses a mode of the user's.
-
-    It counts the operations that the model and its gradients need, as model FLOPs utilisation (MFU) takes them.
-    Operations that repeat a forward inside backward, as activation checkpointing does, are left out; hardware FLOPs
-    utilisation (HFU) would contain them.
-
-    Attributes:
-        total: The floating point operations counted so far, on this rank.
-    """
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._mode: ModelFlopCounter | None = None
-        self._depth = 0
-
-    def begin(self, *, is_backward: bool = False) -> None:
-        """Count what follows; calls may nest.
-
-        Args:
-            is_backward: Whether a backward follows, rather than a forward.
-        """
-        self._depth += 1
-        if self._depth == 1:
-            self._mode = ModelFlopCounter(is_in_backward=is_backward)
-            self._mode.__enter__()
-
-    def end(self) -> None:
-        """End the innermost `begin`."""
-        self._depth -= 1
-        if self._depth == 0 and self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self.total += self._mode.get_total_flops()
-            self._mode = None
 
 
 def find_peak(device: torch.device, mode: str, models: Sequence[nn.Module], *, is_main: bool) -> float | None:

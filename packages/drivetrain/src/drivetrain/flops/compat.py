@@ -1,0 +1,69 @@
+"""The private names of torch's counter of operations; tests/drivetrain/flops/test_compat.py holds each one."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+
+class ModelFlopCounter(FlopCounterMode):
+    """A counter of a model's floating point operations, without those that compute something a second time.
+
+    Args:
+        is_in_backward: Whether what runs belongs to a backward, in which a forward is one that is repeated.
+    """
+
+    def __init__(self, *, is_in_backward: bool) -> None:
+        super().__init__(display=False)
+        self._is_in_backward = is_in_backward
+        self._num_open = 0  # forwards of modules that are running
+        self._hooks: list[RemovableHandle] = []
+        self.flop_registry: dict[Any, Callable[..., int]] = {
+            operation: _without_scores(formula) if _is_attention_backward(operation) else formula
+            for operation, formula in self.flop_registry.items()
+        }
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._is_in_backward:
+            self._hooks = [
+                register_module_forward_pre_hook(self._begin_forward),
+                register_module_forward_hook(self._end_forward, always_call=True),  # repeats may end early
+            ]
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        for hook in self._hooks:
+            hook.remove()
+        return super().__exit__(*error)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._num_open += 1
+
+    def _end_forward(self, *_: Any) -> None:
+        self._num_open -= 1
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # Autograd computes gradients with grad mode off. What runs with grad mode on inside a backward builds a graph
+        # again: a forward that activation checkpointing repeats. The forward of an autograd.Function in it, as those
+        # of linear layers under ZeRO 3, turns grad mode off, but runs inside a module.
+        if self._is_in_backward and (torch.is_grad_enabled() or self._num_open > 0):
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)
+
+
+def _is_attention_backward(operation: Any) -> bool:
+    name = str(operation)
+    return "attention" in name and "backward" in name
+
+
+def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return the formula of a fused attention's backward without the first of its five products.
+
+    It computes the scores again, which the forward has not kept. The products are of one size where queries and
+    values are.
+    """
+    return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5

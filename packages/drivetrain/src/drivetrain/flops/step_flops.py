@@ -1,0 +1,39 @@
+"""Count the floating point operations of one step by torch's own counter."""
+
+from drivetrain.flops.compat import ModelFlopCounter
+
+
+class StepFlops:
+    """A counter that is on inside forward and backward alone, so that it never crosses a mode of the user's.
+
+    It counts the operations that the model and its gradients need, as model FLOPs utilisation (MFU) takes them.
+    Operations that repeat a forward inside backward, as activation checkpointing does, are left out; hardware FLOPs
+    utilisation (HFU) would contain them.
+
+    Attributes:
+        total: The floating point operations counted so far, on this rank.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._mode: ModelFlopCounter | None = None
+        self._depth = 0
+
+    def begin(self, *, is_backward: bool = False) -> None:
+        """Count what follows; calls may nest.
+
+        Args:
+            is_backward: Whether a backward follows, rather than a forward.
+        """
+        self._depth += 1
+        if self._depth == 1:
+            self._mode = ModelFlopCounter(is_in_backward=is_backward)
+            self._mode.__enter__()
+
+    def end(self) -> None:
+        """End the innermost `begin`."""
+        self._depth -= 1
+        if self._depth == 0 and self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self.total += self._mode.get_total_flops()
+            self._mode = None
