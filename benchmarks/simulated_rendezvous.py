@@ -8,10 +8,8 @@ bound for a server that has its host for itself. No agent starts ranks.
 """
 
 import argparse
-import ctypes
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +20,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from name_servers import leave_name_servers
 from rounds import RESULTS, Table, report
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -35,8 +34,6 @@ ENTRY_BYTES = 100
 STATE_SECONDS = 30.0
 _STACK_BYTES = 512 * 1024
 _FORK = get_context("fork")
-_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of sched.h
-_NAME_SERVERS = Path("/etc/resolv.conf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +144,6 @@ def serve(answers: Connection) -> None:
 def _hush() -> None:
     """Drop what torch says of each connection whose address has no name."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def leave_name_servers() -> bool:
-    """Have this process and its children ask no name server, by a mount that nobody else sees; True if that worked.
-
-    torch looks up the name of each connection's other end. What is to be measured is the store.
-    """
-    if os.geteuid() or not _NAME_SERVERS.exists() or ctypes.CDLL(None).unshare(_NEW_MOUNTS):
-        return False
-    commands = (["--make-rprivate", "/"], ["--bind", os.devnull, str(_NAME_SERVERS)])
-    return not any(subprocess.run(["mount", *words], check=False).returncode for words in commands)
 
 
 class Cluster:

@@ -53,6 +53,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["launch", "--num-processes", "0", "x.py"], r"launch.num_processes=0: must be at least 1"),
         (["launch", "--config", "nowhere.yaml", "x.py"], "nowhere.yaml"),
         (["launch", "nowhere.py"], "nowhere.py: no such script"),
+        (["launch", "-m", "jsn.tool"], "-m jsn.tool: there is no module jsn in "),
+        (
+            ["launch", "--num-nodes", "2", "--dry-run", "-m", "json.tool"],
+            "--master-addr HOST (a name or address of the node with rank 0), and which it is, --node-rank 0 to 1",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_a_line(

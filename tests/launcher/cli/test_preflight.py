@@ -1,11 +1,12 @@
 import re
+from pathlib import Path
 
 import pytest
 
 from drivetrain_config import Layers
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.cli.preflight import check_backend, check_device, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_device, check_module, misplaced_flags
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
 FLAG = Source("command line", "--backend")
@@ -81,3 +82,27 @@ def test_cpu_on_the_command_line_overrides_a_device_in_a_file() -> None:
     check_device(said("command line", True, "cpu"))
     check_device(said("command line", False, "cuda"))
     check_device(Layers({}))
+
+
+@pytest.mark.parametrize("name", ["json.tool", "sys", "mine", "folder.inner", "mine.unknown"])
+def test_a_module_that_is_installed_or_in_the_folder_passes(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "folder").mkdir()
+    check_module(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trian.run", "-m trian.run: there is no module trian in .*; did you mean train.run"),
+        ("nothing_like_it", "there is no module nothing_like_it in .* nor one that is installed$"),
+        ("train.py", "-m train.py: this is a script, not a module; leave out -m"),
+        ("", "there is no module"),
+    ],
+)
+def test_a_module_that_is_not_there_is_refused_with_the_nearest(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(LaunchError, match=message):
+        check_module(name, tmp_path)

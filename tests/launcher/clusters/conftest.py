@@ -24,6 +24,13 @@ def slurm() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
+def commands(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test's process call the cluster's commands."""
+    for name, text in slurm.variables.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.fixture
 def in_slurm(slurm: SlurmCluster, tmp_path: Path) -> Run:
     """Run a command in `tmp_path` with the cluster's variables, to its end."""
     return partial(_run, tmp_path, dict(slurm.variables))

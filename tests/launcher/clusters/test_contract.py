@@ -56,6 +56,8 @@ class MpiContract(ClusterContract):
 
 
 class LocalContract(ClusterContract):
+    runs_jobs = True
+
     def make(self) -> Cluster:
         return Local()
 
@@ -63,7 +65,7 @@ class LocalContract(ClusterContract):
         return ([{"DRIVETRAIN_LOCAL_JOB_ID": "4242", "DRIVETRAIN_LOCAL_JOB_RESTARTS": "1"}],)
 
     def request(self, directory: Path) -> JobRequest:
-        return JobRequest(name="train", command=("drivetrain", "launch", "train.py"), folder=directory)
+        return make_request(folder=directory, log_dir=directory / "logs", num_nodes=1)
 
     def words(self, submission: Submission) -> tuple[str, ...]:
         (script,) = submission.files.values()
@@ -133,7 +135,19 @@ class RayContract(ClusterContract):
     ids=lambda contract: type(contract).__name__,
 )
 def test_a_cluster_passes_the_contract(contract: ClusterContract, tmp_path: Path) -> None:
-    assert len(contract.check_all(tmp_path)) == 9
+    assert len(contract.check_all(tmp_path)) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("commands")
+def test_slurms_real_jobs_pass_the_contract(tmp_path: Path) -> None:
+    class RealSlurmContract(SlurmContract):
+        runs_jobs = True
+
+        def request(self, directory: Path) -> JobRequest:
+            return make_request(folder=directory, log_dir=directory / "logs")
+
+    assert len(RealSlurmContract().check_all(tmp_path)) == 12
 
 
 def test_the_clusters_are_installed() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from clusters import SlurmCluster
 from drivetrain_launcher.clusters.protocol import JobRequest, Submission
 from drivetrain_launcher.clusters.slurm import Slurm
 from drivetrain_launcher.errors import LaunchError
@@ -66,13 +65,6 @@ if accelerator.is_main_process:
     weights = {name: value.tolist() for name, value in accelerator.unwrap_model(model).state_dict().items()}
     (folder / "end.txt").write_text(f"{step} {weights}")
 """
-
-
-@pytest.fixture
-def commands(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process call the cluster's commands."""
-    for name, text in slurm.variables.items():
-        monkeypatch.setenv(name, text)
 
 
 def ranks(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -289,14 +281,16 @@ def test_the_exit_code_of_a_job_is_that_of_its_ranks(script: Callable, tmp_path:
     shown: list[str] = []
     assert Slurm().follow(job, submission, shown.append) == 7
     assert "ends\n" in "".join(shown)
+    with pytest.raises(LaunchError, match=f"job {job}: it has ended already, FAILED"):
+        Slurm().cancel(job)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 def test_slurms_refusal_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"sbatch: .*invalid partition"):
+    with pytest.raises(LaunchError, match=r"sbatch failed: .*invalid partition.*say --option partition="):
         submit(request(tmp_path, "script.py", options={"partition": "nowhere"}))
-    with pytest.raises(LaunchError, match=r"squeue: .*Invalid job id|job 999999: Slurm does not know it"):
+    with pytest.raises(LaunchError, match=r"Slurm does not know (it|the job), or has forgotten"):
         Slurm().cancel("999999")
 
 

@@ -108,7 +108,7 @@ def test_a_plan_shows_the_cores_of_each_rank_and_threads_fill_them() -> None:
     planned = plan(LaunchSettings(num_processes=2, bind="auto"), machine(4, 4))
     assert [rank.binding for rank in planned.ranks()] == list(planned.bindings)
     assert planned.environment["OMP_NUM_THREADS"] == "4"
-    assert "    bound to CPUs 0-3,8-11 (4 cores of NUMA node 0)" in str(planned)
+    assert "rank 0: RANK=0 LOCAL_RANK=0 bound to CPUs 0-3,8-11 (4 cores of NUMA node 0)" in str(planned)
     assert any("the fewest cores that one has" in note for note in planned.notes)
 
 

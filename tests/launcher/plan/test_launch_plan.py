@@ -20,10 +20,14 @@ def test_a_plan_prints_what_will_happen() -> None:
     shown = str(plan).splitlines()
     assert shown[0] == "4 processes under torch's elastic agent: 2 nodes x 2"
     assert shown[1] == "rendezvous: static at head:29500, run 'none'"
-    assert shown[2] == f"rank 2: {ours}"
+    assert shown[2] == f"each rank: {ours}"
     assert "    OMP_NUM_THREADS=1" in shown
     assert "    GROUP_RANK=1" in shown
-    assert shown[-1] == "note: one thread each"
+    assert shown[-3:] == [
+        "rank 2: RANK=2 LOCAL_RANK=0",
+        "rank 3: RANK=3 LOCAL_RANK=1",
+        "note: one thread each",
+    ]
 
 
 def test_one_process_in_place_has_torchruns_variables() -> None:

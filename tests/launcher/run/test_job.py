@@ -123,7 +123,25 @@ def test_a_host_that_does_not_resolve_is_named_with_its_variable() -> None:
     assert plan.placement is not None
     why = r"node 0 is no-such-host.invalid, read from SLURM_STEP_NODELIST, but this node \(.*\) finds no address"
     with pytest.raises(LaunchError, match=why):
-        check_address(plan)
+        check_address(plan, patience_seconds=0)
+
+
+def test_a_jobs_node_is_waited_for_until_its_name_has_an_address(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, asked = socket.getaddrinfo, []
+
+    def not_yet(host: str, *arguments: object, **options: object) -> object:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return find("127.0.0.1", *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", not_yet)
+    monkeypatch.setattr("drivetrain_launcher.run.job._LOOK_SECONDS", 0.01)
+    check_address(plan_of(slurm_job(MASTER_ADDR="train-0.workers")[0]))
+    assert asked == ["train-0.workers"] * 3
+    assert capsys.readouterr().err.count("has no address yet; waiting for it, 90 s at most") == 1
 
 
 def test_a_host_that_does_not_resolve_is_named_outside_a_job_too() -> None:

@@ -4,6 +4,7 @@ A cluster's test subclasses `ClusterContract`, implements `make`, `jobs` and `re
 empty directory.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from types import MappingProxyType
 
 from drivetrain_launcher.clusters.protocol import Cluster, JobPlacement, JobRequest, Submission
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.submit.job_record import write_private
 
 # Words that a shell would act on, if it ever read them.
 HOSTILE = (
@@ -37,7 +39,13 @@ Environment = Mapping[str, str]
 
 
 class ClusterContract(ABC):
-    """A set of checks that every cluster must pass; a failed check raises an AssertionError that explains it."""
+    """A set of checks that every cluster must pass; a failed check raises an AssertionError that explains it.
+
+    Attributes:
+        runs_jobs: Whether jobs can really be submitted here; otherwise two checks do nothing.
+    """
+
+    runs_jobs = False
 
     @abstractmethod
     def make(self) -> Cluster:
@@ -85,6 +93,9 @@ class ClusterContract(ABC):
             self.check_a_plan_writes_nothing,
             self.check_hostile_words_stay_words,
             self.check_unknown_options_are_refused,
+            self.check_ids_of_no_job_are_refused,
+            self.check_a_job_is_followed_to_its_exit_code,
+            self.check_a_cancelled_job_ends,
         )
 
     def check_other_processes_are_in_no_job(self, directory: Path) -> None:
@@ -198,6 +209,58 @@ class ClusterContract(ABC):
         assert "no-such-option" in told, (
             f"plan must refuse the option no-such-option by its name, but said {told!r}"
         )
+
+    def check_ids_of_no_job_are_refused(self, directory: Path) -> None:
+        """Check that `cancel` refuses what cannot be the id of a job."""
+        for job_id in ("", "-1", "; touch owned", "$(touch owned)", "../1"):
+            try:
+                self.make().cancel(job_id)
+            except LaunchError:
+                continue
+            raise AssertionError(f"cancel({job_id!r}) must raise LaunchError, since no job has this id")
+        assert not (directory / "owned").exists(), "an id reached a shell"
+
+    def check_a_job_is_followed_to_its_exit_code(self, directory: Path) -> None:
+        """Check that `follow` writes what a job writes, and returns its exit code; an ended job is not cancelled."""
+        submission = self._live(directory, "print('all', 'of', 'it'); raise SystemExit(7)")
+        if submission is None:
+            return
+        job_id, written = self.make().submit(submission), list[str]()
+        code = self.make().follow(job_id, submission, written.append)
+        assert "all of it\n" in "".join(written), f"follow must write the job's output, but wrote {written}"
+        assert code == 7, f"follow must return the job's exit code, 7, not {code}"
+        try:
+            self.make().cancel(job_id)
+        except LaunchError:
+            return
+        raise AssertionError(f"cancel({job_id!r}) must raise LaunchError, since the job has ended")
+
+    def check_a_cancelled_job_ends(self, directory: Path) -> None:
+        """Check that `cancel` ends a job that runs, and that `follow` tells so by a code other than 0."""
+        submission = self._live(directory, "import time; print('runs', flush=True); time.sleep(600)")
+        if submission is None:
+            return
+        job_id, written = self.make().submit(submission), list[str]()
+
+        def cancel_once(text: str) -> None:
+            is_first = "runs" not in "".join(written)
+            written.append(text)
+            if is_first and "runs" in "".join(written):
+                self.make().cancel(job_id)
+
+        code = self.make().follow(job_id, submission, cancel_once)
+        assert code != 0, "follow must not return 0 for a job that was cancelled"
+
+    def _live(self, directory: Path, source: str) -> Submission | None:
+        """Write the files of a job that runs a Python program; None if jobs cannot be submitted here."""
+        request = self.request(directory)
+        if request is None or not self.runs_jobs:
+            return None
+        command = (sys.executable, "-c", source)
+        submission = self.make().plan(replace(request, command=command, num_nodes=1))
+        for path, text in submission.files.items():
+            write_private(path, text)
+        return submission
 
     def _tried(self, environment: Environment) -> tuple[JobPlacement | None, str | None]:
         """Return the place of a task, and the error in its stead."""

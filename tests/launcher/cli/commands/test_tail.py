@@ -36,12 +36,15 @@ def test_the_last_lines_of_each_rank_of_the_newest_attempt_are_shown(
     ("words", "said"),
     [
         (("nowhere",), "nowhere: holds no output of a run"),
+        (("of_jobs",), "train-7.out is a submitted job's: drivetrain job follow shows it"),
         (("--lines", "0", "logs"), "lines=0: must be at least 1"),
         (("--ranks", "7", "logs"), "there is no 7"),
     ],
 )
 def test_bad_input_is_told(drivetrain: Callable, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     write(tmp_path / "logs", "none_a", 0, 0, "text\n")
+    (tmp_path / "of_jobs").mkdir()
+    (tmp_path / "of_jobs" / "train-7.out").touch()
     done = drivetrain("tail", *words)
     assert done.returncode == 2
     assert said in done.stderr

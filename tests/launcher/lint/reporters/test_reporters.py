@@ -1,6 +1,5 @@
 import json
 import re
-from typing import Any
 
 import pytest
 
@@ -91,39 +90,29 @@ def test_every_severity_has_an_annotation_and_a_level(severity: Severity) -> Non
     )
 
 
-# The parts of SARIF 2.1.0's schema that a log of one run uses: required and allowed properties of each object.
-_SHAPES: dict[str, tuple[set[str], set[str]]] = {
-    "log": ({"version", "runs"}, {"$schema"}),
-    "run": ({"tool", "results"}, {"columnKind"}),
-    "driver": ({"name", "rules"}, {"semanticVersion"}),
-    "rule": ({"id"}, {"name", "shortDescription", "fullDescription", "help", "defaultConfiguration"}),
-    "result": ({"message"}, {"ruleId", "ruleIndex", "level", "locations"}),
-    "region": ({"startLine"}, {"startColumn", "endColumn", "snippet"}),
-}
-
-
-def _is_shaped(value: dict[str, Any], shape: str) -> bool:
-    required, allowed = _SHAPES[shape]
-    return required <= set(value) <= required | allowed
+def unknown_names(value: object) -> set[str]:
+    """Return the names in a parsed SARIF log that the format does not have."""
+    if isinstance(value, list):
+        return set[str]().union(*map(unknown_names, value))
+    extra = getattr(value, "model_extra", None)
+    return set() if extra is None else set(extra).union(*map(unknown_names, vars(value).values()))
 
 
 def test_sarif_has_the_shape_of_version_2_1_0() -> None:
+    sarif = pytest.importorskip("sarif_pydantic", reason="comes with the dev dependencies")
     log = json.loads(as_sarif(report(*findings(SOURCE), broken(), in_cell())))
     (run,) = log["runs"]
     driver, results = run["tool"]["driver"], run["results"]
     assert log["version"] == "2.1.0"
-    assert _is_shaped(log, "log")
-    assert _is_shaped(run, "run")
+    # The models lack columnKind, which the standard has.
+    assert unknown_names(sarif.Sarif.model_validate(log)) <= {"columnKind"}
     assert run["columnKind"] == "unicodeCodePoints"
-    assert _is_shaped(driver, "driver")
-    assert all(_is_shaped(rule, "rule") for rule in driver["rules"])
     assert all(re.fullmatch("[A-Z][A-Za-z]+", rule["name"]) for rule in driver["rules"])
-    assert all(_is_shaped(result, "result") and result["message"]["text"] for result in results)
+    assert all(result["message"]["text"] for result in results)
     assert [driver["rules"][each["ruleIndex"]]["id"] for each in results] == [
         each["ruleId"] for each in results
     ]
     first, unreadable, cell = (each["locations"][0]["physicalLocation"] for each in results)
-    assert _is_shaped(first["region"], "region")
     assert (first["region"]["startLine"], first["region"]["startColumn"], first["region"]["endColumn"]) == (
         4,
         2,

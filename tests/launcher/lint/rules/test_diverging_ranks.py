@@ -274,7 +274,7 @@ def test_one_cause_is_told_once_with_the_number_of_calls() -> None:
         "    accelerator.reduce(x)\n"
     )
     (found,) = findings(ACCELERATOR + source)
-    assert found.what.endswith("(line 3) lets in; and 2 more calls")
+    assert found.what.endswith("(line 3) lets in; and 2 more calls (lines 5, 6)")
 
 
 CALLS = [

@@ -160,6 +160,23 @@ def test_files_hold_every_byte_of_ranks_that_are_not_shown_whose_last_lines_are_
 
 
 @pytest.mark.costly
+def test_so_many_last_lines_as_asked_for_are_shown_again_before_the_traceback(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script(
+        "import os, time\n"
+        "if os.environ['RANK'] == '0': time.sleep(100)\n"
+        "for step in range(5): print('step', step, flush=True)\n"
+        "raise ValueError('odd')\n"
+    )
+    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "--tail", "2", "script.py")
+    assert done.stdout == "".join(f"[rank 1] step {step}\n" for step in range(5))
+    again = done.stderr.index("drivetrain: the last 2 lines of rank 1:\n  step 3\n  step 4\n")
+    assert done.stderr.index("Traceback") > again
+    assert done.stderr.count("step 2") == 0
+
+
+@pytest.mark.costly
 def test_100_megabytes_pass_complete_and_in_order(drivetrain_with_torch: Callable, script: Callable) -> None:
     script(
         "import os, sys\n"

@@ -3,11 +3,38 @@
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 
 from drivetrain_config import Layers
 from drivetrain_config.source import Source
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
+
+
+def check_module(name: str, folder: Path) -> None:
+    """Reject a module whose package is not there, before every rank does.
+
+    Args:
+        name: The name of the module to run. Modules within a package are not looked for, since that imports it.
+        folder: The folder that modules are run from, whose own come first.
+
+    Raises:
+        LaunchError: There is no such module.
+    """
+    if name.endswith(".py") and (folder / name).is_file():
+        raise LaunchError(f"-m {name}: this is a script, not a module; leave out -m")
+    package = name.partition(".")[0]
+    try:
+        if PathFinder.find_spec(package, [str(folder)]) or find_spec(package):
+            return
+    except (ImportError, ValueError):  # not a name, or a module without a spec
+        pass
+    beside = [each.name for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"]
+    near = get_close_matches(package, [name.removesuffix(".py") for name in beside], n=1)
+    hint = f"; did you mean {name.replace(package, near[0], 1)}" if near else ""
+    raise LaunchError(f"-m {name}: there is no module {package} in {folder}, nor one that is installed{hint}")
 
 
 def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: str) -> list[str]:

@@ -11,23 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain_launcher.clusters.system_command import hint_for
 from drivetrain_launcher.errors import LaunchError
 
 KUBECTL = "kubectl"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_HINTS = (
-    (
-        "no matches for kind",
-        "JobSet is not installed in the cluster; its administrator installs it as https://jobset.sigs.k8s.io says",
-    ),
-    ("AlreadyExists", "a job of this name exists; say another --name, or cancel that one first"),
-    (
-        "connection to the server",
-        "kubectl reaches no cluster; `kubectl cluster-info` shows which it looks for",
-    ),
-    ("strict decoding error", "the cluster's JobSet is older than 0.6, which drivetrain needs"),
-    ("unknown field", "the cluster's JobSet is older than 0.6, which drivetrain needs"),
-)
+_HINTS = {
+    "no matches for kind": "JobSet is not installed in the cluster; its administrator installs it as "
+    "https://jobset.sigs.k8s.io says",
+    "AlreadyExists": "a job of this name exists; say another --name, or cancel that one first",
+    "NotFound": "it is not there, or no longer; `kubectl get jobsets --all-namespaces` lists what there is",
+    "connection to the server": "kubectl reaches no cluster; `kubectl cluster-info` shows which it looks for",
+    "strict decoding error": "the cluster's JobSet is older than 0.6, which drivetrain needs",
+    "unknown field": "the cluster's JobSet is older than 0.6, which drivetrain needs",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +90,7 @@ def run_kubectl(words: Sequence[str]) -> str:
     finally:
         process.kill()
     if process.returncode != 0:
-        hint = next((f"; {hint}" for mark, hint in _HINTS if mark in errors), "")
-        raise LaunchError(f"kubectl {words[0]} failed: {errors.strip()}{hint}")
+        raise LaunchError(f"kubectl {words[0]} failed: {errors.strip()}{hint_for(errors, _HINTS)}")
     return output
 
 

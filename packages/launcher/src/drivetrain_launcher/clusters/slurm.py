@@ -22,6 +22,15 @@ _ENDED = frozenset(
         "OUT_OF_MEMORY", "REVOKED",
     }
 )  # fmt: skip
+# What to do about a refusal, by a part of Slurm's message.
+_HINTS = {
+    "invalid account": "say --option account=NAME; `sacctmgr show associations user=$USER` lists yours",
+    "invalid partition": "say --option partition=NAME; `sinfo` lists them",
+    "node configuration is not available": "no node has what is asked for; see `sinfo --Node --long`",
+    "Invalid job id": "Slurm does not know the job, or has forgotten it since it ended",
+    "time limit": "`sinfo` shows the limit of each partition",
+    "nable to contact slurm controller": "`scontrol ping` says whether slurmctld answers",
+}
 _JOB_ID = re.compile(r"\d+")
 _WIDTH = 30
 
@@ -89,7 +98,7 @@ class Slurm:
         Raises:
             LaunchError: sbatch is not installed, or Slurm refused the job.
         """
-        output = run_command(*submission.command, folder=submission.request.folder)
+        output = run_command(*submission.command, folder=submission.request.folder, hints=_HINTS)
         job_id = output.strip().partition(";")[0]
         if not _JOB_ID.fullmatch(job_id):
             raise LaunchError(f"slurm: sbatch did not say the job's id, but {output.strip()!r}")
@@ -115,11 +124,12 @@ class Slurm:
         """End the job; it is not requeued.
 
         Raises:
-            LaunchError: Slurm does not know the job, or refused.
+            LaunchError: Slurm does not know the job, or refused, or the job has ended.
         """
-        _check_id(job_id)
-        _show_job(job_id)
-        run_command("scancel", job_id)
+        state = _show_job(job_id).state
+        if state in _ENDED:
+            raise LaunchError(f"slurm: job {job_id}: it has ended already, {state}")
+        run_command("scancel", job_id, hints=_HINTS)
 
 
 def _check_id(job_id: str) -> None:
@@ -148,7 +158,7 @@ def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
     _check_id(job_id)
     columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
     output = run_command(
-        "squeue", "--noheader", f"--states={states}", f"--jobs={job_id}", "--Format", columns
+        "squeue", "--noheader", f"--states={states}", f"--jobs={job_id}", "--Format", columns, hints=_HINTS
     )
     rows = [line.split() for line in output.splitlines() if line.strip()]
     return [SlurmJob(state=row[0], may_requeue=row[1] != "0", wait_status=int(row[2])) for row in rows]

@@ -252,9 +252,11 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
     if settings.master_addr is None and plan.placement is not None:
         _check_address(plan.placement)
     if settings.master_addr is None:
+        needs_rank = settings.rdzv_backend == "static" and settings.node_rank is None
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or "
             "address of the node with rank 0)"
+            + (f", and which it is, --node-rank 0 to {settings.num_nodes - 1}" if needs_rank else "")
         )
     if settings.master_port == 0:
         raise LaunchError(

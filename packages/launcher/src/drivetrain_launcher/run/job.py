@@ -1,5 +1,6 @@
 """Serve the cluster's job that a launcher is part of: find node 0, and start the job again after a save."""
 
+import time
 from typing import TYPE_CHECKING
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
@@ -12,17 +13,26 @@ from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
 if TYPE_CHECKING:
     from threading import Event
 
+# The names of Kubernetes' pods appear in DNS seconds after the pods have started, and a resolver may keep the answer
+# that there is none for half a minute.
+_NAME_SECONDS = 90.0
+_LOOK_SECONDS = 0.5
 
-def check_address(plan: LaunchPlan) -> None:
+
+def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) -> None:
     """Check that node 0's name has an address, and warn in a job, on node 0, if it is not this machine's.
+
+    In a job the name may get its address after the nodes start, as the names of pods do.
+
+    Args:
+        plan: The plan of the launch.
+        patience_seconds: The time for which to wait for the address in a job.
 
     Raises:
         LaunchError: The name does not resolve; the message says what it was read from.
     """
     if plan.num_nodes == 1:
         return
-    import socket  # takes tens of milliseconds
-
     host, place = plan.master_addr, plan.placement
     told, remedy = host, "or say --master-addr with an address of node 0"
     if place is not None:
@@ -30,18 +40,47 @@ def check_address(plan: LaunchPlan) -> None:
         if host == place.master_addr:
             told = f"{host}, read from {place.source('master_addr')}"
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = _addresses(host, patience_seconds if place is not None else 0.0)
     except (OSError, UnicodeError) as error:
+        import socket
+
         raise LaunchError(
             f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
             f"({error}): mend the name's entry in DNS or /etc/hosts, {remedy}"
         ) from None
     is_first = place is not None and place.task_rank == 0
-    if is_first and not any(_is_own(family, str(address[0])) for family, *_, address in found):
+    if is_first and not any(_is_own(family, address) for family, address in found):
         say(
             f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
             "it, export MASTER_ADDR in the job with an address of this machine"
         )
+
+
+def _addresses(host: str, patience_seconds: float) -> list[tuple[int, str]]:
+    """Return the family and text of each address of a name, as soon as it has one.
+
+    Raises:
+        OSError: It has none after `patience_seconds`.
+        UnicodeError: It is no name of a host.
+    """
+    import socket  # takes tens of milliseconds
+
+    deadline = time.monotonic() + patience_seconds
+    is_told = False
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_told:
+                say(
+                    f"{host}, node 0 of the job, has no address yet; waiting for it, {patience_seconds:g} s at most"
+                )
+                is_told = True
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return [(family, str(address[0])) for family, *_, address in found]
 
 
 def requeue_after(code: object, plan: LaunchPlan) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain_config import Layers, environ, flags, resolve, sections
 from drivetrain_config.installed import entry_points
-from drivetrain_launcher.cli.preflight import check_backend, check_device, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_device, check_module, misplaced_flags
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
@@ -144,6 +144,7 @@ def _host(launch: LaunchSettings, device: str) -> Host:
 
 def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
     if launch.module:
+        check_module(arguments.script, Path.cwd())
         return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="module")
     if launch.program:
         return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="program")

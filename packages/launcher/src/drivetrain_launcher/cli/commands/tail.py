@@ -59,8 +59,10 @@ def newest_attempt(folder: Path) -> Path:
     """
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda each: each.stat().st_mtime_ns)
     if not attempts:
+        of_jobs = sorted(each.name for each in folder.glob("*.out"))
         raise UsageError(
             f"{folder}: holds no output of a run; say the folder that was given to drivetrain launch as --log-dir"
+            + (f". {of_jobs[-1]} is a submitted job's: drivetrain job follow shows it" if of_jobs else "")
         )
     return attempts[-1]
 

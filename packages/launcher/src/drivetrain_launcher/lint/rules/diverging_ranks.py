@@ -8,6 +8,7 @@ from drivetrain_launcher.lint.flow.program import Program
 from drivetrain_launcher.lint.rules.rule import Rule
 
 _WAITS = "The ranks that call it wait for the others, until the timeout ends the run."
+_MOST_LINES = 5  # of further calls that a finding names
 _ON_SOME = frozenset({Parting.CONDITION, Parting.DECORATOR})
 
 
@@ -95,8 +96,12 @@ def _skips(divergence: Divergence) -> str:
 
 
 def _more(divergence: Divergence) -> str:
-    others = len(divergence.reached) - 1
-    return "" if not others else f"; and {others} more call{'s' if others > 1 else ''}"
+    lines = [str(each.line) for each in divergence.reached[1:]]
+    if not lines:
+        return ""
+    shown = ", ".join(lines[:_MOST_LINES]) + (", ..." if len(lines) > _MOST_LINES else "")
+    plural = "s" if len(lines) > 1 else ""
+    return f"; and {len(lines)} more call{plural} (line{plural} {shown})"
 
 
 RULES = (
