@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from name_servers import leave_name_servers
 from rounds import RESULTS, Table, report
 
 from drivetrain_launcher.membership.decision import Limits
+from drivetrain_launcher.membership.errors import RunOverError
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 
 SIZES = (16, 64, 512)
@@ -63,9 +65,21 @@ def hold_nodes(commands: Connection, meeting: ElasticMeeting, count: int) -> Non
                 commands.send((time.process_time() - before) / step.seconds)
                 continue
             else:
-                list(pool.map(steps[step.name], nodes))
+                errors = [error for error in pool.map(partial(_tried, steps[step.name]), nodes) if error]
+                if errors:
+                    commands.send(errors[0])
+                    break
             commands.send(time.monotonic())
         os._exit(0)
+
+
+def _tried(step: Callable[[ElasticNodes], object], node: ElasticNodes) -> str:
+    """Take a step; return the error that ended the run for this node, or nothing."""
+    try:
+        step(node)
+    except RunOverError as error:
+        return str(error)
+    return ""
 
 
 def _notice(node: ElasticNodes) -> None:
@@ -125,7 +139,10 @@ class Run:
     def _all(self, holders: Sequence[Connection], name: str) -> float:
         for holder in holders:
             holder.send(Step(name=name))
-        return max(holder.recv() for holder in holders)
+        answers = [holder.recv() for holder in holders]
+        if errors := [answer for answer in answers if isinstance(answer, str)]:
+            raise SystemExit(f"a node gave up, since this machine is too slow for so many: {errors[0]}")
+        return max(answers)
 
 
 def main() -> None:

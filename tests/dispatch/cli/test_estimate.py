@@ -180,18 +180,23 @@ def test_what_cannot_be_estimated_is_an_error_that_says_why(
     assert message in capsys.readouterr().err
 
 
+def estimated(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `drivetrain estimate` on a folder to its end."""
+    pytest.importorskip("drivetrain_launcher")
+    command = [sys.executable, "-m", "drivetrain_launcher", "estimate", str(folder), "--seq", "32"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
 @pytest.mark.costly
 def test_the_command_is_found(tmp_path: Path) -> None:
-    pytest.importorskip("drivetrain_launcher")
+    ended = estimated(tmp_path)
+    assert ended.returncode == 2
+    assert "drivetrain: error: " in ended.stderr
 
-    def estimated(folder: Path | str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "drivetrain_launcher", "estimate", str(folder), "--seq", "32"]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
-    missing = estimated(tmp_path)
-    assert missing.returncode == 2
-    assert "drivetrain: error: " in missing.stderr
-    told = estimated(folder_of(tmp_path, {"model_type": "llama", **TINY}))
-    assert told.returncode == 0, told.stderr
-    assert "bf16" in told.stdout
-    assert "activations" in told.stdout
+@pytest.mark.slow
+def test_the_command_tells_what_a_models_training_takes(tmp_path: Path) -> None:
+    ended = estimated(folder_of(tmp_path, {"model_type": "llama", **TINY}))
+    assert ended.returncode == 0, ended.stderr
+    assert "bf16" in ended.stdout
+    assert "activations" in ended.stdout

@@ -72,7 +72,7 @@ def test_a_job_is_found_again_and_cancelled(drivetrain: Callable, script: Callab
     with played_kubernetes(cluster, tmp_path / "home") as environment:
         done = drivetrain(*LINE, "--no-follow", "train.py", environment=environment)
         assert (done.stdout, done.returncode) == ("team/train\n", 0), done.stderr
-        assert "drivetrain job follow team/train --log-dir logs" in done.stderr
+        assert f"drivetrain job follow team/train --log-dir {tmp_path}/logs" in done.stderr
         followed = drivetrain("job", "follow", "team/train", environment=environment)
         assert (followed.stdout.count("[node 1] two\n"), followed.returncode) == (1, 0), followed.stderr
         again = drivetrain(*LINE, "train.py", environment=environment)

@@ -1,5 +1,6 @@
 """Slurm itself, on loopback: srun with one task a node and one task a rank, and jobs that save and start again."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -288,7 +289,7 @@ def test_the_exit_code_of_a_job_is_that_of_its_ranks(script: Callable, tmp_path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 def test_slurms_refusal_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"sbatch failed: .*invalid partition.*say --option partition="):
+    with pytest.raises(LaunchError, match=r"(?s)sbatch failed: .*invalid partition.*say --option partition="):
         submit(request(tmp_path, "script.py", options={"partition": "nowhere"}))
     with pytest.raises(LaunchError, match=r"Slurm does not know (it|the job), or has forgotten"):
         Slurm().cancel("999999")
@@ -304,3 +305,37 @@ def test_a_command_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
 def test_an_id_that_is_no_number_reaches_no_command(job: str) -> None:
     with pytest.raises(LaunchError, match="Slurm numbers its jobs"):
         Slurm().cancel(job)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("commands")
+def test_a_user_submits_follows_and_cancels(drivetrain: Callable, script: Callable, tmp_path: Path) -> None:
+    """From another folder than the job's, and without `drivetrain` on the PATH of the nodes."""
+    (tmp_path / "run").mkdir()
+    script("import os, time\nprint('runs', os.getcwd(), os.environ['WORLD_SIZE'], flush=True)\ntime.sleep(600)",
+           "run/train.py")  # fmt: skip
+    environment = {name: os.environ[name] for name in ("SLURM_CONF", "PATH")}
+    line = (
+        "submit",
+        "--on",
+        "slurm",
+        "--cpu",
+        "--folder",
+        "run",
+        "--num-nodes",
+        "2",
+        "--processes-per-node",
+        "1",
+    )
+    submitted = drivetrain(*line, "--no-follow", "train.py", environment=environment)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    output = tmp_path / "logs" / f"train-{job}.out"
+    deadline = time.monotonic() + 120
+    while (output.read_text() if output.exists() else "").count("runs") < 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert drivetrain("job", "cancel", job, environment=environment).returncode == 0
+    followed = drivetrain("job", "follow", job, environment=environment)
+    assert followed.returncode != 0
+    assert followed.stdout.count(f"runs {tmp_path}/run 2\n") == 2, followed.stdout
+    assert "it has ended already" in drivetrain("job", "cancel", job, environment=environment).stderr

@@ -1,6 +1,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def read_by_bash(text: str) -> tuple[dict[str, str], list[str]]:
 def test_bash_reads_every_word_and_variable_as_it_was_given(words: list[str], value: str) -> None:
     request = replace(REQUEST, command=("drivetrain", "launch", *words), environment={"VALUE": value})
     variables, read = read_by_bash(script_of(plan_slurm(request)))
-    assert read[-len(words) - 2 :] == ["drivetrain", "launch", *words]
+    assert read[-len(words) - 4 :] == [sys.executable, "-m", "drivetrain_launcher", "launch", *words]
     assert variables["VALUE"] == value
 
 
@@ -72,7 +73,7 @@ def test_names_and_options_reach_no_shell(name: str, comment: str, folder: str) 
 @given(LINES)
 def test_a_name_is_no_path(name: str) -> None:
     (path,) = plan_slurm(replace(REQUEST, name=name)).files
-    assert path.parent == Path("logs")
+    assert path.parent == Path("logs").absolute()
     assert re.fullmatch(r"[A-Za-z0-9._][A-Za-z0-9._-]*\.sbatch", path.name)
 
 
@@ -87,7 +88,7 @@ def test_a_request_becomes_options_of_sbatch() -> None:
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --chdir=/data/run",
-        "#SBATCH --output=logs/train-%j.out",
+        f"#SBATCH --output={Path.cwd()}/logs/train-%j.out",
         "#SBATCH --signal=TERM@300",
         "#SBATCH --requeue",
         "#SBATCH --gpus-per-node=4",

@@ -32,7 +32,7 @@ def test_a_request_holds_what_was_said() -> None:
         variables={"A": "b"},
         arguments=("--lr", "1e-3"),
     ).request
-    assert (request.name, request.folder, request.log_dir) == ("train", FOLDER, Path("out"))
+    assert (request.name, request.folder, request.log_dir) == ("train", FOLDER, Path("out").absolute())
     assert (request.num_nodes, request.processes_per_node, request.accelerators_per_node) == (2, 8, 8)
     assert (request.cpus_per_node, request.memory_per_node, request.time_limit_seconds) == (
         96,

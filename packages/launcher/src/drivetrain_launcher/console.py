@@ -1,7 +1,6 @@
 """The launcher's messages on the terminal, marked to stand apart from the script's output."""
 
 import logging
-import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,19 +17,6 @@ def say(text: str) -> None:
     """Write a line to stderr with the launcher's prefix."""
     sys.stderr.write(f"drivetrain: {text}\n")
     sys.stderr.flush()
-
-
-def is_own_terminal(file: int) -> bool:
-    """Return whether a file descriptor is the terminal that this session runs in.
-
-    A pseudo-terminal that another program opened to read what is written there is none: Open MPI gives one to every
-    process, and merges their lines into whatever its own output is.
-    """
-    try:
-        os.tcgetpgrp(file)
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

@@ -191,7 +191,8 @@ class ClusterContract(ABC):
         command = (*request.command, *HOSTILE)
         submission = self.make().plan(replace(request, command=command, name="a; touch owned"))
         found = self.words(submission)
-        assert found is None or found[-len(command) :] == command, f"{command} became {found}"
+        words = command[1:]  # a cluster may name another program in place of `drivetrain`
+        assert found is None or found[-len(words) :] == words, f"{command} became {found}"
         assert all("touch owned" not in str(path) for path in submission.files), (
             "a name became part of a path as it is"
         )

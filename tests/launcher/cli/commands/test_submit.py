@@ -1,6 +1,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +21,11 @@ def test_a_dry_run_shows_files_and_command_and_writes_nothing(
     script("print(1)", "train.py")
     done = drivetrain(*ON, "--num-nodes", "2", "--env", "A=1", "--dry-run", "train.py", "--lr", "a b")
     assert done.returncode == 0, done.stderr
-    assert "# logs/train.jobset.yaml\n" in done.stdout
+    assert f"# {tmp_path}/logs/train.jobset.yaml\n" in done.stdout
     assert "parallelism: 2\n" in done.stdout
     assert '- "a b"\n' in done.stdout
     assert f'workingDir: "{tmp_path}"' in done.stdout
-    assert done.stdout.endswith("$ kubectl create --filename=logs/train.jobset.yaml\n")
+    assert done.stdout.endswith(f"$ kubectl create --filename={tmp_path}/logs/train.jobset.yaml\n")
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -41,7 +42,7 @@ def test_a_found_file_is_told_and_its_settings_reach_the_job_which_looks_for_non
         in done.stderr
     )
     assert "export DRIVETRAIN_STATE__DEBUG=true\n" in done.stdout
-    assert "drivetrain launch --config=none " in done.stdout
+    assert "drivetrain_launcher launch --config=none " in done.stdout
     assert "--processes-per-node=2" in done.stdout  # the flag beats the file's other way to say a number
     without = drivetrain(*line, "--config", "none", "train.py")
     assert "DEBUG" not in without.stdout + without.stderr
@@ -119,8 +120,9 @@ def test_ctrl_c_stops_following_and_says_how_to_go_on(script: Callable, tmp_path
     process = _interrupted(tmp_path, package)
     assert process.returncode == 130
     assert process.stdout == "working\n"
-    assert "stopped following; job 7 goes on\n  drivetrain job follow 7 --log-dir logs\n" in process.stderr
-    assert "  drivetrain job cancel 7 --log-dir logs\n" in process.stderr
+    where = f"7 --log-dir {tmp_path}/logs"
+    assert f"stopped following; job 7 goes on\n  drivetrain job follow {where}\n" in process.stderr
+    assert f"  drivetrain job cancel {where}\n" in process.stderr
 
 
 ENDLESS = """
@@ -151,3 +153,49 @@ def _interrupted(folder: Path, package: Path) -> "subprocess.CompletedProcess[st
         )
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+SAVES = """
+import os, signal, sys, time
+number = os.environ["DRIVETRAIN_LOCAL_JOB_RESTARTS"]
+print("start", number, os.getcwd(), sys.argv[1:], flush=True)
+if number == "0":
+    sys.exit(75)  # as after a save
+if "waits" in sys.argv:
+    time.sleep(600)
+sys.exit(7)
+"""
+
+
+@pytest.mark.costly
+def test_a_job_on_this_machine_is_submitted_followed_and_cancelled_from_other_folders(
+    drivetrain: Callable, script: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    script(SAVES, "run/train.py")
+    # As from a shell in which no environment is active.
+    bare = {"PATH": "/usr/bin:/bin"}
+    line = ("submit", "--on", "local", "--cpu", "--folder", "run", "--num-processes", "1")
+    done = drivetrain(*line, "train.py", "$(touch owned)", environment=bare)
+    folder = tmp_path / "run"
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "".join(f"start {n} {folder} ['$(touch owned)']\n" for n in (0, 1))
+    submitted = drivetrain(*line, "--no-follow", "train.py", "waits", environment=bare)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    output = tmp_path / "logs" / f"train-{job}.out"
+    deadline = time.monotonic() + 60
+    while "start 1" not in (output.read_text() if output.exists() else "") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert drivetrain("job", "cancel", job, environment=bare).returncode == 0
+    followed = drivetrain("job", "follow", job, environment=bare)
+    assert followed.returncode not in (0, 7), followed.stderr
+    assert followed.stdout.startswith(f"start 0 {folder} ['waits']\nstart 1 ")
+    assert "it has ended" in drivetrain("job", "cancel", job, environment=bare).stderr
+    assert not list(tmp_path.rglob("owned"))
+
+
+def test_a_module_that_is_not_in_the_jobs_folder_is_refused(drivetrain: Callable) -> None:
+    done = drivetrain("submit", "--on", "slurm", "--cpu", "--dry-run", "-m", "jsn.tool")
+    assert done.returncode == 2
+    assert "-m jsn.tool: there is no module jsn in " in done.stderr

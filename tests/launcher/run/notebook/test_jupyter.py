@@ -232,8 +232,12 @@ def test_nothing_is_left_when_the_kernel_is(how: str, tmp_path: Path, opened_not
     with opened_notebook(tmp_path, sys.executable) as notebook:
         pids = notebook.run("""
 kept = Workers(2, cpu=True)
-import subprocess
-def child(): return os.getpid(), subprocess.Popen(["sleep", "1000"]).pid
+import subprocess, sys
+ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
+def child():
+    started = subprocess.Popen([sys.executable, "-ISc", ignores], stdout=subprocess.PIPE)
+    started.stdout.readline()
+    return os.getpid(), started.pid
 print(*sum(kept.run(child), ()))
 """)
         if how == "killed":

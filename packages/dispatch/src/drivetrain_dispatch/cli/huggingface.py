@@ -30,7 +30,10 @@ def read_config(folder: Path) -> tuple[Any, Any]:
     if folder.name == _CONFIG and folder.is_file():
         folder = folder.parent
     if not (folder / _CONFIG).is_file():
-        raise ValueError(f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model")
+        raise ValueError(
+            f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model; one of the hub is downloaded "
+            f"first, by huggingface_hub.hf_hub_download(NAME, {_CONFIG!r})"
+        )
     try:
         transformers: Any = import_module("transformers")
         # Newer versions validate configurations with an error that is no ValueError.

@@ -14,6 +14,7 @@ from drivetrain_launcher.clusters.jobset_state import (
 )
 from drivetrain_launcher.clusters.kubectl import ObjectName, read_objects, start_kubectl
 from drivetrain_launcher.clusters.kubernetes_manifest import CONTAINER
+from drivetrain_launcher.clusters.system_command import patiently
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 
@@ -48,9 +49,9 @@ class JobSetOutput:
             LaunchError: kubectl failed, or the JobSet is no longer there.
         """
         read_attempts: set[int] = set()
+        self._state()  # a job that is not there is an error at once
         while True:
-            state = self._state()
-            pods = self._pods(state.restarts)
+            state, pods = patiently(self._state_and_pods)
             started = [pod for pod in pods if pod.has_started]
             is_new = state.restarts not in read_attempts and len(started) == self._num_nodes
             if is_new or (state.restarts in read_attempts and any(pod.is_running for pod in pods)):
@@ -69,6 +70,10 @@ class JobSetOutput:
             else:
                 self._tell_waiting(pods)
                 time.sleep(_POLL_SECONDS)
+
+    def _state_and_pods(self) -> tuple[JobSetState, tuple[PodState, ...]]:
+        state = self._state()
+        return state, self._pods(state.restarts)
 
     def _state(self) -> JobSetState:
         where = f"--namespace={self._job.namespace}"
@@ -89,7 +94,7 @@ class JobSetOutput:
 
     def _tell_restart(self, state: JobSetState, *, is_new: bool) -> None:
         if is_new and state.restarts:
-            self._tell(f"job {self._job} starts again, for the {state.restarts}. time")
+            self._tell(f"job {self._job} starts again, restart {state.restarts}")
 
     def _tell_waiting(self, pods: tuple[PodState, ...]) -> None:
         waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]

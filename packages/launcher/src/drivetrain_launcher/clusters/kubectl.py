@@ -19,8 +19,8 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _HINTS = {
     "no matches for kind": "JobSet is not installed in the cluster; its administrator installs it as "
     "https://jobset.sigs.k8s.io says",
-    "AlreadyExists": "a job of this name exists; say another --name, or cancel that one first",
-    "NotFound": "it is not there, or no longer; `kubectl get jobsets --all-namespaces` lists what there is",
+    "alreadyexists": "a job of this name exists; say another --name, or cancel that one first",
+    "(notfound): jobsets": "it is not there, or no longer; `kubectl get jobsets --all-namespaces` lists all",
     "connection to the server": "kubectl reaches no cluster; `kubectl cluster-info` shows which it looks for",
     "strict decoding error": "the cluster's JobSet is older than 0.6, which drivetrain needs",
     "unknown field": "the cluster's JobSet is older than 0.6, which drivetrain needs",

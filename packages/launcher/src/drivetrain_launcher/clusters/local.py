@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from drivetrain_launcher.clusters.job_variables import JobVariables, job_port, visible_devices
-from drivetrain_launcher.clusters.local_script import JOB_VARIABLE, RESTARTS_VARIABLE, job_file, plan_local
+from drivetrain_launcher.clusters.local_script import (
+    JOB_VARIABLE,
+    RESTARTS_VARIABLE,
+    SCRIPT_BEGIN,
+    job_file,
+    plan_local,
+)
 from drivetrain_launcher.clusters.output_tail import OutputTail
 from drivetrain_launcher.clusters.protocol import JobPlacement, JobRequest, Submission
 from drivetrain_launcher.clusters.system_command import run_command
@@ -135,4 +141,12 @@ def _is_another_program(job_id: str) -> bool:
             time.sleep(0.01)
     except OSError:  # a system without /proc does not tell
         return False
-    return not any(word.endswith(b".sh") for word in words)
+    return not any(word.endswith(b".sh") and _is_of_job(Path(os.fsdecode(word))) for word in words)
+
+
+def _is_of_job(script: Path) -> bool:
+    """Return whether `submit` has written a script."""
+    try:
+        return script.read_text(errors="replace").startswith(SCRIPT_BEGIN)
+    except OSError:  # removed since
+        return False

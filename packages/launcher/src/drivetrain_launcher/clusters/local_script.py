@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from drivetrain_launcher.clusters.protocol import JobRequest, Submission
+from drivetrain_launcher.clusters.system_command import in_this_python
 from drivetrain_launcher.errors import LaunchError
 
 JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
@@ -12,9 +13,8 @@ RESTARTS_VARIABLE = "DRIVETRAIN_LOCAL_JOB_RESTARTS"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The job's id is the process id of its shell. SIGTERM ends it: the command saves, and is not started again.
-_SCRIPT = """#!/bin/sh
-# Written by drivetrain submit.
-cd {folder} || exit 1
+SCRIPT_BEGIN = "#!/bin/sh\n# Written by drivetrain submit.\n"
+_SCRIPT = """cd {folder} || exit 1
 exec >>{stem}-$$.out 2>&1
 {exports}
 export {job}=$$
@@ -42,20 +42,21 @@ def plan_local(request: JobRequest) -> Submission:
     """
     _check(request)
     slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
-    path = request.log_dir / f"{slug}.sh"
-    script = _SCRIPT.format(
+    folder = request.log_dir.absolute()  # the job runs in another one
+    path = folder / f"{slug}.sh"
+    script = SCRIPT_BEGIN + _SCRIPT.format(
         folder=shlex.quote(str(request.folder.absolute())),
-        stem=shlex.quote(str(request.log_dir / slug)),
+        stem=shlex.quote(str(folder / slug)),
         exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in _environment(request).items()),
         job=JOB_VARIABLE,
         restarts=RESTARTS_VARIABLE,
-        command=shlex.join((*_limit(request), *request.command)),
+        command=shlex.join((*_limit(request), *in_this_python(request.command))),
         most=request.max_requeues,
     )
     in_background = 'nohup sh "$1" >/dev/null 2>&1 </dev/null & echo $!'
     return Submission(
         files={path: script},
-        command=("sh", "-c", in_background, "drivetrain", str(path.absolute())),
+        command=("sh", "-c", in_background, "drivetrain", str(path)),
         request=request,
     )
 
@@ -63,7 +64,7 @@ def plan_local(request: JobRequest) -> Submission:
 def job_file(submission: Submission, job_id: str, ending: str) -> Path:
     """Return a file of a job: its output, ".out", or its exit code, ".code"."""
     script = next(iter(submission.files))
-    return submission.request.folder / submission.request.log_dir / f"{script.stem}-{job_id}{ending}"
+    return script.with_name(f"{script.stem}-{job_id}{ending}")
 
 
 def _environment(request: JobRequest) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.clusters.ray_job import JOB_VARIABLE
+from drivetrain_launcher.clusters.system_command import in_this_python
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
 _CHUNK_BYTES = 65536
@@ -47,7 +48,7 @@ class Node:
         try:
             # Started in this actor's one thread, which ends with the actor alone: the launcher notices its end.
             self._process = await asyncio.create_subprocess_exec(
-                *_in_this_python(command),
+                *in_this_python(command),
                 cwd=folder,
                 env=environ.child_environment(**changes),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -74,13 +75,6 @@ class Node:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
-
-
-def _in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command whose `drivetrain` is that of this Python, which need not be on the PATH."""
-    if command[0] == "drivetrain":
-        return (sys.executable, "-m", "drivetrain_launcher", *command[1:])
-    return command
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,7 @@ from drivetrain_launcher.clusters.output_tail import OutputTail
 from drivetrain_launcher.clusters.protocol import JobPlacement, JobRequest, Submission
 from drivetrain_launcher.clusters.slurm_placement import slurm_placement
 from drivetrain_launcher.clusters.slurm_script import output_file, plan_slurm
-from drivetrain_launcher.clusters.system_command import run_command
+from drivetrain_launcher.clusters.system_command import patiently, run_command
 from drivetrain_launcher.errors import LaunchError
 
 _LOOK_SECONDS = 2.0
@@ -27,9 +27,9 @@ _HINTS = {
     "invalid account": "say --option account=NAME; `sacctmgr show associations user=$USER` lists yours",
     "invalid partition": "say --option partition=NAME; `sinfo` lists them",
     "node configuration is not available": "no node has what is asked for; see `sinfo --Node --long`",
-    "Invalid job id": "Slurm does not know the job, or has forgotten it since it ended",
+    "invalid job id": "Slurm does not know the job, or has forgotten it since it ended",
     "time limit": "`sinfo` shows the limit of each partition",
-    "nable to contact slurm controller": "`scontrol ping` says whether slurmctld answers",
+    "unable to contact slurm controller": "`scontrol ping` says whether slurmctld answers",
 }
 _JOB_ID = re.compile(r"\d+")
 _WIDTH = 30
@@ -98,7 +98,7 @@ class Slurm:
         Raises:
             LaunchError: sbatch is not installed, or Slurm refused the job.
         """
-        output = run_command(*submission.command, folder=submission.request.folder, hints=_HINTS)
+        output = run_command(*submission.command, hints=_HINTS)
         job_id = output.strip().partition(";")[0]
         if not _JOB_ID.fullmatch(job_id):
             raise LaunchError(f"slurm: sbatch did not say the job's id, but {output.strip()!r}")
@@ -109,14 +109,18 @@ class Slurm:
 
         Returns:
             The job's exit code; 128 + the signal's number if a signal ended it; 1 if Slurm ended it otherwise.
+
+        Raises:
+            LaunchError: Slurm does not know the job, or has not answered for a minute.
         """
         output = OutputTail(output_file(submission, job_id))
+        _show_job(job_id)  # an unknown one is an error at once
         while True:
-            state = _show_job(job_id).state
+            state = patiently(lambda: _show_job(job_id)).state
             write(output.read())
             time.sleep(_LOOK_SECONDS)
             # Twice, since a job that is requeued may look ended for a moment.
-            if state in _ENDED and (job := _show_job(job_id)).state in _ENDED:
+            if state in _ENDED and (job := patiently(lambda: _show_job(job_id))).state in _ENDED:
                 write(output.read())
                 return job.exit_code
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from drivetrain_launcher.clusters.protocol import JobRequest, Submission
+from drivetrain_launcher.clusters.system_command import in_this_python
 from drivetrain_launcher.errors import LaunchError
 
 # The options of sbatch that a request may add; the others are set by the request's own fields, or change what a
@@ -104,7 +105,7 @@ def plan_slurm(request: JobRequest) -> Submission:
     """
     _check(request)
     slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
-    path = request.log_dir / f"{slug}.sbatch"
+    path = request.log_dir.absolute() / f"{slug}.sbatch"  # the job runs in another folder
     options = _options(request, slug)
     on_lines = [option for option in options if _PLAIN.fullmatch(option)]
     as_arguments = [option for option in options if option not in on_lines]
@@ -116,12 +117,12 @@ def plan_slurm(request: JobRequest) -> Submission:
         *(f"export {name}={shlex.quote(text)}" for name, text in _environment(request).items()),
         "",
         f"exec srun --ntasks={request.num_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 "
-        f"{shlex.join(request.command)}",
+        f"{shlex.join(in_this_python(request.command))}",
         "",
     ]
     return Submission(
         files={path: "\n".join(lines)},
-        command=("sbatch", "--parsable", *as_arguments, str(path.absolute())),
+        command=("sbatch", "--parsable", *as_arguments, str(path)),
         request=request,
         notes=_notes(request),
     )
@@ -130,8 +131,7 @@ def plan_slurm(request: JobRequest) -> Submission:
 def output_file(submission: Submission, job_id: str) -> Path:
     """Return the file that Slurm writes a job's output to."""
     script = next(iter(submission.files))
-    folder = submission.request.folder / submission.request.log_dir
-    return folder / f"{script.stem}-{job_id}.out"
+    return script.with_name(f"{script.stem}-{job_id}.out")
 
 
 def _options(request: JobRequest, slug: str) -> list[str]:
@@ -141,7 +141,7 @@ def _options(request: JobRequest, slug: str) -> list[str]:
         f"--ntasks={request.num_nodes}",
         "--ntasks-per-node=1",
         f"--chdir={request.folder.absolute()}",
-        f"--output={request.log_dir / slug}-%j.out",
+        f"--output={request.log_dir.absolute() / slug}-%j.out",
         "--open-mode=append",
         # Without B: the tasks of srun are told, that is the launchers.
         f"--signal=TERM@{request.save_seconds}",

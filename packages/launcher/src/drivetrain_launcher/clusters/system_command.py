@@ -1,11 +1,19 @@
 """Run a cluster's command, as words that no shell reads."""
 
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 
+Answer = TypeVar("Answer")
+
 _SECONDS = 120.0
+_PATIENCE_SECONDS = 60.0
+_ASK_SECONDS = 2.0
 
 
 # The hints of a command whose errors need none.
@@ -18,7 +26,7 @@ def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str
     Args:
         words: The program and its arguments.
         folder: The folder to run it in; None for that of this process.
-        hints: What to do about an error, by a part of the program's message.
+        hints: What to do about an error, by a part of the program's message in lower case.
 
     Raises:
         LaunchError: The program is not installed, does not end within two minutes, or fails; the message holds what
@@ -51,11 +59,38 @@ def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str
     return done.stdout
 
 
+def patiently(question: Callable[[], Answer]) -> Answer:
+    """Ask a cluster something; ask again for a minute if it cannot answer, as while its server restarts.
+
+    Raises:
+        LaunchError: The question failed for a minute.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    is_told = False
+    while True:
+        try:
+            return question()
+        except LaunchError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_told:
+                say(f"{error}; asking again for {_PATIENCE_SECONDS:g} s")
+                is_told = True
+        time.sleep(_ASK_SECONDS)
+
+
+def in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command whose `drivetrain` is that of this Python, which need not be on the PATH."""
+    if command[0] == "drivetrain":
+        return (sys.executable, "-m", "drivetrain_launcher", *command[1:])
+    return command
+
+
 def hint_for(message: str, hints: Mapping[str, str]) -> str:
     """Return "; " and what to do about a program's message; empty if no hint fits.
 
     Args:
         message: The message.
-        hints: What to do, by a part of the message.
+        hints: What to do, by a part of the message in lower case.
     """
-    return next((f"; {hint}" for part, hint in hints.items() if part in message), "")
+    return next((f"; {hint}" for part, hint in hints.items() if part in message.lower()), "")

@@ -13,12 +13,19 @@ from torch.distributed import TCPStore
 from drivetrain_launcher.membership.bounded_store import BoundedStore
 from drivetrain_launcher.membership.decision import Limits, Peer, decide
 from drivetrain_launcher.membership.elastic_state import ElasticState, MemberNode, NodeStatus
-from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, STATE_KEY, STATUS_KEY
+from drivetrain_launcher.membership.member import (
+    ARRIVED_KEY,
+    NODE_KEY,
+    STATE_KEY,
+    STATE_NUMBER_KEY,
+    STATUS_KEY,
+)
 
 Result = TypeVar("Result")
 
 _LOOKS_IN_A_SILENCE = 20
 _LONGEST_LOOK_SECONDS = 0.3
+_KEPT_STATES = 100
 _CALL_SECONDS = 60.0  # to the store in this process
 
 
@@ -55,6 +62,7 @@ class Leader:
         self._address = address
         self._limits = limits
         self._state = ElasticState()
+        self._state_number = 0
         self._nodes: dict[int, MemberNode] = {}
         self._statuses: dict[int, NodeStatus] = {}
         self._seen: dict[int, float] = {}
@@ -149,7 +157,12 @@ class Leader:
 
     def _write(self, state: ElasticState) -> None:
         text = state.to_json()
-        self._call(lambda store: store.set(STATE_KEY, text))
+        self._state_number += 1
+        key, number = f"{STATE_KEY}{self._state_number}", str(self._state_number)
+        old = f"{STATE_KEY}{self._state_number - _KEPT_STATES}"  # nobody reads it: nodes ask for the newest
+        self._call(
+            lambda store: (store.set(key, text), store.set(STATE_NUMBER_KEY, number), store.delete_key(old))
+        )
 
     def _call(self, function: Callable[[TCPStore], Result]) -> Result:
         return self._store.call(function, seconds=_CALL_SECONDS)

@@ -14,9 +14,12 @@ from drivetrain_launcher.membership.errors import RunOverError
 
 Result = TypeVar("Result")
 
-# The keys of the store: the name of the run, its state, the number of nodes that came, and two for each node.
+# The keys of the store: the name of the run, the number of its newest state, each state by its number, the number of
+# nodes that came, and two for each node. Nodes poll the small number and read a state once, so that the traffic grows
+# with the nodes, not with their square.
 RUN_KEY = "drivetrain/run"
-STATE_KEY = "drivetrain/state"
+STATE_NUMBER_KEY = "drivetrain/state_number"
+STATE_KEY = "drivetrain/state/"
 ARRIVED_KEY = "drivetrain/arrived"
 NODE_KEY = "drivetrain/node/"
 STATUS_KEY = "drivetrain/status/"
@@ -55,6 +58,7 @@ class Member:
         self._fence = fence
         self._status = NodeStatus()
         self._state = ElasticState()
+        self._state_number = b""
         self._lost = ""
         self._was_frozen = False
         self._changed = Condition()
@@ -166,14 +170,17 @@ class Member:
             self._status = replace(self._status, count=self._status.count + 1)
             text = self._status.to_json()
 
-        def exchange(store: TCPStore) -> bytes:
+        def exchange(store: TCPStore) -> tuple[bytes, bytes]:
             store.set(f"{STATUS_KEY}{self.node.number}", text)
-            return store.get(STATE_KEY)
+            number = store.get(STATE_NUMBER_KEY)
+            is_new = number != self._state_number
+            return number, store.get(f"{STATE_KEY}{number.decode()}") if is_new else b""
 
-        state = ElasticState.from_json(self._store.call(exchange, seconds=self._silence_seconds))
-        if state != self._state:
+        number, news = self._store.call(exchange, seconds=self._silence_seconds)
+        if news:
+            state = ElasticState.from_json(news)
             with self._changed:
-                self._state = state
+                self._state, self._state_number = state, number
                 self._status = replace(self._status, has_seen_end=bool(state.closed))
                 self._changed.notify_all()
             self._now.set()

@@ -249,6 +249,11 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
             master_addr=settings.master_addr or "127.0.0.1",
             master_port=settings.master_port or 0,
         )
+    if settings.min_nodes is not None and settings.rdzv_backend != "c10d":
+        raise LaunchError(
+            f"--num-nodes {settings.min_nodes}:{settings.num_nodes}: nodes come and go only with --rdzv-backend c10d "
+            "--rdzv-id NAME --master-addr HOST; say the three on every node, or a single number"
+        )
     if settings.master_addr is None and plan.placement is not None:
         _check_address(plan.placement)
     if settings.master_addr is None:
@@ -262,11 +267,6 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
         raise LaunchError(
             f"--master-port 0: {settings.num_nodes} nodes must be told the same port; say one, or leave it out for "
             f"{DEFAULT_PORT}"
-        )
-    if settings.min_nodes is not None and settings.rdzv_backend != "c10d":
-        raise LaunchError(
-            f"--num-nodes {settings.min_nodes}:{settings.num_nodes}: nodes come and go only with --rdzv-backend c10d "
-            "--rdzv-id NAME; say both on every node, or a single number"
         )
     if settings.rdzv_backend == "static":
         _check_static(settings)

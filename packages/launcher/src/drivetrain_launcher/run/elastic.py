@@ -47,12 +47,12 @@ from drivetrain_launcher.run.failures import (
     read_failure,
     read_process_failure,
 )
-from drivetrain_launcher.run.keeper.keeper import Keeper, output_terminals
+from drivetrain_launcher.run.keeper.keeper import Keeper
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.node_changes import NodeChanges
-from drivetrain_launcher.run.output.palette import is_coloured
 from drivetrain_launcher.run.output.rank_streams import RankStreams
+from drivetrain_launcher.run.output.terminals import are_one_output, coloured_outputs, output_terminals
 from drivetrain_launcher.run.preload.preloader import Preloader
 from drivetrain_launcher.run.rank_starter import RankStarter
 from drivetrain_launcher.run.signals import StopSignals
@@ -97,15 +97,9 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
 @contextmanager
 def _kept(plan: LaunchPlan) -> Generator[tuple[Keeper, RankStreams]]:
     """Run the block with a keeper process, and the outputs of the ranks that it shows."""
-    terminals, are_same = output_terminals(environ.read("TERM"))
-    colours = tuple(
-        is_coloured(
-            no_color=environ.read("NO_COLOR"),
-            force_color=environ.read("FORCE_COLOR"),
-            is_terminal=is_terminal,
-        )
-        for is_terminal in terminals
-    )
+    environment = environ.child_environment()
+    terminals, colours = output_terminals(environment), coloured_outputs(environment)
+    are_same = are_one_output()
     options = KeeperOptions(
         launcher=os.getpid(),
         grace_seconds=plan.shutdown_timeout_seconds,

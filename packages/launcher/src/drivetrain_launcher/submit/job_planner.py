@@ -72,7 +72,8 @@ def plan_job(
         time_limit_seconds=_time_limit(arguments),
         save_seconds=arguments.save_seconds,
         max_requeues=arguments.max_requeues,
-        log_dir=launch.log_dir or _DEFAULT_LOG_DIR,
+        # The job runs in another folder, and is followed from a third.
+        log_dir=(launch.log_dir or _DEFAULT_LOG_DIR).absolute(),
         environment=_environment(line, variables),
         options=read_options(arguments.option),
     )

@@ -5,6 +5,7 @@ import sys
 
 from drivetrain_launcher.clusters.protocol import Cluster, Submission
 from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.submit.job_record import JobRecord, write_private, write_record
 
 # The exit code of a command that Ctrl-C ended, as shells give it.
@@ -43,12 +44,17 @@ def follow_job(cluster: Cluster, record: JobRecord, submission: Submission) -> i
 
     Returns:
         The exit code of the job; 130 if the user stopped following.
+
+    Raises:
+        LaunchError: The cluster could not be asked; the message says how to follow the job again.
     """
     try:
         code = cluster.follow(record.job_id, submission, _write)
     except KeyboardInterrupt:
         say(f"stopped following; job {record.job_id} goes on\n{how_to_go_on(record)}")
         return _INTERRUPTED
+    except LaunchError as error:
+        raise LaunchError(f"{error}; job {record.job_id} may go on\n{how_to_go_on(record)}") from error
     say(f"job {record.job_id} ended with exit code {code}")
     return code
 

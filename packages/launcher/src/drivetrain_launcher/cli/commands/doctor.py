@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drivetrain_config import Layers, environ
 from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
-from drivetrain_launcher.console import is_own_terminal, say
+from drivetrain_launcher.console import say
 from drivetrain_launcher.doctor.examine import Examination, examine
 from drivetrain_launcher.doctor.question import ask
 from drivetrain_launcher.doctor.report.as_json import as_json
@@ -17,6 +17,7 @@ from drivetrain_launcher.doctor.report.table import table
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.placed_settings import place_layers
+from drivetrain_launcher.run.output.terminals import coloured_outputs
 
 _LONGEST_LINE = 120
 
@@ -92,7 +93,7 @@ def _write(examination: Examination, *, is_json: bool) -> None:
     if is_json:
         sys.stdout.write(f"{json.dumps(as_json(examination), indent=2)}\n")
         return
-    is_coloured = is_own_terminal(1) and not environ.read("NO_COLOR")
+    is_coloured, _ = coloured_outputs(environ.child_environment())
     width = min(_LONGEST_LINE, shutil.get_terminal_size((100, 24)).columns)
     sys.stdout.write(table(examination, is_coloured=is_coloured, width=width))
     if not examination.is_leader:

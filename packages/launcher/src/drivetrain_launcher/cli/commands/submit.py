@@ -8,7 +8,7 @@ from typing import Any
 from drivetrain_config import environ, flags
 from drivetrain_config.installed import entry_points
 from drivetrain_launcher.cli.commands.launch import file_notes, resolve_said
-from drivetrain_launcher.cli.preflight import check_backend, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_backend, check_module, misplaced_flags
 from drivetrain_launcher.clusters.registry import make_cluster
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
@@ -62,6 +62,8 @@ def _check_script(arguments: SubmitArguments, settings: dict[str, Any], folder: 
     """Reject a script that is not there and an unknown backend, and report launcher flags that follow the script."""
     launch: LaunchSettings = settings["launch"]
     source = None
+    if launch.module and folder.is_dir():
+        check_module(arguments.script, folder)
     if not launch.module and not launch.program and folder.is_dir():
         source = _source(folder / arguments.script)
     asked = arguments.layers.of_section("run").get("backend", ())

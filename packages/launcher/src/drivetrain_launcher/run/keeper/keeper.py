@@ -1,7 +1,6 @@
 """The launcher's side of the keeper process: starts it, tells it of ranks and their outputs, and replaces it."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drivetrain_launcher.console import is_own_terminal
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
 from drivetrain_launcher.run.process_link import ProcessLink
 
@@ -136,18 +134,3 @@ class Keeper:
             if messages:
                 return messages[0]
         return None
-
-
-def output_terminals(term: str | None) -> tuple[tuple[bool, bool], bool]:
-    """Return whether stdout and stderr are terminals that move their cursor when told, and whether they are the same.
-
-    Args:
-        term: The variable TERM; None if unset.
-    """
-    knows = term not in (None, "", "dumb")
-    terminals = (knows and is_own_terminal(1), knows and is_own_terminal(2))
-    try:
-        first, second = os.fstat(1), os.fstat(2)
-    except OSError:  # one of them is closed
-        return terminals, False
-    return terminals, (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -12,6 +13,19 @@ from threading import Thread
 _LOOK_SECONDS = 1.0
 # The time that a rank has to end by itself.
 _STOP_SECONDS = 30.0
+
+# Waits until a process group is empty, and kills it when time is up.
+_KILL_GROUP = """
+import os, sys, time
+group, deadline = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+try:
+    while time.monotonic() < deadline:
+        os.killpg(group, 0)
+        time.sleep(0.2)
+    os.killpg(group, 9)
+except ProcessLookupError:
+    pass
+"""
 
 
 def watch_notebook(number: int) -> Thread:
@@ -37,7 +51,16 @@ def _stop_with(number: int, parent: int) -> None:
         sys.stderr.write(
             f"drivetrain: the notebook (process {parent}) of this rank has ended; the rank stops\n"
         )
-    target = 0 if os.getpgrp() == os.getpid() else os.getpid()
-    os.kill(target, signal.SIGTERM)
-    time.sleep(_STOP_SECONDS)  # time to save, if the function handles SIGTERM
-    os.kill(target, signal.SIGKILL)
+    if os.getpgrp() != os.getpid():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_STOP_SECONDS)  # time to save, if the function handles SIGTERM
+        os.kill(os.getpid(), signal.SIGKILL)
+    # A process of its own: this one may end by the signal, while a child in its group ignores it.
+    subprocess.Popen(
+        [sys.executable, "-ISc", _KILL_GROUP, str(os.getpid()), str(_STOP_SECONDS)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.kill(0, signal.SIGTERM)
