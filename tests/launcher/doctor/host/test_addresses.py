@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.addresses import (
     AddressMeasurement,
     find_outgoing_address,
     judge_addresses,
     measure_addresses,
 )
-from drivetrain_launcher.doctor.question import Inquiry
 
 HEALTHY = AddressMeasurement(
     host_name="node1",
@@ -18,11 +18,11 @@ HEALTHY = AddressMeasurement(
     master_addresses=("10.0.0.1",),
     outgoing_address="10.0.0.2",
 )
-TWO = Inquiry(num_nodes=2, node_rank=1, master_addr="node0", master_port=29500)
+TWO = CheckedRun(num_nodes=2, node_rank=1, master_addr="node0", master_port=29500)
 
 
-def whats(measured: AddressMeasurement, question: Inquiry = TWO) -> list[tuple[str, str]]:
-    return [(finding.severity, finding.what) for finding in judge_addresses(measured, question).findings]
+def whats(measured: AddressMeasurement, checked: CheckedRun = TWO) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in judge_addresses(measured, checked).findings]
 
 
 def test_healthy_names_have_no_finding() -> None:
@@ -41,7 +41,7 @@ def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:
     )
     assert "export GLOO_SOCKET_IFNAME=eth0 on this host" in finding.mend
     assert "'10.0.0.2 node1' into its /etc/hosts" in finding.mend
-    assert whats(measured, Inquiry()) == []
+    assert whats(measured, CheckedRun()) == []
 
 
 def test_a_named_interface_makes_the_own_name_unimportant() -> None:
@@ -53,7 +53,7 @@ def test_an_own_name_that_does_not_resolve_is_graver_on_several_hosts() -> None:
     measured = replace(HEALTHY, host_addresses=())
     what = "this host's own name, node1, does not resolve"
     assert whats(measured) == [("error", what)]
-    assert whats(measured, Inquiry()) == [("warning", what)]
+    assert whats(measured, CheckedRun()) == [("warning", what)]
 
 
 def test_an_own_name_that_is_another_hosts_address() -> None:
@@ -112,7 +112,7 @@ def test_a_name_that_does_not_resolve_here_is_found() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "AF_PACKET"), reason="reads Linux's interfaces")
 def test_the_loopback_interface_is_seen_with_its_address() -> None:
-    measured = measure_addresses(Inquiry())
+    measured = measure_addresses(CheckedRun())
     assert "127.0.0.1" in measured.own_addresses["lo"]
     assert measured.outgoing_interface == "lo"
 

@@ -3,15 +3,15 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.checkpoint_disk import DiskMeasurement, judge_disk, measure_disk
-from drivetrain_launcher.doctor.question import Inquiry
 
 GOOD = DiskMeasurement(folder=Path("/data"), kind="nfs4", free_bytes=1 << 40, bytes_per_second=1e9)
-TWO = Inquiry(num_nodes=2, node_rank=0)
+TWO = CheckedRun(num_nodes=2, node_rank=0)
 
 
-def whats(measured: DiskMeasurement, question: Inquiry = TWO) -> list[tuple[str, str]]:
-    return [(finding.severity, finding.what) for finding in judge_disk(measured, question).findings]
+def whats(measured: DiskMeasurement, checked: CheckedRun = TWO) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in judge_disk(measured, checked).findings]
 
 
 def test_a_fast_shared_folder_has_no_finding() -> None:
@@ -20,7 +20,7 @@ def test_a_fast_shared_folder_has_no_finding() -> None:
 
 
 def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    measured = measure_disk(Inquiry(folder=tmp_path))
+    measured = measure_disk(CheckedRun(folder=tmp_path))
     assert measured.bytes_per_second is not None
     assert measured.bytes_per_second > 0
     assert measured.free_bytes > 0
@@ -28,7 +28,7 @@ def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path)
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path: Path) -> None:
-    assert measure_disk(Inquiry(folder=tmp_path / "runs" / "new")).folder == tmp_path
+    assert measure_disk(CheckedRun(folder=tmp_path / "runs" / "new")).folder == tmp_path
 
 
 def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     inner = str(tmp_path / "a b").replace(" ", r"\040")
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / {inner} rw shared:1 - nfs4 server:/x rw\n")
-    assert measure_disk(Inquiry(folder=folder), mounts).kind == "nfs4"
+    assert measure_disk(CheckedRun(folder=folder), mounts).kind == "nfs4"
 
 
 def test_a_folder_without_room_or_right_breaks_the_first_checkpoint() -> None:
@@ -74,4 +74,4 @@ def test_file_systems_that_lose_or_hide_checkpoints(kind: str, start: str) -> No
 
 
 def test_an_own_disk_is_right_for_one_host() -> None:
-    assert whats(replace(GOOD, kind="ext4"), Inquiry()) == []
+    assert whats(replace(GOOD, kind="ext4"), CheckedRun()) == []

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from drivetrain_config.environ import child_environment
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.gpus import (
     GpuMeasurement,
     gpus_from_data,
@@ -11,9 +12,8 @@ from drivetrain_launcher.doctor.host.gpus import (
     judge_peers,
     measure_gpus,
 )
-from drivetrain_launcher.doctor.question import Inquiry
 
-TWO = Inquiry(processes_per_node=2, accelerator="cuda")
+TWO = CheckedRun(processes_per_node=2, accelerator="cuda")
 HEALTHY = GpuMeasurement(
     torch_cuda="12.8",
     torch_archs=("sm_80", "sm_90", "compute_90"),

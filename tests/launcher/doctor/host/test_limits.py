@@ -4,24 +4,24 @@ from dataclasses import replace
 
 import pytest
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.limits import LimitMeasurement, judge_limits, measure_limits
-from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.plan.control_groups import GroupLimits
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits are Unix's")
 
 WIDE = LimitMeasurement(open_files=None, most_open_files=None, processes=None)
-EIGHT = Inquiry(processes_per_node=8)
+EIGHT = CheckedRun(processes_per_node=8)
 JUDGE_HERE = (
     "from drivetrain_launcher.doctor.host.limits import judge_limits, measure_limits\n"
-    "from drivetrain_launcher.doctor.question import Inquiry\n"
-    "for found in judge_limits(measure_limits(), Inquiry(processes_per_node=8)).findings:\n"
+    "from drivetrain_launcher.doctor.checked_run import CheckedRun\n"
+    "for found in judge_limits(measure_limits(), CheckedRun(processes_per_node=8)).findings:\n"
     "    print(found.severity, found.what, '|', found.mend)\n"
 )
 
 
-def whats(measured: LimitMeasurement, question: Inquiry = EIGHT) -> list[tuple[str, str]]:
-    return [(finding.severity, finding.what) for finding in judge_limits(measured, question).findings]
+def whats(measured: LimitMeasurement, checked: CheckedRun = EIGHT) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in judge_limits(measured, checked).findings]
 
 
 def test_no_limits_no_findings() -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.ports import PortMeasurement, judge_port, measure_port
-from drivetrain_launcher.doctor.question import Inquiry
 
-TWO = Inquiry(num_nodes=2, node_rank=0, master_port=29500)
+TWO = CheckedRun(num_nodes=2, node_rank=0, master_port=29500)
 
 
 def test_a_port_in_use_is_told_with_its_holder_and_another_port() -> None:
@@ -30,12 +30,14 @@ def test_a_free_port_is_free() -> None:
 
 
 def test_any_free_port_needs_no_check() -> None:
-    verdict = judge_port(measure_port(Inquiry()), Inquiry())
+    verdict = judge_port(measure_port(CheckedRun()), CheckedRun())
     assert (verdict.summary, verdict.findings) == ("any free port is taken", ())
 
 
 def test_a_host_without_the_store_says_who_listens() -> None:
-    verdict = judge_port(PortMeasurement(port=29500), Inquiry(num_nodes=2, node_rank=1, master_addr="node0"))
+    verdict = judge_port(
+        PortMeasurement(port=29500), CheckedRun(num_nodes=2, node_rank=1, master_addr="node0")
+    )
     assert verdict.skipped == "the store listens on node0, not here"
 
 

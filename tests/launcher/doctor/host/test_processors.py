@@ -1,18 +1,18 @@
 from dataclasses import replace
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.processors import (
     ProcessorMeasurement,
     judge_processors,
     measure_processors,
 )
-from drivetrain_launcher.doctor.question import Inquiry
 
 EIGHT = ProcessorMeasurement(cores=8, usable=8)
 
 
 def whats(measured: ProcessorMeasurement, **asked: object) -> list[str]:
-    question = Inquiry(**{"processes_per_node": 2, "num_workers": 2, **asked})  # type: ignore[arg-type]
-    return [finding.what for finding in judge_processors(measured, question).findings]
+    checked = CheckedRun(**{"processes_per_node": 2, "num_workers": 2, **asked})  # type: ignore[arg-type]
+    return [finding.what for finding in judge_processors(measured, checked).findings]
 
 
 def test_enough_cores_have_no_finding() -> None:
@@ -27,7 +27,7 @@ def test_a_binding_or_a_quota_counts_and_not_the_machine() -> None:
     assert whats(replace(EIGHT, usable=1)) == ["2 ranks on 1 cores"]
     assert whats(replace(EIGHT, quota=1.5)) == ["2 ranks on 1.5 cores"]
     (finding,) = judge_processors(
-        replace(EIGHT, usable=2), Inquiry(processes_per_node=2, num_workers=8)
+        replace(EIGHT, usable=2), CheckedRun(processes_per_node=2, num_workers=8)
     ).findings
     assert finding.what == "18 processes (ranks and DataLoader workers) on 2 cores"
     assert finding.mend.startswith("num_workers=1 in the DataLoader, or request more (sbatch --cpus-per-task")

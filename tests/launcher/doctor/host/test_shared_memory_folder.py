@@ -3,16 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.shared_memory_folder import (
     SharedMemoryMeasurement,
     judge_shared_memory,
     measure_shared_memory,
     needed_bytes,
 )
-from drivetrain_launcher.doctor.question import Inquiry
 
 DOCKER = SharedMemoryMeasurement(folder=Path("/dev/shm"), size_bytes=64 << 20, free_bytes=64 << 20)
-ASKED = Inquiry(processes_per_node=2, num_workers=4)
+ASKED = CheckedRun(processes_per_node=2, num_workers=4)
 
 
 def test_what_a_batch_needs_is_computed() -> None:

@@ -5,22 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.variables import (
     VariableMeasurement,
     judge_variables,
     measure_variables,
     unmatched,
 )
-from drivetrain_launcher.doctor.question import Inquiry
 
-TWO = Inquiry(num_nodes=2, node_rank=0, master_addr="node0.cluster.local")
+TWO = CheckedRun(num_nodes=2, node_rank=0, master_addr="node0.cluster.local")
 
 
-def whats(question: Inquiry = TWO, num_gpus: int | None = None, **environment: str) -> list[tuple[str, str]]:
+def whats(
+    checked: CheckedRun = TWO, num_gpus: int | None = None, **environment: str
+) -> list[tuple[str, str]]:
     measured = VariableMeasurement(
         environment=environment, interfaces=("lo", "eth0", "ib0"), cores=8, num_gpus=num_gpus
     )
-    return [(finding.severity, finding.what) for finding in judge_variables(measured, question).findings]
+    return [(finding.severity, finding.what) for finding in judge_variables(measured, checked).findings]
 
 
 def test_an_empty_environment_has_no_finding() -> None:
@@ -55,11 +57,11 @@ def test_each_interface_matches_its_own_name(names: list[str], index: int) -> No
 
 def test_the_loopback_interface_leads_to_no_other_host() -> None:
     assert whats(GLOO_SOCKET_IFNAME="lo") == [("error", "GLOO_SOCKET_IFNAME=lo with 2 hosts")]
-    assert whats(Inquiry(processes_per_node=2), GLOO_SOCKET_IFNAME="lo") == []
+    assert whats(CheckedRun(processes_per_node=2), GLOO_SOCKET_IFNAME="lo") == []
 
 
 def test_too_many_threads_and_no_number_of_threads() -> None:
-    four = Inquiry(processes_per_node=4)
+    four = CheckedRun(processes_per_node=4)
     assert whats(four, OMP_NUM_THREADS="8") == [
         ("warning", "OMP_NUM_THREADS=8 in each of 4 ranks, on 8 cores")
     ]
@@ -78,7 +80,7 @@ def test_too_many_threads_and_no_number_of_threads() -> None:
     ],
 )
 def test_visible_devices(value: str, found: tuple[str, str]) -> None:
-    two = Inquiry(processes_per_node=2)
+    two = CheckedRun(processes_per_node=2)
     assert whats(two, 4, CUDA_VISIBLE_DEVICES=value) == [found]
     assert whats(two, None, CUDA_VISIBLE_DEVICES=value) == []  # no GPU here
     assert whats(two, 4, CUDA_VISIBLE_DEVICES="GPU-1,GPU-2") == []
@@ -89,11 +91,11 @@ def test_a_proxy_between_hosts() -> None:
     assert whats(**proxy) == [("warning", "http_proxy set, and no_proxy does not name node0.cluster.local")]
     assert whats(**proxy, no_proxy="localhost,.cluster.local") == []
     assert whats(**proxy, NO_PROXY="*") == []
-    assert whats(Inquiry(), **proxy) == []
+    assert whats(CheckedRun(), **proxy) == []
 
 
 def test_ranks_left_in_the_shell_by_another_launcher() -> None:
-    (found,) = whats(Inquiry(), RANK="3", WORLD_SIZE="4")
+    (found,) = whats(CheckedRun(), RANK="3", WORLD_SIZE="4")
     assert found == ("warning", "RANK=3, WORLD_SIZE=4 set in the shell")
     assert whats(RANK="3", WORLD_SIZE="4") == []
 
@@ -110,8 +112,8 @@ def test_variables_that_slow_a_run_are_named_with_their_values() -> None:
 
 
 def test_a_folder_for_temporary_files_that_is_not_there(tmp_path: Path) -> None:
-    question = replace(TWO, environment={"TMPDIR": str(tmp_path / "gone")})
-    (finding,) = judge_variables(measure_variables(question), question).findings
+    checked = replace(TWO, environment={"TMPDIR": str(tmp_path / "gone")})
+    (finding,) = judge_variables(measure_variables(checked), checked).findings
     assert (finding.severity, finding.what) == (
         "error",
         f"TMPDIR={tmp_path / 'gone'}: nothing can be written there",

@@ -1,13 +1,13 @@
 from pathlib import Path
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.meeting.common_folder import file_in, judge_folder
-from drivetrain_launcher.doctor.question import Inquiry
 
 LABELS = {0: "host 0", 1: "host 1", 2: "host 2"}
 
 
 def test_a_host_with_another_folder_is_named(tmp_path: Path) -> None:
-    asked = Inquiry(num_nodes=3, folder=tmp_path)
+    asked = CheckedRun(num_nodes=3, folder=tmp_path)
     (finding,) = judge_folder({1: True, 2: False}, LABELS, asked, is_writable=True).findings
     assert (finding.severity, finding.what) == (
         "warning",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.meeting.clock import answer_hosts, ask_host_0
 from drivetrain_launcher.doctor.meeting.join import HostMeeting, MeetingError, join
-from drivetrain_launcher.doctor.question import Inquiry
 
 
 def quiet(_: str) -> None:
@@ -14,20 +14,20 @@ def quiet(_: str) -> None:
 
 
 @pytest.fixture
-def question() -> Inquiry:
+def checked() -> CheckedRun:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    return Inquiry(num_nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=port, wait_seconds=60)
+    return CheckedRun(num_nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=port, wait_seconds=60)
 
 
 @pytest.fixture
-def leader(question: Inquiry) -> HostMeeting:
-    return join(question, progress=quiet)
+def leader(checked: CheckedRun) -> HostMeeting:
+    return join(checked, progress=quiet)
 
 
 @pytest.fixture
-def follower(question: Inquiry, leader: HostMeeting) -> HostMeeting:
-    return join(replace(question, node_rank=1), progress=quiet)
+def follower(checked: CheckedRun, leader: HostMeeting) -> HostMeeting:
+    return join(replace(checked, node_rank=1), progress=quiet)
 
 
 def test_hosts_tell_host_0_and_it_tells_all(leader: HostMeeting, follower: HostMeeting) -> None:
@@ -63,15 +63,15 @@ def test_a_host_that_does_not_ask_for_the_time_holds_nobody_up(leader: HostMeeti
     assert not leader.answer_clock(1, 0, seconds=0.1)
 
 
-def test_ranks_are_given_in_the_order_of_arrival_if_none_is_said(question: Inquiry) -> None:
-    agreed = replace(question, node_rank=None, rdzv_backend="c10d")
+def test_ranks_are_given_in_the_order_of_arrival_if_none_is_said(checked: CheckedRun) -> None:
+    agreed = replace(checked, node_rank=None, rdzv_backend="c10d")
     meetings = [join(agreed, progress=quiet) for _ in range(3)]
     assert [meeting.rank for meeting in meetings] == [0, 1, 2]
 
 
-def test_nothing_that_listens(question: Inquiry) -> None:
+def test_nothing_that_listens(checked: CheckedRun) -> None:
     shown: list[str] = []
-    alone = replace(question, node_rank=1, wait_seconds=0.5)
+    alone = replace(checked, node_rank=1, wait_seconds=0.5)
     with pytest.raises(
         MeetingError, match=r"not reached at 127.0.0.1:\d+ within 0.5 s: it is there, but nothing"
     ):
@@ -79,18 +79,18 @@ def test_nothing_that_listens(question: Inquiry) -> None:
     assert shown[0].startswith("waiting for host 0 at 127.0.0.1:")
 
 
-def test_a_name_that_does_not_resolve(question: Inquiry) -> None:
-    lost = replace(question, node_rank=1, master_addr="no-such-host.invalid", wait_seconds=0.5)
+def test_a_name_that_does_not_resolve(checked: CheckedRun) -> None:
+    lost = replace(checked, node_rank=1, master_addr="no-such-host.invalid", wait_seconds=0.5)
     with pytest.raises(MeetingError, match="its name does not resolve; say an address"):
         join(lost, progress=quiet)
 
 
-def test_another_program_on_the_port(question: Inquiry) -> None:
-    with socket.create_server(("127.0.0.1", question.master_port)):
+def test_another_program_on_the_port(checked: CheckedRun) -> None:
+    with socket.create_server(("127.0.0.1", checked.master_port)):
         with pytest.raises(MeetingError, match=r"cannot listen on port \d+ of this host"):
-            join(question, progress=quiet)
+            join(checked, progress=quiet)
         with pytest.raises(MeetingError, match="is no store of torch, or is frozen: most likely another"):
-            join(replace(question, node_rank=1, wait_seconds=1), progress=quiet)
+            join(replace(checked, node_rank=1, wait_seconds=1), progress=quiet)
 
 
 def test_a_leader_that_falls_silent_is_named(leader: HostMeeting, follower: HostMeeting) -> None:

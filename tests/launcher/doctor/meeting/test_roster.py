@@ -1,7 +1,7 @@
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.meeting.roster import judge_roster, list_hosts
-from drivetrain_launcher.doctor.question import Inquiry
 
-ASKED = Inquiry(num_nodes=4, node_rank=0, master_addr="node0", master_port=29500, wait_seconds=5)
+ASKED = CheckedRun(num_nodes=4, node_rank=0, master_addr="node0", master_port=29500, wait_seconds=5)
 
 
 def test_hosts_that_did_not_come_are_named_with_the_time() -> None:

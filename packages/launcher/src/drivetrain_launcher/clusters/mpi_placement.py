@@ -90,9 +90,8 @@ def _nodes(
     if size % local_size or (counted is not None and size // local_size > counted):
         shown = read.show(*names, *([starter.num_nodes] if counted is not None else []))
         raise LaunchError(
-            f"mpi: {shown}: the nodes have different numbers of ranks, and {starter.name} does not tell a "
-            "rank those of "
-            "the other nodes; start the same number on each, such as mpirun --map-by ppr:4:node"
+            f"mpi: {shown}: the nodes have different numbers of ranks, and {starter.name} does not tell a rank those "
+            "of the other nodes; start the same number on each, such as mpirun --map-by ppr:4:node"
         )
     if rank % local_size != local_rank:
         raise LaunchError(

@@ -81,9 +81,8 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 def _refuse_heterogeneous(read: JobVariables) -> None:
     if (size := read.optional_integer("SLURM_HET_SIZE")) is not None and size > 1:
         raise LaunchError(
-            f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; "
-            "submit a "
-            "job of one part, or say --cluster none and give the ranks with --node-rank and --master-addr"
+            f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; submit "
+            "a job of one part, or say --cluster none and give the ranks with --node-rank and --master-addr"
         )
 
 

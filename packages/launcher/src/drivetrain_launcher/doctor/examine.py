@@ -5,11 +5,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckReport
 from drivetrain_launcher.doctor.host.addresses import find_outgoing_address
 from drivetrain_launcher.doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
-from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.doctor.run_checks import run_checks
 
 
@@ -36,28 +36,28 @@ class Examination:
     seconds: float = 0.0
 
 
-def examine(question: Inquiry, *, progress: Callable[[str], None]) -> Examination:
+def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examination:
     """Run all checks. On several hosts, called on all of them.
 
     Args:
-        question: The run that is asked about.
+        checked: The run that would start.
         progress: Called with what happens now.
     """
     begin = time.monotonic()
     with ExitStack() as stack:
         # They import torch while the checks of this host run.
         between_hosts, between_ranks = (
-            stack.enter_context(start_pairs(question.environment)) if count > 1 else None
-            for count in (question.num_nodes, question.processes_per_node)
+            stack.enter_context(start_pairs(checked.environment)) if count > 1 else None
+            for count in (checked.num_nodes, checked.processes_per_node)
         )
-        reports = run_checks(host_checks(question), progress=progress)
-        checks = program_checks(question, between_ranks)
+        reports = run_checks(host_checks(checked), progress=progress)
+        checks = program_checks(checked, between_ranks)
         reports += run_checks(checks, progress=progress, limit_seconds=PROGRAM_SECONDS)
         if between_hosts is not None:
-            return _together(question, reports, between_hosts, begin, progress)
+            return _together(checked, reports, between_hosts, begin, progress)
     return Examination(
         num_nodes=1,
-        num_processes=question.world_size,
+        num_processes=checked.world_size,
         hosts=(("this host", reports),),
         is_broken=any(report.state == "error" for report in reports),
         seconds=time.monotonic() - begin,
@@ -65,7 +65,7 @@ def examine(question: Inquiry, *, progress: Callable[[str], None]) -> Examinatio
 
 
 def _together(
-    question: Inquiry,
+    checked: CheckedRun,
     reports: tuple[CheckReport, ...],
     program: PairProgram,
     begin: float,
@@ -74,11 +74,11 @@ def _together(
     # It imports torch, which a single host does not need in this process.
     from drivetrain_launcher.doctor.meeting.conduct import meet
 
-    address = find_outgoing_address(question.master_addr)
-    result = meet(question, reports, address=address, program=program, progress=progress)
+    address = find_outgoing_address(checked.master_addr)
+    result = meet(checked, reports, address=address, program=program, progress=progress)
     return Examination(
-        num_nodes=question.num_nodes,
-        num_processes=question.world_size,
+        num_nodes=checked.num_nodes,
+        num_processes=checked.world_size,
         hosts=tuple((result.labels[rank], found) for rank, found in sorted(result.reports.items())),
         together=result.together,
         is_broken=result.is_broken or any(report.state == "error" for report in reports),

@@ -108,11 +108,9 @@ def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host:
 def _check_address(place: JobPlacement) -> None:
     if not place.master_addr:
         raise LaunchError(
-            f"{place.cluster}: nothing tells the {place.num_nodes} nodes ({place.source('num_nodes')}) where "
-            "node 0 is: "
-            "say --master-addr HOST, the host of rank 0, or set MASTER_ADDR for all ranks (mpirun -x "
-            "MASTER_ADDR=HOST, "
-            "mpiexec -genv MASTER_ADDR HOST)"
+            f"{place.cluster}: nothing tells the {place.num_nodes} nodes ({place.source('num_nodes')}) where node 0 "
+            "is: say --master-addr HOST, the host of rank 0, or set MASTER_ADDR for all ranks (mpirun -x "
+            "MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST)"
         )
 
 

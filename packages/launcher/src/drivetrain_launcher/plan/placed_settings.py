@@ -14,8 +14,8 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
 
 _SECTION = "launch"
-# Settings that only a launcher which starts ranks honours, with the values that ask for nothing.
 _EMPTY = ("", "()", "[]")
+# Settings that only a launcher which starts ranks can honour, and the values that leave them off.
 _OF_LAUNCHERS_WITH_RANKS: Mapping[str, tuple[str, ...]] = {
     "max_restarts": ("0",),
     "log_dir": ("",),
@@ -86,9 +86,8 @@ def check_devices(place: JobPlacement, *, processes: int, source: str, wants_cpu
     if processes > (bound := len(place.devices)):
         raise LaunchError(
             f"{processes} processes on this node ({source}), but {place.cluster} bound this task to {bound} "
-            f"accelerators, {place.source('devices')}={','.join(place.devices)}: start at most {bound}, ask "
-            "the cluster "
-            "for more, or say --cpu to train on the CPU"
+            f"accelerators, {place.source('devices')}={','.join(place.devices)}: start at most {bound}, ask the "
+            "cluster for more, or say --cpu to train on the CPU"
         )
 
 
@@ -156,9 +155,8 @@ def _check_per_rank(said: Said, place: JobPlacement) -> None:
         if entry is not None and str(entry.value) not in without_effect:
             raise LaunchError(
                 f"{_SECTION}.{name}={entry.value} ({entry.source}): {place.cluster} has started one task per rank, "
-                f"{place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no "
-                "launcher starts "
-                "ranks; start one task per node instead, or leave it out"
+                f"{place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no launcher "
+                "starts ranks; start one task per node instead, or leave it out"
             )
 
 
@@ -168,9 +166,8 @@ def _contradiction(name: str, entry: Entry, place: JobPlacement, value: str, att
         "node_rank": "leave it out",
     }.get(name, "leave it out, or ask the cluster for it")
     return LaunchError(
-        f"{_SECTION}.{name}={entry.value} ({entry.source}) contradicts the job that {place.cluster} started, "
-        "which has "
-        f"{value} ({place.source(attribute)}): {remedy}; --cluster none ignores the job"
+        f"{_SECTION}.{name}={entry.value} ({entry.source}) contradicts the job that {place.cluster} started, which "
+        f"has {value} ({place.source(attribute)}): {remedy}; --cluster none ignores the job"
     )
 
 

@@ -53,10 +53,9 @@ class Meeting:
         """Return the error message that names the nodes that came and those that are missing."""
         return (
             f"{len(came)} of {self.num_nodes} nodes came to {self.address}:{self.port} within "
-            f"{self.timeout_seconds:g} s: "
-            f"{_listed(came)}. Missing: {_listed(missing)}; look at the output there, and check that "
-            "drivetrain launch "
-            "started, with the same --master-addr and --master-port, and that this port can be reached from there"
+            f"{self.timeout_seconds:g} s: {_listed(came)}. Missing: {_listed(missing)}; look at the output there, "
+            "and check that drivetrain launch started, with the same --master-addr and --master-port, and that this "
+            "port can be reached from there"
         )
 
 
@@ -122,16 +121,14 @@ class StaticNodes(RendezvousHandler):
         count = store.compare_set("num_nodes", "", str(meeting.num_nodes)).decode()
         if count != str(meeting.num_nodes):
             raise LaunchError(
-                f"this node was told of {meeting.num_nodes} nodes, but another of the run {meeting.run_id!r} "
-                f"of {count}: "
-                "say the same --num-nodes on all, or another --master-port for another run"
+                f"this node was told of {meeting.num_nodes} nodes, but another of the run {meeting.run_id!r} of "
+                f"{count}: say the same --num-nodes on all, or another --master-port for another run"
             )
         if store.add(f"taken/{self._rank}", 1) > 1:
             other = store.get(f"node/{self._rank}").decode()
             raise LaunchError(
-                f"--node-rank {self._rank}: another node came with this rank ({other}; this one is {me}): "
-                "say another "
-                "rank on each node, or another --master-port for another run"
+                f"--node-rank {self._rank}: another node came with this rank ({other}; this one is {me}): say "
+                "another rank on each node, or another --master-port for another run"
             )
         store.set(f"node/{self._rank}", me)
         verdict = self._judge(store) if self._rank == 0 else self._hear(store)
@@ -164,9 +161,8 @@ class StaticNodes(RendezvousHandler):
                 store.add("heard", 1)
         except (DistNetworkError, DistStoreError, ConnectionError) as error:
             raise LaunchError(
-                f"{meeting.name(0)} at {meeting.address}:{meeting.port} left before all of "
-                f"{meeting.num_nodes} nodes came; "
-                "its output says why"
+                f"{meeting.name(0)} at {meeting.address}:{meeting.port} left before all of {meeting.num_nodes} nodes "
+                "came; its output says why"
             ) from error
         return verdict
 

@@ -118,9 +118,8 @@ def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
     job = f"{place.cluster} job {place.job_id}"
     if not may_requeue(place, max_requeues):
         say(
-            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} "
-            "allows no more: "
-            "submit it again to go on"
+            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} allows no "
+            "more: submit it again to go on"
         )
         return
     try:

@@ -3,14 +3,14 @@
 import json
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drivetrain_config import Layers, environ
 from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
 from drivetrain_launcher.console import say
+from drivetrain_launcher.doctor.checked_run import run_to_check
 from drivetrain_launcher.doctor.examine import Examination, examine
-from drivetrain_launcher.doctor.question import ask
 from drivetrain_launcher.doctor.report.as_json import as_json
 from drivetrain_launcher.doctor.report.step_display import StepDisplay
 from drivetrain_launcher.doctor.report.table import table
@@ -66,10 +66,9 @@ def run(arguments: DoctorArguments) -> int:
     settings = resolve_said(layers)
     wants_cpu = "run" in settings and settings["run"].cpu
     batch = arguments.batch_megabytes
-    question = ask(
-        settings["launch"],
-        detect_host("cpu" if wants_cpu else settings["state"].device),
-        placement,
+    host = detect_host("cpu" if wants_cpu else settings["state"].device)
+    checked = replace(
+        run_to_check(settings["launch"], host, placement),
         environment=environ.child_environment(),
         folder=arguments.folder,
         num_workers=arguments.num_workers,
@@ -78,11 +77,11 @@ def run(arguments: DoctorArguments) -> int:
     )
     for note in file_notes(arguments.layers):
         say(note)
-    if question.is_idle:  # the first task of this host checks it
+    if checked.is_idle:  # the first task of this host checks it
         return 0
     progress = StepDisplay(sys.stderr)
     try:
-        examination = examine(question, progress=progress)
+        examination = examine(checked, progress=progress)
     finally:
         progress.clear()
     _write(examination, is_json=arguments.json)

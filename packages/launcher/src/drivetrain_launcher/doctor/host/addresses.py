@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.host.interfaces import addresses_by_interface
-from drivetrain_launcher.doctor.question import Inquiry
 
 _SLOW_LOOKUP_SECONDS = 1.0
 _MOST_LOOKUPS = 64
@@ -47,14 +47,14 @@ class AddressMeasurement:
         return found[0] if found else None
 
 
-def measure_addresses(question: Inquiry) -> AddressMeasurement:
+def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
     """Look up this host's name and the master's."""
     begin = time.monotonic()
     host_name = socket.gethostname()
     host_addresses = _resolve(host_name)
-    master_addresses = _resolve(question.master_addr)
+    master_addresses = _resolve(checked.master_addr)
     lookup_seconds = time.monotonic() - begin
-    outgoing = find_outgoing_address(question.master_addr)
+    outgoing = find_outgoing_address(checked.master_addr)
     return AddressMeasurement(
         host_name=host_name,
         host_addresses=host_addresses,
@@ -62,7 +62,7 @@ def measure_addresses(question: Inquiry) -> AddressMeasurement:
         master_addresses=master_addresses,
         outgoing_address=outgoing,
         lookup_seconds=lookup_seconds,
-        reverse_seconds=_reverse_seconds(outgoing or "127.0.0.1", min(_MOST_LOOKUPS, question.world_size)),
+        reverse_seconds=_reverse_seconds(outgoing or "127.0.0.1", min(_MOST_LOOKUPS, checked.world_size)),
     )
 
 
@@ -71,28 +71,28 @@ def find_outgoing_address(name: str) -> str | None:
     return next((found for found in map(_outgoing, _resolve(name)) if found is not None), None)
 
 
-def judge_addresses(measured: AddressMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the names and addresses for a run."""
-    findings = [*_own_name(measured, question), *_lookup_time(measured)]
-    if question.num_nodes > 1:
-        findings += _master(measured, question)
+    findings = [*_own_name(measured, checked), *_lookup_time(measured)]
+    if checked.num_nodes > 1:
+        findings += _master(measured, checked)
     own = ", ".join(measured.host_addresses) or "no address"
     summary = f"{measured.host_name} is {own}"
-    if question.num_nodes > 1:
-        summary += f"; {question.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
+    if checked.num_nodes > 1:
+        summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _own_name(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _own_name(measured: AddressMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     """Judge what gloo does without GLOO_SOCKET_IFNAME: it listens where this host's own name leads."""
-    if question.environment.get("GLOO_SOCKET_IFNAME"):
+    if checked.environment.get("GLOO_SOCKET_IFNAME"):
         return []
     mend = (
         f"export GLOO_SOCKET_IFNAME={measured.outgoing_interface or 'INTERFACE'} on this host, or write "
         f"'{measured.outgoing_address or 'ADDRESS'} {measured.host_name}' into its /etc/hosts"
     )
     name, found = measured.host_name, measured.host_addresses
-    many = question.num_nodes > 1
+    many = checked.num_nodes > 1
     judge = error if many else warning
     if not found:
         return [
@@ -124,8 +124,8 @@ def _own_name(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFin
     return []
 
 
-def _master(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFinding]:
-    master, found = question.master_addr, measured.master_addresses
+def _master(measured: AddressMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    master, found = checked.master_addr, measured.master_addresses
     if not found:
         return [
             error(
@@ -135,7 +135,7 @@ def _master(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFindi
             )
         ]
     own = {address for addresses in measured.own_addresses.values() for address in addresses}
-    if all(_is_loopback(address) for address in found) and question.node_rank != 0:
+    if all(_is_loopback(address) for address in found) and checked.node_rank != 0:
         return [
             error(
                 f"--master-addr {master} is {', '.join(found)}, which is this host itself",
@@ -143,8 +143,8 @@ def _master(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFindi
                 mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
             )
         ]
-    findings = _versions(measured, question)
-    if question.node_rank == 0 and own and not own & set(found) and not any(map(_is_loopback, found)):
+    findings = _versions(measured, checked)
+    if checked.node_rank == 0 and own and not own & set(found) and not any(map(_is_loopback, found)):
         findings.append(
             warning(
                 f"--master-addr {master} is {', '.join(found)}, none of which is an address of this host, rank 0",
@@ -157,7 +157,7 @@ def _master(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFindi
     return findings
 
 
-def _versions(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _versions(measured: AddressMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     """Judge whether this host speaks the version of IP that the master's addresses have."""
     own = [
         address
@@ -171,7 +171,7 @@ def _versions(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFin
     if not spoken & set(wanted):
         return [
             error(
-                f"--master-addr {question.master_addr} has only an IPv{wanted[0]} address "
+                f"--master-addr {checked.master_addr} has only an IPv{wanted[0]} address "
                 f"({measured.master_addresses[0]}), and this host only IPv{min(spoken)} ({own[0]})",
                 why="this host has no way to the store",
                 mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{wanted[0]}",
@@ -180,7 +180,7 @@ def _versions(measured: AddressMeasurement, question: Inquiry) -> list[DoctorFin
     if wanted[0] not in spoken:
         return [
             warning(
-                f"--master-addr {question.master_addr} resolves to IPv{wanted[0]} first, which this host does "
+                f"--master-addr {checked.master_addr} resolves to IPv{wanted[0]} first, which this host does "
                 "not have",
                 why="each connection tries that address first, and may wait for its timeout",
                 mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",

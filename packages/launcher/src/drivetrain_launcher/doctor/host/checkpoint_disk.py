@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from drivetrain_launcher.doctor.byte_size import byte_size
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_launcher.doctor.question import Inquiry
 
 _NETWORK = (
     "nfs",
@@ -58,9 +58,9 @@ class DiskMeasurement:
         return self.kind.startswith(_NETWORK)
 
 
-def measure_disk(question: Inquiry, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
+def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
     """Write into the folder for about a second, and remove what was written."""
-    folder = question.folder.absolute()
+    folder = checked.folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     space = os.statvfs(folder)
@@ -75,7 +75,7 @@ def measure_disk(question: Inquiry, mounts: Path = Path("/proc/self/mountinfo"))
     )
 
 
-def judge_disk(measured: DiskMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the folder for a run's checkpoints."""
     folder, kind = measured.folder, measured.kind or "unknown type"
     if measured.bytes_per_second is None:
@@ -89,7 +89,7 @@ def judge_disk(measured: DiskMeasurement, question: Inquiry) -> CheckVerdict:
     speed = measured.bytes_per_second
     summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {byte_size(measured.free_bytes)} free in {folder}"
     return CheckVerdict(
-        summary=summary, findings=(*_space(measured, speed), *_file_system(measured, question))
+        summary=summary, findings=(*_space(measured, speed), *_file_system(measured, checked))
     )
 
 
@@ -130,7 +130,7 @@ def _space(measured: DiskMeasurement, speed: float) -> list[DoctorFinding]:
     return findings
 
 
-def _file_system(measured: DiskMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _file_system(measured: DiskMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     if measured.kind in _IN_MEMORY:
         return [
             warning(
@@ -147,7 +147,7 @@ def _file_system(measured: DiskMeasurement, question: Inquiry) -> list[DoctorFin
                 mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
             )
         ]
-    if question.num_nodes > 1 and measured.kind and not measured.is_network:
+    if checked.num_nodes > 1 and measured.kind and not measured.is_network:
         return [
             warning(
                 f"{measured.folder} is on this host's own disk ({measured.kind}), by its type",

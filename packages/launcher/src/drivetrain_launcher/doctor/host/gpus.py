@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_launcher.doctor.question import Inquiry
 
 # The first driver that runs any CUDA of a major version (NVIDIA's table of minor version compatibility).
 _FIRST_DRIVERS = {11: "450", 12: "525", 13: "580"}
@@ -92,13 +92,13 @@ def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
     return GpuMeasurement(**values)
 
 
-def judge_driver(measured: GpuMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_driver(measured: GpuMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the driver against torch's libraries."""
     if not measured.has_nvidia and not measured.has_amd:
         if measured.torch_cuda is None and measured.torch_hip is None:
             return CheckVerdict(skipped="no GPU driver is loaded, and torch is built for the CPU")
         return CheckVerdict(skipped="no NVIDIA or AMD driver is loaded")
-    findings = [*_build(measured), *_nvidia(measured), *_devices(measured, question)]
+    findings = [*_build(measured), *_nvidia(measured), *_devices(measured, checked)]
     if measured.has_nvidia:
         library = f"torch's CUDA {measured.torch_cuda or 'none'}, NCCL {measured.nccl or 'none'}"
         driver = f"driver {measured.driver or '?'} (up to CUDA {measured.driver_cuda or '?'})"
@@ -164,7 +164,7 @@ def _nvidia(measured: GpuMeasurement) -> list[DoctorFinding]:
     return []
 
 
-def _devices(measured: GpuMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _devices(measured: GpuMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     findings: list[DoctorFinding] = []
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
         findings.append(
@@ -175,12 +175,12 @@ def _devices(measured: GpuMeasurement, question: Inquiry) -> list[DoctorFinding]
                 "devices to a container; unset CUDA_VISIBLE_DEVICES",
             )
         )
-    if 0 < len(measured.names) < question.processes_per_node and question.accelerator is not None:
+    if 0 < len(measured.names) < checked.processes_per_node and checked.accelerator is not None:
         findings.append(
             error(
-                f"{question.processes_per_node} ranks, and torch sees {len(measured.names)} devices",
+                f"{checked.processes_per_node} ranks, and torch sees {len(measured.names)} devices",
                 why="two ranks on one GPU: NCCL refuses ('Duplicate GPU detected')",
-                mend=f"--num-processes {len(measured.names) * question.num_nodes}",
+                mend=f"--num-processes {len(measured.names) * checked.num_nodes}",
             )
         )
     archs = [_architecture(each) for each in measured.torch_archs if each.startswith(("sm_", "compute_"))]
@@ -188,9 +188,8 @@ def _devices(measured: GpuMeasurement, question: Inquiry) -> list[DoctorFinding]
         if not _has_kernels(capability, measured.torch_archs):
             findings.append(
                 error(
-                    f"GPU {index} ({measured.names[index]}) has compute capability {capability}; torch has "
-                    "kernels for "
-                    f"{', '.join(measured.torch_archs)}",
+                    f"GPU {index} ({measured.names[index]}) has compute capability {capability}; torch has kernels "
+                    f"for {', '.join(measured.torch_archs)}",
                     why="'no kernel image is available for execution on the device'",
                     mend="install a newer torch for a new GPU (an older one for an old GPU)",
                 )

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import Check, CheckVerdict
 from drivetrain_launcher.doctor.host.addresses import AddressMeasurement, judge_addresses, measure_addresses
 from drivetrain_launcher.doctor.host.checkpoint_disk import judge_disk, measure_disk
@@ -15,7 +16,6 @@ from drivetrain_launcher.doctor.host.shared_memory_folder import judge_shared_me
 from drivetrain_launcher.doctor.host.variables import judge_variables, measure_variables
 from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_ranks
-from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 
 _GPU_SECONDS = 60.0
@@ -27,31 +27,32 @@ _MOST_ROUNDS = 28
 PROGRAM_SECONDS = 150.0
 
 
-def host_checks(question: Inquiry, addresses: AddressMeasurement | None = None) -> tuple[Check, ...]:
+def host_checks(checked: CheckedRun, addresses: AddressMeasurement | None = None) -> tuple[Check, ...]:
     """Return the checks of this host that take milliseconds to two seconds each.
 
     Args:
-        question: The run that is asked about.
+        checked: The run that would start.
         addresses: The addresses of this host, if they were measured already.
     """
     return (
-        Check(name="variables", run=lambda: judge_variables(measure_variables(question), question)),
+        Check(name="variables", run=lambda: judge_variables(measure_variables(checked), checked)),
         Check(
-            name="addresses", run=lambda: judge_addresses(addresses or measure_addresses(question), question)
+            name="addresses",
+            run=lambda: judge_addresses(addresses or measure_addresses(checked), checked),
         ),
-        Check(name="port", run=lambda: _port(question)),
-        Check(name="limits", run=lambda: judge_limits(measure_limits(), question)),
-        Check(name="shared memory", run=lambda: judge_shared_memory(measure_shared_memory(), question)),
-        Check(name="processors", run=lambda: judge_processors(measure_processors(), question)),
-        Check(name="checkpoint disk", run=lambda: judge_disk(measure_disk(question), question)),
+        Check(name="port", run=lambda: _port(checked)),
+        Check(name="limits", run=lambda: judge_limits(measure_limits(), checked)),
+        Check(name="shared memory", run=lambda: judge_shared_memory(measure_shared_memory(), checked)),
+        Check(name="processors", run=lambda: judge_processors(measure_processors(), checked)),
+        Check(name="checkpoint disk", run=lambda: judge_disk(measure_disk(checked), checked)),
     )
 
 
-def program_checks(question: Inquiry, program: PairProgram | None) -> tuple[Check, ...]:
+def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Check, ...]:
     """Return the checks of this host that need torch: of GPUs, and of the ranks that would run here.
 
     Args:
-        question: The run that is asked about.
+        checked: The run that would start.
         program: The program that measures pairs, which was started before; None for a single rank.
     """
 
@@ -59,32 +60,32 @@ def program_checks(question: Inquiry, program: PairProgram | None) -> tuple[Chec
     def gpus() -> GpuMeasurement:
         if not accelerator_may_exist():
             return GpuMeasurement()
-        return measure_gpus(question.environment, timeout_seconds=_GPU_SECONDS)
+        return measure_gpus(checked.environment, timeout_seconds=_GPU_SECONDS)
 
     checks = [
-        Check(name="GPU driver", run=lambda: judge_driver(gpus(), question)),
+        Check(name="GPU driver", run=lambda: judge_driver(gpus(), checked)),
         Check(name="GPU peer-to-peer", run=lambda: judge_peers(gpus())),
-        Check(name="gloo between ranks", run=lambda: _pairs(question, "gloo", program)),
+        Check(name="gloo between ranks", run=lambda: _pairs(checked, "gloo", program)),
     ]
-    if question.accelerator == "cuda":
-        checks.append(Check(name="nccl between ranks", run=lambda: _pairs(question, "nccl", None)))
+    if checked.accelerator == "cuda":
+        checks.append(Check(name="nccl between ranks", run=lambda: _pairs(checked, "nccl", None)))
     return tuple(checks)
 
 
-def _port(question: Inquiry) -> CheckVerdict:
-    if not question.hosts_store:
-        return CheckVerdict(skipped=f"the store listens on {question.master_addr}, not here")
-    return judge_port(measure_port(question), question)
+def _port(checked: CheckedRun) -> CheckVerdict:
+    if not checked.hosts_store:
+        return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
+    return judge_port(measure_port(checked), checked)
 
 
-def _pairs(question: Inquiry, backend: str, program: PairProgram | None) -> CheckVerdict:
+def _pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> CheckVerdict:
     """Measure the pairs of ranks of this host."""
-    count = question.processes_per_node
+    count = checked.processes_per_node
     if count < 2:
         return CheckVerdict(skipped="a single rank has no peer (--num-processes N)")
     with (
         TemporaryDirectory(prefix="drivetrain-doctor-") as folder,
-        program or start_pairs(question.environment) as started,
+        program or start_pairs(checked.environment) as started,
     ):
         order = PairOrder(
             backend=backend,

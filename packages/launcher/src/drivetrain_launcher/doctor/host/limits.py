@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
 
 # A rank opens its libraries, its output and its sockets; with workers also a file for each tensor in flight.
@@ -77,12 +77,12 @@ def measure_limits(
     )
 
 
-def judge_limits(measured: LimitMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the limits for a run."""
     findings = [
-        *_open_files(measured, question),
-        *_processes(measured, question),
-        *_memory(measured, question),
+        *_open_files(measured, checked),
+        *_processes(measured, checked),
+        *_memory(measured, checked),
     ]
     if measured.has_infiniband and measured.locked_bytes is not None:
         findings.append(
@@ -95,7 +95,7 @@ def judge_limits(measured: LimitMeasurement, question: Inquiry) -> CheckVerdict:
                 locked_bytes=measured.locked_bytes,
             )
         )
-    if measured.address_bytes is not None and question.accelerator == "cuda":
+    if measured.address_bytes is not None and checked.accelerator == "cuda":
         findings.append(
             error(
                 f"virtual memory of a process: {byte_size(measured.address_bytes)} (ulimit -v)",
@@ -112,11 +112,11 @@ def judge_limits(measured: LimitMeasurement, question: Inquiry) -> CheckVerdict:
     return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
 
 
-def _open_files(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _open_files(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     limit = measured.open_files
-    connections = _CONNECTIONS_PER_RANK * question.world_size if question.hosts_store else question.world_size
+    connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
     needed = _FILES_OF_A_RANK + connections
-    wanted = max(needed, _FILES_FOR_WORKERS if question.num_workers else 0)
+    wanted = max(needed, _FILES_FOR_WORKERS if checked.num_workers else 0)
     if limit is None or limit >= wanted:
         return []
     target = max(65536, 2 * wanted)
@@ -137,9 +137,9 @@ def _open_files(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFin
     return [judge(f"{limit:,} open files (ulimit -n)", why=why, mend=raise_it, limit=limit, needed=wanted)]
 
 
-def _processes(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFinding]:
-    ranks = question.processes_per_node
-    needed = ranks * (_THREADS_OF_A_RANK + question.num_workers * _THREADS_OF_A_WORKER)
+def _processes(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    ranks = checked.processes_per_node
+    needed = ranks * (_THREADS_OF_A_RANK + checked.num_workers * _THREADS_OF_A_WORKER)
     findings: list[DoctorFinding] = []
     if (
         measured.processes is not None
@@ -150,7 +150,7 @@ def _processes(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFind
             error(
                 f"{measured.processes:,} processes and threads for this user (ulimit -u), of which "
                 f"{measured.running:,} run",
-                why=f"{ranks} ranks with {question.num_workers} workers each start about {needed:,}: 'Resource "
+                why=f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}: 'Resource "
                 "temporarily unavailable' or \"can't start new thread\"",
                 mend=f"ulimit -u {measured.running + 4 * needed}, or fewer workers, or OMP_NUM_THREADS=1",
                 limit=measured.processes,
@@ -162,9 +162,8 @@ def _processes(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFind
         findings.append(
             error(
                 f"{group.pids:,} processes and threads in this control group (pids.max), of which "
-                f"{group.used_pids:,} "
-                "run",
-                why=f"{ranks} ranks with {question.num_workers} workers each start about {needed:,}: \"can't "
+                f"{group.used_pids:,} run",
+                why=f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}: \"can't "
                 "start new "
                 'thread"',
                 mend=f"docker run --pids-limit {group.used_pids + 4 * needed}; kubelet --pod-max-pids; or fewer "
@@ -176,11 +175,11 @@ def _processes(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFind
     return findings
 
 
-def _memory(measured: LimitMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _memory(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     group = measured.group
     if group.memory_bytes is None:
         return []
-    processes = question.processes_per_node * (1 + question.num_workers)
+    processes = checked.processes_per_node * (1 + checked.num_workers)
     free = group.memory_bytes - group.used_bytes
     if free >= processes * _LEAST_BYTES_OF_A_PROCESS:
         return []

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_launcher.doctor.question import Inquiry
 
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
@@ -34,9 +34,9 @@ class PortMeasurement:
     reserved: str = ""
 
 
-def measure_port(question: Inquiry, proc: Path = Path("/proc")) -> PortMeasurement:
+def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasurement:
     """Try to listen on the port, as the run's store would."""
-    port, failure = question.master_port, None
+    port, failure = checked.master_port, None
     try:
         _listen(port)
     except OSError as refused:
@@ -56,14 +56,14 @@ def measure_port(question: Inquiry, proc: Path = Path("/proc")) -> PortMeasureme
     )
 
 
-def judge_port(measured: PortMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the port for a run."""
     port = measured.port
-    if not question.hosts_store:
-        return CheckVerdict(skipped=f"the store listens on {question.master_addr}, not here")
+    if not checked.hosts_store:
+        return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
     if port == 0:
         return CheckVerdict(summary="any free port is taken")
-    where = " on every host" if question.num_nodes > 1 else ", or leave it out for any free one"
+    where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
     if measured.bind_error == "EADDRINUSE":
         held = (
             f"held by {measured.holder}"

@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, warning
-from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.plan.control_groups import read_group_limits
 
 
@@ -47,10 +47,10 @@ def measure_processors(devices: Path = Path("/sys/devices/system/cpu")) -> Proce
     )
 
 
-def judge_processors(measured: ProcessorMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the cores for a run."""
     summary = f"{measured.effective:g} of {measured.cores} cores"
-    findings = [*_room(measured, question), *_threads(measured, question)]
+    findings = [*_room(measured, checked), *_threads(measured, checked)]
     if "powersave" in measured.governors:
         findings.append(
             warning(
@@ -73,15 +73,15 @@ def judge_processors(measured: ProcessorMeasurement, question: Inquiry) -> Check
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _room(measured: ProcessorMeasurement, question: Inquiry) -> list[DoctorFinding]:
-    ranks = question.processes_per_node
-    wanted = ranks * (1 + question.num_workers)
+def _room(measured: ProcessorMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    ranks = checked.processes_per_node
+    wanted = ranks * (1 + checked.num_workers)
     if ranks > measured.effective:
         return [
             warning(
                 f"{ranks} ranks on {measured.effective:g} cores",
                 why="they take turns, and each collective waits for all of them",
-                mend=f"{_more(measured)}, or --num-processes {max(1, int(measured.effective)) * question.num_nodes}",
+                mend=f"{_more(measured)}, or --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
                 cores=measured.effective,
             )
         ]
@@ -98,12 +98,12 @@ def _room(measured: ProcessorMeasurement, question: Inquiry) -> list[DoctorFindi
     return []
 
 
-def _threads(measured: ProcessorMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _threads(measured: ProcessorMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     if (
         measured.quota is None
         or measured.quota >= measured.usable
-        or "OMP_NUM_THREADS" in question.environment
-        or question.processes_per_node > 1  # drivetrain launch then sets one thread
+        or "OMP_NUM_THREADS" in checked.environment
+        or checked.processes_per_node > 1  # drivetrain launch then sets one thread
     ):
         return []
     threads = max(1, int(measured.quota))

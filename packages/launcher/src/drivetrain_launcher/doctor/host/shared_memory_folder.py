@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.doctor.byte_size import byte_size
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_launcher.doctor.question import Inquiry
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
 _PREFETCH = 2
@@ -49,16 +49,16 @@ def measure_shared_memory(folder: Path = Path("/dev/shm")) -> SharedMemoryMeasur
     )
 
 
-def needed_bytes(question: Inquiry) -> int:
+def needed_bytes(checked: CheckedRun) -> int:
     """Return the shared memory that the processes of this host fill at once, if a batch's size was said."""
-    nccl = question.processes_per_node * _NCCL_BYTES_PER_RANK if question.accelerator == "cuda" else 0
-    batches = question.num_workers * _PREFETCH + 1 if question.num_workers else 0
-    return question.processes_per_node * batches * (question.batch_bytes or 0) + nccl
+    nccl = checked.processes_per_node * _NCCL_BYTES_PER_RANK if checked.accelerator == "cuda" else 0
+    batches = checked.num_workers * _PREFETCH + 1 if checked.num_workers else 0
+    return checked.processes_per_node * batches * (checked.batch_bytes or 0) + nccl
 
 
-def judge_shared_memory(measured: SharedMemoryMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the shared memory for a run."""
-    if not question.num_workers and question.accelerator != "cuda":
+    if not checked.num_workers and checked.accelerator != "cuda":
         return CheckVerdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
     folder, size = measured.folder, measured.size_bytes
     if size is None or not measured.is_writable:
@@ -69,35 +69,34 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, question: Inquiry) ->
         )
         return CheckVerdict(summary=f"{folder}", findings=(finding,))
     summary = f"{byte_size(measured.free_bytes)} of {byte_size(size)} free in {folder}"
-    return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, question)))
+    return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, checked)))
 
 
-def _room(measured: SharedMemoryMeasurement, size: int, question: Inquiry) -> list[DoctorFinding]:
-    needed, free, folder = needed_bytes(question), measured.free_bytes, measured.folder
+def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> list[DoctorFinding]:
+    needed, free, folder = needed_bytes(checked), measured.free_bytes, measured.folder
     target = f"{max(8, -(-2 * needed // 2**30))}g"
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
-    ranks = question.processes_per_node
+    ranks = checked.processes_per_node
     if needed > free:
-        batch = f"{byte_size(question.batch_bytes or 0)} a batch"
+        batch = f"{byte_size(checked.batch_bytes or 0)} a batch"
         return [
             error(
                 f"{folder} has {byte_size(free)} free of {byte_size(size)}, and this run fills {byte_size(needed)}",
-                why=f"{ranks} ranks x {question.num_workers} workers x {_PREFETCH} prefetched batches and the one in "
+                why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches and the one in "
                 f"use, at {batch}: a worker dies of a bus error ('insufficient shared memory')",
                 mend=mend,
                 free_bytes=free,
                 needed_bytes=needed,
             )
         ]
-    if question.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
+    if checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
         docker = ", as Docker gives it" if size == 64 << 20 else ""
         return [
             warning(
                 f"{folder} has {byte_size(free)} free of {byte_size(size)}{docker}",
-                why=f"{ranks} ranks x {question.num_workers} workers x {_PREFETCH} prefetched batches must fit: at "
-                f"{byte_size(free / max(1, ranks * (question.num_workers * _PREFETCH + 1)))} a batch a worker "
-                "dies of a "
-                "bus error; --batch-megabytes N computes it for your batch",
+                why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches must fit: at "
+                f"{byte_size(free / max(1, ranks * (checked.num_workers * _PREFETCH + 1)))} a batch a worker dies "
+                "of a bus error; --batch-megabytes N computes it for your batch",
                 mend=mend,
                 free_bytes=free,
             )

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.doctor.host.interfaces import interface_names
-from drivetrain_launcher.doctor.question import Inquiry
 
 # Variable, the value that harms ("" for any), what it does, what to do.
 _HARMFUL = (
@@ -52,12 +52,12 @@ class VariableMeasurement:
     unusable_folder: str | None = None
 
 
-def measure_variables(question: Inquiry, dev: Path = Path("/dev")) -> VariableMeasurement:
+def measure_variables(checked: CheckedRun, dev: Path = Path("/dev")) -> VariableMeasurement:
     """Collect what the environment is held against."""
-    folder = question.environment.get("TMPDIR")
+    folder = checked.environment.get("TMPDIR")
     is_usable = folder is None or (Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK))
     return VariableMeasurement(
-        environment=question.environment,
+        environment=checked.environment,
         interfaces=interface_names(),
         cores=os.cpu_count() or 1,
         num_gpus=sum(1 for _ in dev.glob("nvidia[0-9]*")) or None,
@@ -65,14 +65,14 @@ def measure_variables(question: Inquiry, dev: Path = Path("/dev")) -> VariableMe
     )
 
 
-def judge_variables(measured: VariableMeasurement, question: Inquiry) -> CheckVerdict:
+def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the environment for a run."""
     findings = [
-        *_interfaces(measured, question),
-        *_threads(measured, question),
-        *_devices(measured, question),
-        *_proxies(measured, question),
-        *_leftovers(measured, question),
+        *_interfaces(measured, checked),
+        *_threads(measured, checked),
+        *_devices(measured, checked),
+        *_proxies(measured, checked),
+        *_leftovers(measured, checked),
         *_temporary(measured),
     ]
     for name, harm, why, mend in _HARMFUL:
@@ -97,7 +97,7 @@ def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
     return not (set(interfaces) - matched - {"lo"} if is_exclusion else matched)
 
 
-def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _interfaces(measured: VariableMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     there = ", ".join(measured.interfaces)
     findings: list[DoctorFinding] = []
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -113,10 +113,10 @@ def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[Doctor
                     mend=f"export {name}=INTERFACE with one of {there}, on this host, or unset it",
                 )
             )
-        elif question.num_nodes > 1 and value.removeprefix("=") == "lo":
+        elif checked.num_nodes > 1 and value.removeprefix("=") == "lo":
             findings.append(
                 error(
-                    f"{name}={value} with {question.num_nodes} hosts",
+                    f"{name}={value} with {checked.num_nodes} hosts",
                     why="no other host can be reached over the loopback interface",
                     mend=f"export {name}=INTERFACE with the one that leads to the other hosts, of {there}",
                 )
@@ -124,13 +124,13 @@ def _interfaces(measured: VariableMeasurement, question: Inquiry) -> list[Doctor
     return findings
 
 
-def _threads(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _threads(measured: VariableMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     value = measured.environment.get("OMP_NUM_THREADS")
     if value is None:
         return []
     # A list sets the threads of nested levels; the first one counts.
     first = value.split(",")[0].strip()
-    fair = max(1, measured.cores // question.processes_per_node)
+    fair = max(1, measured.cores // checked.processes_per_node)
     mend = f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={fair}"
     if not first.isdecimal() or int(first) == 0:
         return [
@@ -140,12 +140,12 @@ def _threads(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFin
                 mend=mend,
             )
         ]
-    total = int(first) * question.processes_per_node
+    total = int(first) * checked.processes_per_node
     if total <= 2 * measured.cores:
         return []
     return [
         warning(
-            f"OMP_NUM_THREADS={value} in each of {question.processes_per_node} ranks, on {measured.cores} cores",
+            f"OMP_NUM_THREADS={value} in each of {checked.processes_per_node} ranks, on {measured.cores} cores",
             why=f"{total} threads take turns, and each parallel loop waits for the last of them",
             mend=mend,
             threads=total,
@@ -154,7 +154,7 @@ def _threads(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFin
     ]
 
 
-def _devices(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _devices(measured: VariableMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     value = measured.environment.get("CUDA_VISIBLE_DEVICES")
     if value is None or measured.num_gpus is None:
         return []
@@ -177,25 +177,25 @@ def _devices(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFin
                 mend="unset CUDA_VISIBLE_DEVICES, or name each GPU once, from 0 (nvidia-smi -L lists them)",
             )
         ]
-    if len(names) < question.processes_per_node:
+    if len(names) < checked.processes_per_node:
         return [
             error(
-                f"CUDA_VISIBLE_DEVICES={value} shows {len(names)} GPUs to {question.processes_per_node} ranks",
+                f"CUDA_VISIBLE_DEVICES={value} shows {len(names)} GPUs to {checked.processes_per_node} ranks",
                 why="two ranks on one GPU: NCCL refuses ('Duplicate GPU detected')",
-                mend=f"--num-processes {len(names) * question.num_nodes}, or show more GPUs",
+                mend=f"--num-processes {len(names) * checked.num_nodes}, or show more GPUs",
             )
         ]
     return []
 
 
-def _proxies(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _proxies(measured: VariableMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     variables = {name.lower(): text for name, text in measured.environment.items()}
     proxies = [name for name in _PROXIES if variables.get(name)]
     excluded = [part.strip().lstrip("*.") for part in variables.get("no_proxy", "").split(",")]
-    master = question.master_addr
+    master = checked.master_addr
     if (
         not proxies
-        or question.num_nodes == 1
+        or checked.num_nodes == 1
         or "" in excluded[1:]
         or variables.get("no_proxy", "").strip() == "*"
     ):
@@ -212,10 +212,10 @@ def _proxies(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFin
     ]
 
 
-def _leftovers(measured: VariableMeasurement, question: Inquiry) -> list[DoctorFinding]:
+def _leftovers(measured: VariableMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
     """Judge variables of a launcher around this one; inside a cluster's job they may be the cluster's."""
     left = [name for name in _RANKS if name in measured.environment]
-    if "RANK" not in left or question.num_nodes > 1 or question.processes_per_node > 1:
+    if "RANK" not in left or checked.num_nodes > 1 or checked.processes_per_node > 1:
         return []
     return [
         warning(

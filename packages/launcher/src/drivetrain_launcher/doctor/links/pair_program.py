@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ _FIRST_BYTES = 256 << 10
 _MOST_BYTES = 64 << 20
 # A message that takes so long is long enough to measure a bandwidth.
 _LONG_SECONDS = 0.02
+
+
+class Step(IntEnum):
+    """What the lower rank of a pair has the other do next."""
+
+    BEGIN = 0
+    PING = 1
+    FORWARD = 2
+    BACKWARD = 3
+    END = 4
 
 
 def main() -> int:
@@ -92,14 +103,14 @@ def _measure_all(order: PairOrder, rank: int, local_rank: int) -> None:
 
 def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
     """Measure a pair from its lower rank, which tells the other what comes."""
-    _order(0, 0, peer, device)
+    _send_step(Step.BEGIN, peer, device)
     started = time.perf_counter()
     pings: list[float] = []
     while len(pings) < _PINGS and (
         len(pings) < _FEWEST_PINGS or time.perf_counter() - started < _PATIENCE_SECONDS
     ):
         begin = time.perf_counter()
-        _order(1, 0, peer, device)
+        _send_step(Step.PING, peer, device)
         _receive(torch.empty(1, dtype=torch.uint8, device=device), peer)
         pings.append(time.perf_counter() - begin)
     latency = sorted(pings)[len(pings) // 4] / 2
@@ -112,54 +123,54 @@ def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
         if is_long or size >= _MOST_BYTES or time.perf_counter() - started > 2 * _PATIENCE_SECONDS:
             break
         size *= 4
-    _order(-1, 0, peer, device)
+    _send_step(Step.END, peer, device)
     return PairResult(
         first=rank,
         second=peer,
         latency_seconds=latency,
-        # A message comes with one there or back, the order or the answer.
+        # A message comes with one there or back, the step or the answer.
         forward_bytes_per_second=size / max(forward - latency, 1e-9),
         backward_bytes_per_second=size / max(backward - latency, 1e-9),
     )
 
 
 def _message(is_forward: bool, size: int, peer: int, device: torch.device) -> float:
-    """Return the seconds of a message of this size to the peer and its answer, or of an order and its message."""
+    """Return the seconds of a message of this size to the peer and its answer, or of a step and its message."""
     body = torch.zeros(size, dtype=torch.uint8, device=device)
     _wait(device)
     if is_forward:
-        _order(2, size, peer, device)
+        _send_step(Step.FORWARD, peer, device, size)
         begin = time.perf_counter()
         dist.send(body, peer)
         _receive(torch.empty(1, dtype=torch.uint8, device=device), peer)
     else:
         begin = time.perf_counter()
-        _order(3, size, peer, device)
+        _send_step(Step.BACKWARD, peer, device, size)
         _receive(body, peer)
     return time.perf_counter() - begin
 
 
 def _follow(peer: int, device: torch.device) -> None:
-    """Do what the lower rank of a pair orders, until it orders the end."""
+    """Take the steps that the lower rank of a pair sends, until the end."""
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     while True:
-        order = torch.zeros(2, dtype=torch.int64, device=device)
-        _receive(order, peer)
-        what, size = (int(each) for each in order.tolist())
-        if what == -1:
+        received = torch.zeros(2, dtype=torch.int64, device=device)
+        _receive(received, peer)
+        step, size = (int(each) for each in received.tolist())
+        if step == Step.END:
             return
-        if what == 1:
+        if step == Step.PING:
             dist.send(answer, peer)
-        elif what == 2:
+        elif step == Step.FORWARD:
             _receive(torch.empty(size, dtype=torch.uint8, device=device), peer)
             dist.send(answer, peer)
-        elif what == 3:
+        elif step == Step.BACKWARD:
             dist.send(torch.zeros(size, dtype=torch.uint8, device=device), peer)
         _wait(device)
 
 
-def _order(what: int, size: int, peer: int, device: torch.device) -> None:
-    dist.send(torch.tensor([what, size], device=device), peer)
+def _send_step(step: Step, peer: int, device: torch.device, size: int = 0) -> None:
+    dist.send(torch.tensor([step, size], device=device), peer)
 
 
 def _receive(tensor: torch.Tensor, peer: int) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFinding, warning
-from drivetrain_launcher.doctor.question import Inquiry
 
 _SHOWN = 16
 
@@ -28,18 +28,18 @@ def file_in(folder: Path) -> Generator[str]:
 
 
 def judge_folder(
-    sees: Mapping[int, bool], labels: Mapping[int, str], question: Inquiry, *, is_writable: bool
+    sees: Mapping[int, bool], labels: Mapping[int, str], checked: CheckedRun, *, is_writable: bool
 ) -> CheckVerdict:
     """Name the hosts that do not see in the folder of the checkpoints what host 0 wrote there."""
     if not is_writable:
-        return CheckVerdict(skipped=f"host 0 cannot write into {question.folder.absolute()}")
+        return CheckVerdict(skipped=f"host 0 cannot write into {checked.folder.absolute()}")
     blind = [rank for rank, does in sorted(sees.items()) if not does]
-    summary = f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {question.folder.absolute()}"
+    summary = f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {checked.folder.absolute()}"
     if not blind:
         return CheckVerdict(summary=summary)
     who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
     finding: DoctorFinding = warning(
-        f"{who}: the folder {question.folder} is not that of host 0",
+        f"{who}: the folder {checked.folder} is not that of host 0",
         why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
         mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
         "may show "

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckReport, CheckVerdict, error
 from drivetrain_launcher.doctor.links.pair_order import PairProgram, start_pairs
 from drivetrain_launcher.doctor.links.pair_results import judge_hosts
@@ -22,7 +23,6 @@ from drivetrain_launcher.doctor.meeting.host_links import PAIR_SECONDS, measure_
 from drivetrain_launcher.doctor.meeting.join import HostMeeting, MeetingError, join
 from drivetrain_launcher.doctor.meeting.reach import ReachListener, judge_reach, reach_all
 from drivetrain_launcher.doctor.meeting.roster import judge_roster, list_hosts
-from drivetrain_launcher.doctor.question import Inquiry
 from drivetrain_launcher.doctor.run_checks import report_of
 from drivetrain_launcher.doctor.time_limit import within
 
@@ -53,7 +53,7 @@ class MeetingResult:
 
 
 def meet(
-    question: Inquiry,
+    checked: CheckedRun,
     reports: tuple[CheckReport, ...],
     *,
     address: str | None,
@@ -63,7 +63,7 @@ def meet(
     """Meet the other hosts, and check all together.
 
     Args:
-        question: The run that is asked about.
+        checked: The run that would start.
         reports: The reports of this host on itself.
         address: The address of this host by which it reaches host 0; None if unknown.
         program: A program that measures pairs, started and without an order.
@@ -71,22 +71,22 @@ def meet(
     """
     with ReachListener() as listener:
         try:
-            meeting = join(question, progress=progress)
+            meeting = join(checked, progress=progress)
             # If host 0 freezes, a call of the store has no limit of its own.
             return within(
-                question.wait_seconds + _MEETING_SECONDS,
-                lambda: _take_part(question, meeting, reports, address, listener.port, program, progress),
+                checked.wait_seconds + _MEETING_SECONDS,
+                lambda: _take_part(checked, meeting, reports, address, listener.port, program, progress),
                 name="doctor-meeting",
             )
         except MeetingError as failure:
-            return _unmet(question, reports, failure)
+            return _unmet(checked, reports, failure)
         except TimeoutError:
             frozen = MeetingError("the meeting had no end: host 0 is frozen, or cut off since it was reached")
-            return _unmet(question, reports, frozen)
+            return _unmet(checked, reports, frozen)
 
 
 def _take_part(
-    question: Inquiry,
+    checked: CheckedRun,
     meeting: HostMeeting,
     reports: tuple[CheckReport, ...],
     address: str | None,
@@ -98,20 +98,20 @@ def _take_part(
         raise MeetingError(f"another host says --node-rank {meeting.rank} too; give each host its own")
     own = {
         "label": host_label(meeting.rank, own_name(), address),
-        "address": address or question.master_addr,
+        "address": address or checked.master_addr,
         "port": port,
-        "facts": own_facts(question.environment),
+        "facts": own_facts(checked.environment),
         "reports": [report.as_data() for report in reports],
-        "has_gpu": question.accelerator == "cuda",
+        "has_gpu": checked.accelerator == "cuda",
     }
     meeting.post("hello", own)
     if meeting.rank:
-        return _follow(question, meeting, reports, program, progress)
-    return _lead(question, meeting, program, progress)
+        return _follow(checked, meeting, reports, program, progress)
+    return _lead(checked, meeting, program, progress)
 
 
 def _follow(
-    question: Inquiry,
+    checked: CheckedRun,
     meeting: HostMeeting,
     reports: tuple[CheckReport, ...],
     program: PairProgram,
@@ -119,22 +119,22 @@ def _follow(
 ) -> MeetingResult:
     """Do what host 0 tells."""
     progress("joined; waiting for the other hosts")
-    roster: dict[str, Any] = meeting.hear("roster", seconds=question.wait_seconds)
+    roster: dict[str, Any] = meeting.hear("roster", seconds=checked.wait_seconds)
     if meeting.rank not in roster["ranks"]:
         raise MeetingError("this host came after host 0 had stopped waiting; start all within --wait-seconds")
     offset = ask_host_0(meeting)
     meeting.post("clock", asdict(offset))
     progress("connecting to the other hosts")
-    meeting.post("reach", _look_around(meeting.rank, roster, question.folder))
+    meeting.post("reach", _look_around(meeting.rank, roster, checked.folder))
     for backend, ranks in meeting.hear("pairs", seconds=_REACH_SECONDS).items():
         if meeting.rank in ranks:
             progress(f"measuring {backend} between hosts")
-            program = program if backend == "gloo" else start_pairs(question.environment)
+            program = program if backend == "gloo" else start_pairs(checked.environment)
             program.wait_until_ready()
             meeting.post(f"ready/{backend}", "")
             linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
             if meeting.rank in linked:
-                found = measure_links(question, linked, meeting.rank, backend, program)
+                found = measure_links(checked, linked, meeting.rank, backend, program)
                 meeting.post(f"pairs/{backend}", found)
     end = meeting.hear("end", seconds=_START_SECONDS + PAIR_SECONDS * 3)
     meeting.post("bye", "")
@@ -146,25 +146,27 @@ def _follow(
     )
 
 
-def _lead(question: Inquiry, meeting: HostMeeting, program: PairProgram, progress: Progress) -> MeetingResult:
+def _lead(
+    checked: CheckedRun, meeting: HostMeeting, program: PairProgram, progress: Progress
+) -> MeetingResult:
     """Lead the meeting, and judge what all hosts told. On host 0."""
     everyone = range(meeting.num_hosts)
     hello = meeting.collect(
         "hello",
         everyone,
-        seconds=question.wait_seconds,
+        seconds=checked.wait_seconds,
         progress=lambda missing: progress(f"waiting for {list_hosts(missing)}"),
     )
     labels = {rank: str(told["label"]) for rank, told in sorted(hello.items())}
     together = [
-        report_of("rendezvous", judge_roster(meeting.num_hosts, labels, question), seconds=meeting.seconds)
+        report_of("rendezvous", judge_roster(meeting.num_hosts, labels, checked), seconds=meeting.seconds)
     ]
     reports = {
         rank: tuple(CheckReport.from_data(data) for data in told["reports"])
         for rank, told in sorted(hello.items())
     }
     if len(hello) > 1:
-        together += _check_together(question, meeting, hello, labels, program, progress)
+        together += _check_together(checked, meeting, hello, labels, program, progress)
     states = [report.state for found in (*reports.values(), together) for report in found]
     is_broken = "error" in states
     meeting.tell("end", {"is_broken": is_broken})
@@ -175,7 +177,7 @@ def _lead(question: Inquiry, meeting: HostMeeting, program: PairProgram, progres
 
 
 def _check_together(
-    question: Inquiry,
+    checked: CheckedRun,
     meeting: HostMeeting,
     hello: Mapping[int, Any],
     labels: Mapping[int, str],
@@ -186,7 +188,7 @@ def _check_together(
     found = [
         report_of("versions", judge_facts({rank: told["facts"] for rank, told in hello.items()}, labels))
     ]
-    with file_in(question.folder) as token:
+    with file_in(checked.folder) as token:
         roster = {
             "ranks": sorted(hello),
             "labels": {str(rank): label for rank, label in labels.items()},
@@ -200,7 +202,7 @@ def _check_together(
         offsets = {rank: ClockOffset(**told) for rank, told in clocks.items()}
         found.append(report_of("clocks", judge_clocks(offsets, labels)))
         progress("connecting hosts to each other")
-        meeting.post("reach", _look_around(0, roster, question.folder))
+        meeting.post("reach", _look_around(0, roster, checked.folder))
         around = meeting.collect("reach", sorted(hello), seconds=_REACH_SECONDS)
     silent = tuple(rank for rank in sorted(hello) if rank not in around)
     ways = {
@@ -208,7 +210,7 @@ def _check_together(
     }
     found.append(report_of("ways between hosts", judge_reach(ways, silent, labels)))
     sees = {rank: bool(told["sees_folder"]) for rank, told in around.items() if rank}
-    found.append(report_of("common folder", judge_folder(sees, labels, question, is_writable=bool(token))))
+    found.append(report_of("common folder", judge_folder(sees, labels, checked, is_writable=bool(token))))
     is_open = all(how == "yes" for way, how in ways.items() if way[1] not in silent)
     linked = sorted(around) if is_open and len(around) > 1 else []
     backends = ["gloo", *(["nccl"] if linked and all(hello[rank]["has_gpu"] for rank in linked) else [])]
@@ -220,14 +222,14 @@ def _check_together(
             )
         else:
             progress(f"measuring {backend} between {len(linked)} hosts")
-            program = program if backend == "gloo" else start_pairs(question.environment)
-            verdict = _links(question, meeting, linked, labels, backend, program)
+            program = program if backend == "gloo" else start_pairs(checked.environment)
+            verdict = _links(checked, meeting, linked, labels, backend, program)
         found.append(report_of(f"{backend} between hosts", verdict))
     return found
 
 
 def _links(
-    question: Inquiry,
+    checked: CheckedRun,
     meeting: HostMeeting,
     linked: Sequence[int],
     labels: Mapping[int, str],
@@ -240,7 +242,7 @@ def _links(
     ready = sorted(meeting.collect(f"ready/{backend}", linked, seconds=_START_SECONDS))
     late, linked = [rank for rank in linked if rank not in ready], ready
     meeting.tell(f"linked/{backend}", linked)
-    meeting.post(f"pairs/{backend}", measure_links(question, linked, 0, backend, program))
+    meeting.post(f"pairs/{backend}", measure_links(checked, linked, 0, backend, program))
     told = meeting.collect(f"pairs/{backend}", linked, seconds=_REACH_SECONDS)
     verdict = judge_hosts(merge(backend, told, linked), [labels[rank] for rank in linked])
     if not late:
@@ -262,15 +264,15 @@ def _look_around(rank: int, roster: Mapping[str, Any], folder: Path) -> dict[str
     return {"reached": reached, "sees_folder": bool(token) and (folder / token).exists()}
 
 
-def _unmet(question: Inquiry, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
+def _unmet(checked: CheckedRun, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
     finding = error(
         str(failure),
         why="this host cannot take part in a run",
         mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
-        f"nc -vz {question.master_addr} {question.master_port} tries the way alone",
+        f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
     )
     verdict = CheckVerdict(summary="not joined", findings=(finding,))
-    rank = question.node_rank or 0
+    rank = checked.node_rank or 0
     return MeetingResult(
         rank=None,
         labels={rank: host_label(rank, own_name(), None)},

@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult
-from drivetrain_launcher.doctor.question import Inquiry
 
 PAIR_SECONDS = 45.0
 _MOST_ROUNDS = 32
 
 
 def measure_links(
-    question: Inquiry, ranks: Sequence[int], rank: int, backend: str, program: PairProgram
+    checked: CheckedRun, ranks: Sequence[int], rank: int, backend: str, program: PairProgram
 ) -> dict[str, Any]:
     """Measure the pairs of this host that it is the lower rank of; return them as plain data. On all of `ranks`.
 
     Args:
-        question: The run that is asked about.
+        checked: The run that would start.
         ranks: The hosts that take part, in order.
         rank: The rank of this host.
         backend: "gloo" or "nccl".
@@ -28,8 +28,8 @@ def measure_links(
         backend=backend,
         world_size=len(ranks),
         ranks=(ranks.index(rank),),
-        store_host=question.master_addr if rank else "127.0.0.1",
-        store_port=question.master_port,
+        store_host=checked.master_addr if rank else "127.0.0.1",
+        store_port=checked.master_port,
         prefix=f"doctor/{backend}",
         most_rounds=_MOST_ROUNDS,
         at_once=True,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 
-from drivetrain_launcher.doctor.question import Inquiry
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.time_limit import within
 from drivetrain_launcher.errors import LaunchError
 
@@ -94,8 +94,7 @@ class HostMeeting:
         except DistError as failure:
             raise MeetingError(
                 f"host 0 did not tell this host, rank {self.rank}, how it goes on after {step}: its doctor has "
-                "ended, "
-                f"or is frozen; look at its output ({str(failure).partition(chr(10))[0][:120]})"
+                f"ended, or is frozen; look at its output ({str(failure).partition(chr(10))[0][:120]})"
             ) from failure
 
     def ask_clock(self, number: int) -> float:
@@ -113,29 +112,29 @@ class HostMeeting:
         return True
 
 
-def join(question: Inquiry, *, progress: Callable[[str], None]) -> HostMeeting:
-    """Host the store, or reach it within the question's time.
+def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting:
+    """Host the store, or reach it within the run's waiting time.
 
     Raises:
         MeetingError: The store cannot be hosted or reached.
     """
     begin = time.monotonic()
-    store = _host(question) if _may_host(question) else None
+    store = _host(checked) if _may_host(checked) else None
     is_host = store is not None
     if store is None:
-        store = _reach(question, progress)
-    rank = question.node_rank
+        store = _reach(checked, progress)
+    rank = checked.node_rank
     if rank is None:
         rank = 0 if is_host else int(PrefixStore(_PREFIX, store).add("arrivals", 1))
-    return HostMeeting(store, rank=rank, num_hosts=question.num_nodes, seconds=time.monotonic() - begin)
+    return HostMeeting(store, rank=rank, num_hosts=checked.num_nodes, seconds=time.monotonic() - begin)
 
 
-def _may_host(question: Inquiry) -> bool:
+def _may_host(checked: CheckedRun) -> bool:
     """Return whether the store may belong here: on rank 0, or where the master's address is if none is given."""
-    if question.node_rank is not None:
-        return question.node_rank == 0
+    if checked.node_rank is not None:
+        return checked.node_rank == 0
     try:
-        found = socket.getaddrinfo(question.master_addr, 0, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(checked.master_addr, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
     return any(_is_own(family, address[0]) for family, _, _, _, address in found)
@@ -150,50 +149,48 @@ def _is_own(family: int, address: str | int) -> bool:
         return True
 
 
-def _host(question: Inquiry) -> TCPStore | None:
+def _host(checked: CheckedRun) -> TCPStore | None:
     """Host the store; None if ranks are agreed on and another doctor on this host has come first."""
-    timeout = timedelta(seconds=question.wait_seconds)
+    timeout = timedelta(seconds=checked.wait_seconds)
     try:
         # By the loopback: whether others can reach the address is for them to say.
         return TCPStore(
-            "127.0.0.1", question.master_port, is_master=True, wait_for_workers=False, timeout=timeout
+            "127.0.0.1", checked.master_port, is_master=True, wait_for_workers=False, timeout=timeout
         )
     except DistError as failure:
-        if question.node_rank is None:
+        if checked.node_rank is None:
             return None
         raise MeetingError(
-            f"the store cannot listen on port {question.master_port} of this host "
+            f"the store cannot listen on port {checked.master_port} of this host "
             f"({str(failure).partition(chr(10))[0][:120]}); say another --master-port on every host"
         ) from failure
 
 
-def _reach(question: Inquiry, progress: Callable[[str], None]) -> TCPStore:
+def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
     """Connect to the store, which may be started later than this host."""
-    where = f"{question.master_addr}:{question.master_port}"
-    deadline = time.monotonic() + question.wait_seconds
+    where = f"{checked.master_addr}:{checked.master_port}"
+    deadline = time.monotonic() + checked.wait_seconds
     seen = "nothing"
     while time.monotonic() < deadline:
         try:
-            socket.create_connection(
-                (question.master_addr, question.master_port), timeout=_TRY_SECONDS
-            ).close()
+            socket.create_connection((checked.master_addr, checked.master_port), timeout=_TRY_SECONDS).close()
             break
         except OSError as refused:
             seen = _meaning(refused)
         progress(f"waiting for host 0 at {where} ({seen})")
         time.sleep(_PAUSE_SECONDS)
     else:
-        raise MeetingError(f"host 0 was not reached at {where} within {question.wait_seconds:g} s: {seen}")
+        raise MeetingError(f"host 0 was not reached at {where} within {checked.wait_seconds:g} s: {seen}")
     # torch's client waits for an answer to its greeting without a limit.
     try:
         return within(
-            min(_GREETING_SECONDS, question.wait_seconds),
+            min(_GREETING_SECONDS, checked.wait_seconds),
             lambda: TCPStore(
-                question.master_addr,
-                question.master_port,
+                checked.master_addr,
+                checked.master_port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=question.wait_seconds),
+                timeout=timedelta(seconds=checked.wait_seconds),
             ),
             name="doctor-greeting",
         )

@@ -2,24 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 
+from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, error
-from drivetrain_launcher.doctor.question import Inquiry
 
 _SHOWN = 16
 
 
-def judge_roster(num_hosts: int, labels: Mapping[int, str], question: Inquiry) -> CheckVerdict:
+def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckVerdict:
     """Name the hosts that did not come."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
-    summary = f"{len(labels)} of {num_hosts} hosts at {question.master_addr}:{question.master_port}"
+    summary = f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}"
     if not missing:
         return CheckVerdict(summary=summary)
     finding = error(
-        f"{list_hosts(missing)} did not come within {question.wait_seconds:g} s",
+        f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
         why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
         mend="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
         "it does "
-        f"not reach {question.master_addr}:{question.master_port}",
+        f"not reach {checked.master_addr}:{checked.master_port}",
         missing=", ".join(map(str, missing)),
     )
     return CheckVerdict(summary=summary, findings=(finding,))

@@ -8,23 +8,19 @@ from drivetrain_launcher.lint.reading.script import Script
 
 # Methods of drivetrain's and Accelerate's Accelerator. `init_trackers`, `log` and `print` may run on one rank.
 ACCELERATOR_METHODS = word_set(
-    "backward broadcast check_trigger clip_grad_norm_ clip_grad_value_ end_training gather "
-    "gather_for_metrics gathered "
-    "get_state_dict load_model load_state pad_across_processes prepare reduce save_if_due save_model save_state "
-    "wait_for_everyone wait_for_save"
+    "backward broadcast check_trigger clip_grad_norm_ clip_grad_value_ end_training gather gather_for_metrics "
+    "gathered get_state_dict load_model load_state pad_across_processes prepare reduce save_if_due save_model "
+    "save_state wait_for_everyone wait_for_save"
 )
 _TORCH = word_set(
-    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce "
-    "all_reduce_coalesced all_to_all "
-    "all_to_all_single barrier broadcast broadcast_object_list gather gather_object "
-    "init_process_group monitored_barrier "
-    "new_group new_subgroups reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list "
-    "init_device_mesh split_group"
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single barrier broadcast broadcast_object_list gather gather_object init_process_group "
+    "monitored_barrier new_group new_subgroups reduce reduce_scatter reduce_scatter_tensor scatter "
+    "scatter_object_list init_device_mesh split_group"
 )
 _SHARED_FUNCTIONS = word_set(
-    "barrier broadcast broadcast_object broadcast_object_list gather gather_object "
-    "pad_across_processes reduce scatter "
-    "synchronize_rng_states wait_for_everyone"
+    "barrier broadcast broadcast_object broadcast_object_list gather gather_object pad_across_processes reduce "
+    "scatter synchronize_rng_states wait_for_everyone"
 )
 _CHECKPOINTS = frozenset({"save", "load", "async_save"})
 _STATE_DICTS = word_set(

@@ -10,10 +10,9 @@ from drivetrain_launcher.lint.flow.collectives import CollectiveNames
 from drivetrain_launcher.lint.reading.imports import word_set, written
 
 _FLAGS = word_set(
-    "is_first_worker is_global_zero is_last_process is_local_main_process is_local_process_zero "
-    "is_main is_main_process "
-    "is_main_proc is_main_rank is_master is_master_process is_primary is_rank0 is_rank_0 is_rank_zero "
-    "is_world_process_zero is_local_master is_local_master_process is_local_primary master_process"
+    "is_first_worker is_global_zero is_last_process is_local_main_process is_local_process_zero is_main "
+    "is_main_process is_main_proc is_main_rank is_master is_master_process is_primary is_rank0 is_rank_0 "
+    "is_rank_zero is_world_process_zero is_local_master is_local_master_process is_local_primary master_process"
 )
 _NUMBERS = word_set(
     "ddp_local_rank ddp_rank dp_rank global_rank local_process_index local_rank node_rank "

@@ -42,9 +42,8 @@ def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> t
             )
             meant = f"did you mean {near[0]}? " if near else ""
             raise LintArgumentError(
-                f"{word}: no such rule; {meant}the rules are "
-                f"{', '.join(rule.code for rule in ALL_RULES)}; DT1 stands "
-                "for all that begin so"
+                f"{word}: no such rule; {meant}the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
+                "stands for all that begin so"
             )
     return tuple(rule for rule in chosen if not _named(rule, ignore))
 

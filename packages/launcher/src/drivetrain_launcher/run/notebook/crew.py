@@ -36,8 +36,8 @@ class Crew:
     def __init__(self, plan: CrewPlan) -> None:
         if sys.platform == "win32":
             raise LaunchError(
-                "functions are launched over Unix sockets and signals, which Windows does not have; drivetrain launch "
-                "SCRIPT runs a script in one process there"
+                "functions are launched over Unix sockets and signals, which Windows does not have; drivetrain "
+                "launch SCRIPT runs a script in one process there"
             )
         self._plan = plan
         self._owner = os.getpid()

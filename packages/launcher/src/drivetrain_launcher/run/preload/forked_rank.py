@@ -13,7 +13,7 @@ class ForkedRank:
 
     Args:
         pid: The id of its process.
-        look: The function that waits for so many seconds, or without end for None, until ranks have ended, and sets
+        look: The function that waits up to a number of seconds, or without end for None, for ranks to end, and sets
             their `returncode`.
 
     Attributes:

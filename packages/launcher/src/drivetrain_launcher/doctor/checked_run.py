@@ -1,9 +1,8 @@
-"""The question to the doctor: the run that would start, as launch's settings or a cluster's job describe it."""
+"""The run that the doctor checks a host for, as launch's settings or a cluster's job describe it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.plan.host_detection import Host
@@ -13,7 +12,7 @@ from drivetrain_launcher.settings import LaunchSettings, RendezvousBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inquiry:
+class CheckedRun:
     """The run that the doctor checks this host for.
 
     Attributes:
@@ -57,20 +56,19 @@ class Inquiry:
         return self.num_nodes == 1 or self.node_rank == 0
 
 
-def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **wishes: Any) -> Inquiry:
-    """Return the question for the doctor from launch's settings, or from the job that this process belongs to.
+def run_to_check(settings: LaunchSettings, host: Host, placement: JobPlacement | None) -> CheckedRun:
+    """Return the run that launch's settings, or the job that this process belongs to, would start.
 
     Args:
         settings: The `launch` section, with what the job states.
         host: The description of this host.
         placement: The place of this process in a cluster's job; None outside any.
-        wishes: The attributes of the question that neither of them states.
 
     Raises:
         LaunchError: The settings describe no possible launch, as `drivetrain launch` would say.
     """
     plan = plan_launch(settings, LaunchTarget(name="doctor"), host, placement=placement)
-    return Inquiry(
+    return CheckedRun(
         num_nodes=plan.num_nodes if plan.num_nodes > 1 else settings.num_nodes,
         node_rank=plan.node_rank,
         processes_per_node=plan.processes_per_node,
@@ -79,5 +77,4 @@ def ask(settings: LaunchSettings, host: Host, placement: JobPlacement | None, **
         rdzv_backend=plan.rdzv_backend,
         accelerator=host.accelerator,
         is_idle=placement is not None and placement.local_task > 0,
-        **wishes,
     )

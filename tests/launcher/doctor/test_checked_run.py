@@ -1,7 +1,7 @@
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher import Host, LaunchSettings
 from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.doctor.question import Inquiry, ask
+from drivetrain_launcher.doctor.checked_run import CheckedRun, run_to_check
 from drivetrain_launcher.plan.placed_settings import place_layers
 
 
@@ -22,33 +22,33 @@ def placement(**changes: object) -> JobPlacement:
     return JobPlacement(**{**told, **changes})  # type: ignore[arg-type]
 
 
-def ask_in_job(place: JobPlacement) -> Inquiry:
+def ask_in_job(place: JobPlacement) -> CheckedRun:
     """Ask without any flag, in a job."""
     settings = resolve(LaunchSettings, section="launch", layers=place_layers(Layers({}), place)).value
-    return ask(settings, Host(), place)
+    return run_to_check(settings, Host(), place)
 
 
 def test_launchs_flags_describe_the_run() -> None:
     settings = LaunchSettings(num_nodes=2, node_rank=1, master_addr="node0", processes_per_node=4)
-    question = ask(settings, Host(), None, num_workers=2)
-    assert (question.world_size, question.node_rank, question.master_port) == (8, 1, 29500)
-    assert (question.hosts_store, question.num_workers, question.is_idle) == (False, 2, False)
+    checked = run_to_check(settings, Host(), None)
+    assert (checked.world_size, checked.node_rank, checked.master_port) == (8, 1, 29500)
+    assert (checked.hosts_store, checked.is_idle) == (False, False)
 
 
 def test_a_job_describes_the_run_without_flags() -> None:
-    question = ask_in_job(placement())
-    assert (question.num_nodes, question.node_rank) == (2, 1)
-    assert (question.master_addr, question.master_port) == ("node0", 31007)
+    checked = ask_in_job(placement())
+    assert (checked.num_nodes, checked.node_rank) == (2, 1)
+    assert (checked.master_addr, checked.master_port) == ("node0", 31007)
 
 
 def test_of_one_task_a_rank_the_first_of_a_host_checks_for_all() -> None:
     tasks = {"tasks_per_node": 4, "num_tasks": 8}
-    question = ask_in_job(placement(**tasks))
-    assert (question.processes_per_node, question.is_idle) == (4, False)
+    checked = ask_in_job(placement(**tasks))
+    assert (checked.processes_per_node, checked.is_idle) == (4, False)
     assert ask_in_job(placement(**tasks, local_task=3)).is_idle
 
 
 def test_a_job_of_one_node_stays_on_it() -> None:
     single = placement(num_nodes=1, node_rank=0, tasks_per_node=3, num_tasks=3)
-    question = ask_in_job(single)
-    assert (question.num_nodes, question.processes_per_node) == (1, 3)
+    checked = ask_in_job(single)
+    assert (checked.num_nodes, checked.processes_per_node) == (1, 3)
