@@ -86,7 +86,12 @@ def _start_ray(folder: str) -> LocalRay | None:
         stdout=subprocess.PIPE,
         text=True,
         # Ray takes the loopback for no address of a Linux node, and listens on all others, unless it is told this.
-        env=environ.child_environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0"),
+        # Under `uv run`, Ray would start its workers by `uv run` in the job's folder, which is no project.
+        env=environ.child_environment(
+            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+        ),
     )
     assert process.stdout is not None
     if any(line == "ready\n" for line in process.stdout):

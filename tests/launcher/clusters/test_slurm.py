@@ -1,6 +1,7 @@
 """Slurm itself, on loopback: srun with one task a node and one task a rank, and jobs that save and start again."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -70,7 +71,7 @@ if accelerator.is_main_process:
 
 def ranks(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    return sorted(re.findall(r"^(?:\[rank .*\] )?(rank \d.*)$", done.stdout, re.MULTILINE))
 
 
 @pytest.mark.slow

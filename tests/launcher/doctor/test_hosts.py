@@ -149,7 +149,8 @@ def start(hosts: list[str], tmp_path: Path) -> Iterator[Start]:
         table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         shell = f"hostname node{rank} && mount --bind {table} /etc/hosts && mount --bind /dev/null /etc/resolv.conf"
         command = [sys.executable, "-m", "drivetrain_launcher", "doctor", "--cpu", "--num-workers", "0"]
-        command += ["--node-rank", str(rank), "--master-addr", MASTER, "--wait-seconds", "150", *arguments]
+        waits = () if "--wait-seconds" in arguments else ("--wait-seconds", "150")
+        command += ["--node-rank", str(rank), "--master-addr", MASTER, *waits, *arguments]
         around = [
             "ip",
             "netns",
