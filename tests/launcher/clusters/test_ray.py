@@ -153,7 +153,8 @@ def test_two_nodes_train_together_and_get_their_arguments_as_they_are(
     assert code == 0, output
     words = ["$HOME", "${PATH}", "`id`", "a'b\"c", "x\ny", ""]
     for rank in (0, 1):
-        assert f"[node {rank}] rank {rank} of 2 starts at 0 with {words}\n" in output
+        line = re.escape(f"rank {rank} of 2 starts at 0 with {words}\n")
+        assert re.search(rf"\[node {rank}\] (\[rank {rank} .*\] )?{line}", output), output
     assert "[node 0] done at 6\n" in output
 
 
@@ -215,7 +216,7 @@ def test_each_node_gets_the_accelerators_that_ray_bound_to_it(
     output, code = rest_of(started("submit", "--on", "ray", *nodes, *local_ray.options, "show.py"))
     assert code == 0, output
     for rank in (0, 1):
-        found = re.search(rf"\[node {rank}\] devices (\d) (\d)\n", output)
+        found = re.search(rf"\[node {rank}\] (?:\[rank {rank} .*\] )?devices (\d) (\d)\n", output)
         assert found is not None, output
         assert found[1] == found[2]
 

@@ -4,12 +4,10 @@ from typing import Any
 
 from drivetrain_launcher.clusters.kubernetes_options import REPLICATED_JOB, KubernetesOptions, object_name
 from drivetrain_launcher.clusters.memory_size import memory_bytes
-from drivetrain_launcher.clusters.protocol import JobRequest
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE, JobRequest
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 CONTAINER = "launcher"
-# The exit code of a launcher whose ranks have saved and want to be started again.
-SAVED_EXIT_CODE = 75
 # The time after the ranks have saved in which launcher and container end.
 _MARGIN_SECONDS = 30
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -75,7 +73,7 @@ def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Man
             {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {
                 "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [SAVED_EXIT_CODE]},
+                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [RESUME_EXIT_CODE]},
             },
         ]
     }

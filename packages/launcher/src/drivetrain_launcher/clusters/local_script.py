@@ -4,13 +4,13 @@ import re
 import shlex
 from pathlib import Path
 
-from drivetrain_launcher.clusters.protocol import JobRequest, Submission
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE, JobRequest, Submission
+from drivetrain_launcher.clusters.request_checks import check_words
 from drivetrain_launcher.clusters.system_command import in_this_python
 from drivetrain_launcher.errors import LaunchError
 
 JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
 RESTARTS_VARIABLE = "DRIVETRAIN_LOCAL_JOB_RESTARTS"
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The job's id is the process id of its shell. SIGTERM ends it: the command saves, and is not started again.
 SCRIPT_BEGIN = "#!/bin/sh\n# Written by drivetrain submit.\n"
@@ -26,7 +26,7 @@ while :; do
     child=$!
     wait "$child"; code=$?
     while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
-    if [ "$code" != 75 ] || [ -n "$stopped" ] || [ "$restarts" -ge {most} ]; then break; fi
+    if [ "$code" != {resume} ] || [ -n "$stopped" ] || [ "$restarts" -ge {most} ]; then break; fi
     restarts=$((restarts + 1))
 done
 echo "$code" >{stem}-$$.code.part && mv {stem}-$$.code.part {stem}-$$.code
@@ -52,6 +52,7 @@ def plan_local(request: JobRequest) -> Submission:
         restarts=RESTARTS_VARIABLE,
         command=shlex.join((*_limit(request), *in_this_python(request.command))),
         most=request.max_requeues,
+        resume=RESUME_EXIT_CODE,
     )
     in_background = 'nohup sh "$1" >/dev/null 2>&1 </dev/null & echo $!'
     return Submission(
@@ -94,10 +95,7 @@ def _limit(request: JobRequest) -> tuple[str, ...]:
 
 
 def _check(request: JobRequest) -> None:
-    if not request.command:
-        raise LaunchError(
-            "local: the job has no command: say what to run, such as drivetrain launch train.py"
-        )
+    check_words("local", request)
     if request.num_nodes != 1:
         raise LaunchError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
     for what, value in (
@@ -109,10 +107,3 @@ def _check(request: JobRequest) -> None:
             raise LaunchError(
                 f"local: {what}={value}: this machine is not divided between jobs; leave it out"
             )
-    if any("\0" in word for word in (*request.command, *request.environment.values())):
-        raise LaunchError(
-            "local: a word of the command or a variable holds a null character, which no command can"
-        )
-    for name in request.environment:
-        if not _NAME.fullmatch(name):
-            raise LaunchError(f"local: {name!r} is no name of a variable: letters, digits and _ are allowed")

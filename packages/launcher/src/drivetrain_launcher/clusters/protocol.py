@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+# The exit code of a rank, and of a job, that has saved on a signal and is to be started again: EX_TEMPFAIL of
+# sysexits.h. The checkpoint package ends programs with it.
+RESUME_EXIT_CODE = 75
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlacement:

@@ -12,14 +12,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.clusters.ray_job import RayJob
 from drivetrain_launcher.clusters.ray_node import Node
 from drivetrain_launcher.clusters.ray_placement import ray_variables
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 
-# The exit code of a launcher whose ranks have saved and want to be started again.
-SAVED_EXIT_CODE = 75
 # The exit code of a launcher that SIGTERM ended without a save.
 _STOPPED_EXIT_CODE = 128 + 15
 _POLL_SECONDS = 0.5
@@ -164,7 +163,7 @@ class Attempt:
 
     def _has_failed(self) -> bool:
         """Return whether a node failed, so that no other can save: its collectives wait for the one that is gone."""
-        return any(code not in (0, SAVED_EXIT_CODE, _STOPPED_EXIT_CODE) for code in self._codes.values())
+        return any(code not in (0, RESUME_EXIT_CODE, _STOPPED_EXIT_CODE) for code in self._codes.values())
 
     def _take(self, rank: int) -> None:
         """Take the next output of a node."""
@@ -212,7 +211,7 @@ class Attempt:
     def _end(self) -> AttemptEnd:
         # Those that were told to stop come last: they are no cause.
         failed = sorted(filter(None, self._codes.values()), key=lambda code: code == _STOPPED_EXIT_CODE)
-        has_saved = SAVED_EXIT_CODE in failed
+        has_saved = RESUME_EXIT_CODE in failed
         return AttemptEnd(exit_code=failed[0] if failed else 0, lost=self._lost, has_saved=has_saved)
 
     def _release(self) -> None:

@@ -13,7 +13,8 @@ from types import FrameType
 import ray
 
 from drivetrain_config import environ
-from drivetrain_launcher.clusters.ray_attempt import SAVED_EXIT_CODE, Attempt, AttemptEnd
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
+from drivetrain_launcher.clusters.ray_attempt import Attempt, AttemptEnd
 from drivetrain_launcher.clusters.ray_job import JOB_VARIABLE, RayJob
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
@@ -49,7 +50,7 @@ def _cancel(cancelled: Event, number: int, frame: FrameType | None) -> None:
 
 
 def _last_code(end: AttemptEnd) -> int:
-    return SAVED_EXIT_CODE if end.has_saved else end.exit_code or 1
+    return RESUME_EXIT_CODE if end.has_saved else end.exit_code or 1
 
 
 def _write(text: str) -> None:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from drivetrain_launcher.clusters.protocol import JobRequest, Submission
+from drivetrain_launcher.clusters.request_checks import check_words
 from drivetrain_launcher.clusters.system_command import in_this_python
 from drivetrain_launcher.errors import LaunchError
 
@@ -89,7 +90,6 @@ _OURS = {
     "export": "the job's environment",
 }
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=\[\]*-]*")  # what an #SBATCH line takes without quotes
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MEMORY = re.compile(r"(\d+)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _LONGEST_SAVE_SECONDS = 65535
 
@@ -177,10 +177,7 @@ def _environment(request: JobRequest) -> dict[str, str]:
 
 
 def _check(request: JobRequest) -> None:
-    if not request.command:
-        raise LaunchError(
-            "slurm: the job has no command: say what each node runs, such as drivetrain launch train.py"
-        )
+    check_words("slurm", request)
     texts = {"name": request.name, "folder": str(request.folder), "log_dir": str(request.log_dir)}
     for what, text in {**texts, **request.options}.items():
         if any(ord(character) < 32 or ord(character) == 127 for character in text):
@@ -191,13 +188,6 @@ def _check(request: JobRequest) -> None:
         raise LaunchError(
             f"slurm: log_dir={str(request.log_dir)!r}: Slurm replaces % and \\ there; say another folder"
         )
-    if any("\0" in word for word in (*request.command, *request.environment.values())):
-        raise LaunchError(
-            "slurm: a word of the command or a variable holds a null character, which no command can"
-        )
-    for name in request.environment:
-        if not _NAME.fullmatch(name):
-            raise LaunchError(f"slurm: {name!r} is no name of a variable: letters, digits and _ are allowed")
     _check_numbers(request)
     for name in request.options:
         _check_option(name)

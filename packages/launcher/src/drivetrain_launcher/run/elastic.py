@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain_config import environ
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.compat import (
     HAS_SHUTDOWN_TIMEOUT,
     exit_codes,
@@ -36,7 +37,6 @@ from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
 from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
-from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
 from drivetrain_launcher.run.failures import (
     RankFailure,
     announce,

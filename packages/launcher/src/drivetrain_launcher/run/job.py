@@ -3,12 +3,11 @@
 import time
 from typing import TYPE_CHECKING
 
-from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE, JobPlacement
 from drivetrain_launcher.clusters.registry import make_cluster
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
-from drivetrain_launcher.run.exit_codes import RESUME_EXIT_CODE
 
 if TYPE_CHECKING:
     from threading import Event

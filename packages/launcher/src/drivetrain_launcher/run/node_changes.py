@@ -3,9 +3,10 @@
 import time
 from collections.abc import Collection, Sequence
 
+from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.console import say
 from drivetrain_launcher.membership.handler import ElasticNodes
-from drivetrain_launcher.run.failures import RESUME_EXIT_CODE, RankFailure
+from drivetrain_launcher.run.failures import RankFailure
 
 # The time that ranks have to end when they cannot save: a save takes the ranks of all nodes.
 _SHORT_STOP_SECONDS = 2.0
