@@ -17,6 +17,9 @@ GROUP = "jobset.x-k8s.io"
 KIND = {"group": GROUP, "version": "v1alpha2", "kind": "JobSet"}
 JOBSETS = f"/apis/{GROUP}/v1alpha2/namespaces/team/jobsets"
 PODS = "/api/v1/namespaces/team/pods"
+# An old kubectl checks fields itself, and asks for the definitions: an OpenAPI document as a message of protobuf.
+# This one has its version alone (field 1), and kubectl checks no field of a kind that is not defined.
+NO_DEFINITIONS = b"\x0a\x032.0"
 
 
 @dataclass
@@ -157,6 +160,15 @@ def _status(code: int, reason: str) -> dict[str, Any]:
     }
 
 
+def _encoded(found: Any) -> tuple[str, bytes]:
+    """The type and the bytes of an answer."""
+    if isinstance(found, bytes):
+        return "application/com.github.proto-openapi.spec.v2.v1.0+protobuf", found
+    if isinstance(found, str):
+        return "text/plain", found.encode()
+    return "application/json", json.dumps(found).encode()
+
+
 def _handler(cluster: PlayedCluster) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -165,9 +177,9 @@ def _handler(cluster: PlayedCluster) -> type[BaseHTTPRequestHandler]:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             with cluster.lock:
                 code, found = respond(cluster, self.command, self.path, body)
-            text = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+            kind, text = _encoded(found)
             self.send_response(code)
-            self.send_header("content-type", "text/plain" if isinstance(found, str) else "application/json")
+            self.send_header("content-type", kind)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -188,8 +200,10 @@ def _handler(cluster: PlayedCluster) -> type[BaseHTTPRequestHandler]:
 
 
 def respond(cluster: PlayedCluster, method: str, target: str, body: bytes) -> tuple[int, Any]:
-    """The answer to a request: its code, and text or data."""
+    """The answer to a request: its code, and text, data or a message."""
     path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
+    if path == "/openapi/v2":
+        return 200, NO_DEFINITIONS
     if (found := cluster.discovery(path)) is not None:
         return 200, found
     if (method, path) == ("POST", JOBSETS):

@@ -1,8 +1,6 @@
 """The real kubectl against a few endpoints of an API server that this test plays."""
 
-import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,14 +16,9 @@ needs_kubectl = pytest.mark.usefixtures("kubectl")
 
 @pytest.fixture(scope="module")
 def kubectl() -> None:
-    """Skip without a kubectl that leaves the check of fields to the server, of which the test plays no older one."""
+    """Skip without kubectl; what Debian 12 has, 1.20, will do."""
     if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
-    words = ["kubectl", "version", "--client", "--output=json"]
-    told = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout
-    minor = re.search(r'"minor": "([0-9]+)', told)
-    if minor is None or int(minor[1]) < 27:
-        pytest.skip("kubectl is older than 1.27")
+        pytest.skip("kubectl not installed: apt-get install kubernetes-client")
 
 
 LINE = ("submit", "--on", "kubernetes", "--num-nodes", "2", "--cpu", "--option", "image=x")

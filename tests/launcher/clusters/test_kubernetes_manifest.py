@@ -1,4 +1,5 @@
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def validator() -> Any:
     )
 
 
+@pytest.fixture
+def jobset() -> Any:
+    """JobSet's published definition, as a model that drops the fields that it does not have."""
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="the models are not installed beside the launcher"
+    )
+    return models.JobsetV1alpha2JobSet
+
+
 def manifest_of(request: JobRequest) -> dict[str, Any]:
     """The manifest as a reader of the written file has it."""
     (text,) = Kubernetes().plan(request).files.values()
@@ -70,11 +80,52 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
 
 
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def of_every_request(test: Callable) -> Callable:
+    """Run a test with plain and with full options, with resources and without."""
+    with_options = pytest.mark.parametrize("options", [{"image": "train"}, FULL], ids=["plain", "full"])
+    resources = {"accelerators_per_node": 8, "cpus_per_node": 96, "memory_per_node": "1.5TB"}
+    return with_options(pytest.mark.parametrize("changes", [{}, resources], ids=["none", "resources"])(test))
+
+
+@of_every_request
+def test_the_jobset_has_no_field_that_its_published_definition_does_not_have(
+    jobset: Any, changes: dict[str, Any], options: dict[str, str]
+) -> None:
+    request = make_request(options=options, time_limit_seconds=7200, environment={"A": "b"}, **changes)
+    manifest = manifest_of(request)
+    assert jobset.from_dict(manifest).to_dict() == manifest
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"accelerators_per_node": 8, "cpus_per_node": 96, "memory_per_node": "1.5TB"}]
+    "place",
+    [
+        ("spec",),
+        ("spec", "network"),
+        ("spec", "failurePolicy", "rules", 0),
+        ("spec", "replicatedJobs", 0, "template", "spec", "podFailurePolicy"),
+        ("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0),
+    ],
 )
-@pytest.mark.parametrize("options", [{"image": "train"}, FULL])
+def test_the_definition_of_a_jobset_has_no_place_for_a_field_that_is_misspelt(
+    jobset: Any, place: tuple[str | int, ...]
+) -> None:
+    manifest = manifest_of(make_request(options={"image": "train"}))
+    part: Any = manifest
+    for step in place:
+        part = part[step]
+    part["misspelt"] = "x"
+    assert jobset.from_dict(manifest).to_dict() != manifest
+
+
+def test_the_definition_of_a_jobset_refuses_a_value_of_another_type(jobset: Any) -> None:
+    manifest = manifest_of(make_request(options=FULL))
+    manifest["spec"]["failurePolicy"]["maxRestarts"] = "5"
+    with pytest.raises(ValueError, match="maxRestarts"):
+        jobset.from_dict(manifest)
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+@of_every_request
 def test_the_job_of_the_jobset_is_valid_by_the_published_schema(
     validator: Any, version: str, changes: dict[str, Any], options: dict[str, str]
 ) -> None:
@@ -102,8 +153,8 @@ def test_the_schema_refuses_a_manifest_with_a_mistake(validator: Any) -> None:
         validator.validate(job, "1.37", strict=True)
 
 
-def test_the_jobset_has_the_fields_that_its_reference_documents() -> None:
-    """JobSet's own schema is on no package index: its reference for v1alpha2 is what these names come from."""
+def test_the_jobset_has_the_values_that_its_reference_documents() -> None:
+    """The published definition says nothing of the words that a field may have."""
     manifest = manifest_of(make_request(options=FULL, max_requeues=5))
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert manifest["metadata"] == {

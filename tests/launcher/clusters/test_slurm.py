@@ -141,6 +141,24 @@ def test_the_plan_shows_the_cluster_and_its_variables(in_slurm: Callable, script
 
 
 @pytest.mark.slow
+def test_doctor_shows_both_hosts_of_a_step_in_the_table_of_host_0(in_slurm: Callable) -> None:
+    doctor = (*LAUNCH[:-1], "doctor", "--cpu", "--wait-seconds", "90")
+    done = in_slurm("srun", "-N2", "--ntasks-per-node=1", "--label", *doctor)
+    lines = [line.partition(": ")[::2] for line in done.stdout.splitlines()]
+    first, second = ("\n".join(text for task, text in lines if task == rank) for rank in ("0", "1"))
+    assert first.startswith("drivetrain doctor: 2 hosts, 2 processes, "), done.stdout + done.stderr
+    assert re.search("^ok +rendezvous +2 of 2 hosts at 127.0.0.2:", first, re.MULTILINE), first
+    assert re.search("^ok +versions +2 hosts agree ", first, re.MULTILINE), first
+    assert re.search("^ok +ways between hosts +2 of 2 ways ", first, re.MULTILINE), first
+    assert second.endswith("The output of host 0 shows all hosts.")
+    # What it finds is so: the address of host 0 is one of host 1 too, as both are this machine.
+    assert re.findall("^error +(.*?)  ", first, re.MULTILINE) == ["addresses"], first
+    assert "--master-addr 127.0.0.2 is 127.0.0.2, which is this host itself [host 1 (" in first
+    assert done.returncode == 1
+    assert done.stderr.count("Exited with exit code 1\n") == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slurm_flags", "flags", "why"),
     [
@@ -245,6 +263,38 @@ def test_a_preempted_job_saves_and_goes_on_after_the_other(
     assert code == 0, output
     assert output.count("resumes at 3") == 3
     assert (tmp_path / "run/end.txt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("commands")
+def test_a_job_that_reaches_its_time_limit_is_told_by_slurm_saves_is_requeued_and_resumes(
+    script: Callable, tmp_path: Path
+) -> None:
+    script(TRAIN)
+    (tmp_path / "run").mkdir()
+    # Slurm may send its signal a minute early: of two minutes, at least half a minute is left to start.
+    made = request(
+        tmp_path,
+        *("--processes-per-node", "1", "script.py", "run", "wait"),
+        time_limit_seconds=120,
+        save_seconds=30,
+        max_requeues=1,
+    )
+    submission, job = submit(made)
+    shown: list[str] = []
+
+    def write(text: str) -> None:
+        shown.append(text)
+        if "SIGTERM: stopping 1 ranks" in "".join(shown):
+            threading.Timer(2, (tmp_path / "run/told").touch).start()
+
+    code = Slurm().follow(job, submission, write)
+    output = "".join(shown)
+    assert code == 0, output
+    before, _, after = output.partition(f"slurm job {job} is in the queue again")
+    assert before.count("SIGTERM: saved at step 3;") == 1, output
+    assert after.count("resumes at 3") == 2, output
+    assert (tmp_path / "run/end.txt").read_text().startswith("40 ")
 
 
 def _signal_once(run: Callable, job: str, folder: Path, shown: list[str]) -> None:
