@@ -26,7 +26,7 @@ def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str
     Args:
         words: The program and its arguments.
         folder: The folder to run it in; None for that of this process.
-        hints: What to do about an error, by a part of the program's message in lower case.
+        hints: The advice on an error, by a part of the program's message in lower case.
 
     Raises:
         LaunchError: The program is not installed, does not end within two minutes, or fails; the message holds what
@@ -90,7 +90,7 @@ def hint_for(message: str, hints: Mapping[str, str]) -> str:
     """Return "; " and what to do about a program's message; empty if no hint fits.
 
     Args:
-        message: The message.
-        hints: What to do, by a part of the message in lower case.
+        message: The message of a program.
+        hints: The advice, by a part of the message in lower case.
     """
     return next((f"; {hint}" for part, hint in hints.items() if part in message.lower()), "")

@@ -30,7 +30,7 @@ _LONG_SECONDS = 0.02
 
 
 class Step(IntEnum):
-    """What the lower rank of a pair has the other do next."""
+    """A step that the lower rank of a pair has the other take."""
 
     BEGIN = 0
     PING = 1

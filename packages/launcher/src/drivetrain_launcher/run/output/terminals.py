@@ -1,4 +1,4 @@
-"""Which outputs of this process are terminals that show colours and movements of the cursor."""
+"""The outputs of this process that are terminals, with colours and movements of the cursor."""
 
 import os
 from collections.abc import Mapping
