@@ -30,6 +30,17 @@ def test_code_against_the_command_line_is_reported_with_both_values(caplog) -> N
     assert "--seed" in record.getMessage()
 
 
+def test_settings_of_a_backend_that_does_not_run_are_told(caplog) -> None:
+    layers = Layers.read(command_line={"fsdp": {"offload": "true"}, "run": {"cpu": "true"}})
+    with caplog.at_level(logging.WARNING):
+        Accelerator(config=layers)
+    (record,) = [r for r in caplog.records if r.name == "drivetrain.compose"]
+    assert record.getMessage() == (
+        "fsdp: offload='true' (--fsdp-offload on the command line) has no effect, since this run uses SingleBackend; "
+        "backend='fsdp' or --backend fsdp uses it"
+    )
+
+
 def test_an_unknown_key_in_a_file_is_named(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("run:\n  mixed_precison: bf16\n")

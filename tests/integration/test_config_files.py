@@ -247,6 +247,29 @@ def test_update_refuses_what_a_launch_would_and_leaves_the_file(
     assert not (folder / "drivetrain.yaml.bak").exists()
 
 
+def test_a_setting_goes_with_its_own_help_and_no_other_comment(folder: Path) -> None:
+    file = folder / "drivetrain.yaml"
+    file.write_text("run:\n  mixed_precision: no\n")
+    assert main(["config", "update", "--set", "run.seed=7", "--set", "run.backend=ddp"]) == 0
+    both = file.read_text()
+    assert main(["config", "update", "--unset", "run.seed"]) == 0
+    seed = next(index for index, line in enumerate(both.splitlines()) if line.strip() == "seed: 7")
+    assert file.read_text().splitlines() == [
+        line for index, line in enumerate(both.splitlines()) if index not in (seed - 1, seed)
+    ]
+    file.write_text("run:\n  # mine\n  seed: 1\n  log_with:\n  - jsonl\n  # of the backend\n  backend: ddp\n")
+    assert main(["config", "update", "--unset", "run.log_with", "--unset", "run.seed"]) == 0
+    assert file.read_text() == "run:\n  # mine\n  # of the backend\n  backend: ddp\n"
+
+
+def test_a_misspelt_setting_to_take_out_is_refused_with_the_nearest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "drivetrain.yaml").write_text("run:\n  backend: ddp\n")
+    assert main(["config", "update", "--unset", "run.bakend"]) == 2
+    assert "backend" in capsys.readouterr().err
+
+
 def test_update_turns_accelerates_file_into_drivetrains(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

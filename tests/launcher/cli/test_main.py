@@ -53,6 +53,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["launch", "--num-processes", "0", "x.py"], r"launch.num_processes=0: must be at least 1"),
         (["launch", "--config", "nowhere.yaml", "x.py"], "nowhere.yaml"),
         (["launch", "nowhere.py"], "nowhere.py: no such script"),
+        (
+            ["launch", "--program", "nosuchprogram"],
+            "--program nosuchprogram: no such program, here or on PATH",
+        ),
+        (["launch", "--cpu", "--log-dir", "/proc/x", "-m", "json.tool"], "--log-dir /proc/x: "),
+        (
+            ["submit", "--on", "local", "--cpu", "--log-dir", "/proc/x", "-m", "json.tool"],
+            "say another folder with --log-dir",
+        ),
         (["launch", "-m", "jsn.tool"], "-m jsn.tool: there is no module jsn in "),
         (
             ["launch", "--num-nodes", "2", "--dry-run", "-m", "json.tool"],

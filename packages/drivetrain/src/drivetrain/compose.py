@@ -1,7 +1,7 @@
 """Build the parts of an Accelerator from its settings; only this module knows all of them."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -59,6 +59,7 @@ def compose(
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(parts.resolved)
+        _tell_unused(layers, parts.resolved, backends=registry.names(), chosen=type(parts.backend))
     return parts
 
 
@@ -150,3 +151,22 @@ def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
     for section in resolved.values():
         for disagreement in section.disagreements:
             logger.warning("%s", disagreement)
+
+
+def _tell_unused(
+    layers: Layers, resolved: Mapping[str, Resolved[Any]], *, backends: Collection[str], chosen: type[Backend]
+) -> None:
+    """Warn of settings of a backend that this run does not use."""
+    unused: dict[str, list[str]] = {}
+    for (section, field), entries in layers.entries.items():
+        if section in backends and section not in resolved:
+            unused.setdefault(section, []).append(f"{field}={entries[0].shown} ({entries[0].source})")
+    for section, fields in unused.items():
+        logger.warning(
+            "%s: %s has no effect, since this run uses %s; backend=%r or --backend %s uses it",
+            section,
+            ", ".join(fields),
+            chosen.__name__,
+            section,
+            section,
+        )

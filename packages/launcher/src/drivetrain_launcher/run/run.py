@@ -29,6 +29,7 @@ def run_plan(plan: LaunchPlan) -> int:
     if plan.placement is None or plan.placement.task_rank == 0:
         for note in plan.notes:
             say(note)
+    _make_log_dir(plan)
     check_address(plan)
     if plan.mode == "elastic":
         code = _run_under_agent(plan)
@@ -46,6 +47,22 @@ def run_plan(plan: LaunchPlan) -> int:
             requeue_after(ending.code, plan)
             raise
     return 0
+
+
+def _make_log_dir(plan: LaunchPlan) -> None:
+    """Create the folder of the ranks' output, if one is asked for.
+
+    Raises:
+        LaunchError: It cannot be created.
+    """
+    if plan.log_dir is None:
+        return
+    try:
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir {plan.log_dir}: {error.strerror}; say a folder that can be created"
+        ) from error
 
 
 def _run_under_agent(plan: LaunchPlan) -> int:

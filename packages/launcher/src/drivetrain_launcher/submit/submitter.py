@@ -30,7 +30,10 @@ def submit_job(cluster: Cluster, name: str, submission: Submission) -> JobRecord
         LaunchError: The cluster's command or library is not installed, or the cluster refused the job.
     """
     for path, text in submission.files.items():
-        write_private(path, text)
+        try:
+            write_private(path, text)
+        except OSError as error:
+            raise LaunchError(f"{path}: {error.strerror}; say another folder with --log-dir") from error
         say(f"wrote {path}")
     job_id = cluster.submit(submission)
     record = JobRecord(cluster=name, job_id=job_id, request=submission.request)

@@ -105,14 +105,69 @@ def _edited(
         is_new = change.field not in values
         values[change.field] = value
         if is_new:
-            values.yaml_set_comment_before_after_key(change.field, before=_help(change), indent=2)
+            values.yaml_set_comment_before_after_key(
+                change.field, before=_help(change.section, change.field), indent=2
+            )
         lines.append(f"{change.section}.{change.field}: {before} -> {after}")
+    text = _text(document)
     for section, field in removals:
-        if field in (document.get(section) or {}):
-            lines.append(f"{section}.{field}: {yaml_value(plain(document[section].pop(field)))} -> unset")
+        _check_name(section, field)
+        values = _document(text).get(section) or {}
+        if field in values:
+            lines.append(f"{section}.{field}: {yaml_value(plain(values[field]))} -> unset")
+            text = _without(text, section, field)
+    return text, lines
+
+
+def _without(text: str, section: str, field: str) -> str:
+    """Return the text of a file without a setting and its help; all other comments stay where they are.
+
+    The library keeps a comment with the key before it, so that taking a key out of its document would take the
+    comment of the next one along, and leave its own.
+    """
+    document = _document(text)
+    values = document[section]
+    if values.fa.flow_style() or len(values) == 1:
+        del values[field]
+        return _text(document)
+    lines = text.splitlines(keepends=True)
+    (begin, indent) = values.lc.key(field)
+    end = begin + 1
+    while end < len(lines) and _continues(lines[end], indent):
+        end += 1
+    help_text, shown = _help(section, field).split(), list[str]()
+    for above in range(begin - 1, -1, -1):
+        line = lines[above].strip()
+        if not line.startswith("#"):
+            break
+        shown = line.lstrip("# ").split() + shown
+        if shown == help_text:
+            begin = above
+            break
+    return "".join(lines[:begin] + lines[end:])
+
+
+def _continues(line: str, indent: int) -> bool:
+    """Return whether a line belongs to the value of a key that is indented so far."""
+    rest = line.lstrip(" ")
+    depth = len(line) - len(rest)
+    return bool(rest.strip()) and (depth > indent or (depth == indent and rest.startswith("- ")))
+
+
+def _text(document: Any) -> str:
     out = StringIO()
     _yaml().dump(document, out)
-    return out.getvalue(), lines
+    return out.getvalue()
+
+
+def _check_name(section: str, field: str) -> None:
+    """Check that there is such a setting.
+
+    Raises:
+        ConfigError: There is none; the message names the nearest.
+    """
+    source = Source("command line", "--unset")
+    check_field(section, field, field_types(Vocabulary({}).section(section, source)), source)
 
 
 def _value(change: SettingChange) -> Any:
@@ -123,9 +178,9 @@ def _value(change: SettingChange) -> Any:
     return plain(converted(change.section, change.field, types[change.field], Entry(change.text, source)))
 
 
-def _help(change: SettingChange) -> str:
-    kind = sections(only={change.section})[change.section]
-    return next(spec.help for spec in specs(kind, change.section) if spec.name == change.field)
+def _help(section: str, field: str) -> str:
+    kind = sections(only={section})[section]
+    return next(spec.help for spec in specs(kind, section) if spec.name == field)
 
 
 def _check(path: Path, text: str) -> None:

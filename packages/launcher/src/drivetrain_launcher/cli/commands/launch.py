@@ -147,6 +147,10 @@ def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
         check_module(arguments.script, Path.cwd())
         return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="module")
     if launch.program:
+        from shutil import which  # few launches run a program
+
+        if which(arguments.script) is None:
+            raise LaunchError(f"--program {arguments.script}: no such program, here or on PATH")
         return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="program")
     path = Path(arguments.script)
     if not path.exists():
