@@ -15,7 +15,7 @@ from drivetrain_launcher.errors import LaunchError
 if TYPE_CHECKING:
     from drivetrain_launcher.clusters.ray_job import RayPlan
 
-_ID = re.compile(r"[A-Za-z0-9_-]{1,200}", re.ASCII)
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}", re.ASCII)
 
 
 class Ray:
@@ -130,6 +130,7 @@ def _parse(job_id: str) -> tuple[str, str | None]:
 
 def _client(address: str | None) -> Any:
     try:
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
         raise LaunchError(
@@ -137,7 +138,7 @@ def _client(address: str | None) -> Any:
         ) from error
     try:
         return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise LaunchError(
             f"Ray cannot be reached at {address or 'the address of RAY_ADDRESS, or on this machine'}: {error}; "
             "--option address=http://HOST:8265 names the cluster's dashboard"
