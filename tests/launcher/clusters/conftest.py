@@ -1,4 +1,4 @@
-"""A real Slurm cluster on loopback, shared by the tests of a module."""
+"""Real clusters on loopback, shared by the tests of a module: Slurm, Open MPI and Ray."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusters import SlurmCluster, missing_commands, slurm_cluster
+from ray_cluster import LocalRay, ray_cluster
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -34,6 +35,14 @@ def commands(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
 def in_slurm(slurm: SlurmCluster, tmp_path: Path) -> Run:
     """Run a command in `tmp_path` with the cluster's variables, to its end."""
     return partial(_run, tmp_path, dict(slurm.variables))
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[LocalRay]:
+    """Start a cluster of two nodes, and stop it after the module."""
+    pytest.importorskip("ray")
+    with ray_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from drivetrain_launcher.clusters.ray_placement import ray_variables
 from drivetrain_launcher.clusters.registry import cluster_names, make_cluster
 from drivetrain_launcher.clusters.slurm import Slurm
 from drivetrain_launcher.testing import ClusterContract
+from ray_cluster import LocalRay
 from requests_of_jobs import make_request
 
 
@@ -148,6 +149,19 @@ def test_slurms_real_jobs_pass_the_contract(tmp_path: Path) -> None:
             return make_request(folder=directory, log_dir=directory / "logs")
 
     assert len(RealSlurmContract().check_all(tmp_path)) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")  # Ray 2.60 with aiohttp 3.14
+def test_rays_real_jobs_pass_the_contract(local_ray: LocalRay, tmp_path: Path) -> None:
+    class RealRayContract(RayContract):
+        runs_jobs = True
+
+        def request(self, directory: Path) -> JobRequest:
+            return make_request(folder=directory, log_dir=directory / "logs", options=local_ray.options)
+
+    assert len(RealRayContract().check_all(tmp_path)) == 12
 
 
 def test_the_clusters_are_installed() -> None:

@@ -1,24 +1,18 @@
 """A real Ray cluster of two nodes on the loopback, to which `drivetrain submit` sends real jobs."""
 
 import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
 
 import pytest
 
-from drivetrain_config import environ
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.clusters.ray import Ray
+from ray_cluster import LocalRay
 from requests_of_jobs import TRAPS, make_request
-
-TESTS = Path(__file__).parents[2]
 
 TRAIN = """
 import os, pathlib, signal, sys, time
@@ -49,72 +43,13 @@ if rank == 0:
 """
 
 
-class LocalRay:
-    """A cluster that a test has started."""
-
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
-        self.process = process
-        self.options = ("--option", f"address={address}", "--option", f"python={sys.executable}")
-
-    def replace_node(self) -> None:
-        """Lose the second node, and add another one."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("replace\n")
-        self.process.stdin.flush()
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[LocalRay]:
-    pytest.importorskip("ray")
-    folder = tempfile.mkdtemp(prefix="ray")  # the paths of Ray's sockets may not be long
-    # Ray gives its own processes 30 s to start, which a busy machine may not keep.
-    running = next((found for _ in range(3) if (found := _start_ray(folder)) is not None), None)
-    assert running is not None, "Ray did not start"
-    yield running
-    _stop_ray(running.process)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start_ray(folder: str) -> LocalRay | None:
-    """Start a cluster; None if Ray gave up."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, str(TESTS / "local_ray.py"), str(port), folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # Ray takes the loopback for no address of a Linux node, and listens on all others, unless it is told this.
-        # Under `uv run`, Ray would start its workers by `uv run` in the job's folder, which is no project.
-        env=environ.child_environment(
-            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-            RAY_USAGE_STATS_ENABLED="0",
-            RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
-        ),
-    )
-    assert process.stdout is not None
-    if any(line == "ready\n" for line in process.stdout):
-        return LocalRay(process, f"http://127.0.0.1:{port}")
-    _stop_ray(process)
-    return None
-
-
-def _stop_ray(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
-    process.wait(timeout=120)
-    process.stdout.close()
-
-
 @pytest.fixture
 def submitted(local_ray: LocalRay, started: Callable) -> Callable:
     """Start `drivetrain submit --on ray` for two nodes of one process."""
     nodes = ("--num-nodes", "2", "--processes-per-node", "1", "--cpu")
 
     def submit(*words: str) -> subprocess.Popen[str]:
-        return started("submit", "--on", "ray", *nodes, *local_ray.options, *words)
+        return started("submit", "--on", "ray", *nodes, *local_ray.flags, *words)
 
     return submit
 
@@ -213,7 +148,7 @@ def test_each_node_gets_the_accelerators_that_ray_bound_to_it(
         "show.py",
     )
     nodes = ("--num-nodes", "2", "--accelerators-per-node", "1")
-    output, code = rest_of(started("submit", "--on", "ray", *nodes, *local_ray.options, "show.py"))
+    output, code = rest_of(started("submit", "--on", "ray", *nodes, *local_ray.flags, "show.py"))
     assert code == 0, output
     for rank in (0, 1):
         found = re.search(rf"\[node {rank}\] (?:\[rank {rank} .*\] )?devices (\d) (\d)\n", output)
@@ -252,6 +187,21 @@ def test_resources_that_the_cluster_does_not_have_are_named(submitted: Callable,
     assert "no place for 2 x {'CPU': 99}; the cluster has" in output
 
 
+@slow
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "http://127.0.0.1:1"])
+def test_a_cluster_that_does_not_answer_is_named(
+    drivetrain: Callable, script: Callable, address: str
+) -> None:
+    pytest.importorskip("ray")
+    script(TRAIN, "train.py")
+    # Ray would wait for half a minute.
+    variables = {"RAY_ADDRESS": address, "RAY_py_gcs_connect_timeout_s": "2"}
+    done = drivetrain("submit", "--on", "ray", "--cpu", "train.py", environment=variables)
+    assert done.returncode == 2, done.stderr
+    assert "Ray cannot be reached at the address of RAY_ADDRESS" in done.stderr
+    assert "--option address=http://HOST:8265 names the cluster's dashboard" in done.stderr
+
+
 def test_without_ray_the_error_names_the_extra(
     drivetrain: Callable, script: Callable, tmp_path: Path
 ) -> None:
@@ -275,7 +225,7 @@ def test_a_plan_shows_the_job_and_says_who_must_see_the_folder() -> None:
     assert "is copied to the nodes for each start" in copied.notes[0]
 
 
-@pytest.mark.parametrize("trap", [*TRAPS[:8], "", "../x", "a/b", "a?x=1"])
+@pytest.mark.parametrize("trap", [*TRAPS[:8], "", "-1", "../x", "a/b", "a?x=1"])
 def test_no_job_id_becomes_another_url(trap: str) -> None:
     for job_id in (trap, f"{trap}@http://127.0.0.1:1"):
         with pytest.raises(LaunchError, match="a job on ray is ID or ID@http://HOST:PORT"):

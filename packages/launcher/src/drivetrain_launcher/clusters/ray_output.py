@@ -51,7 +51,7 @@ class JobOutput:
     def _info(self) -> Any:
         try:
             return self._client.get_job_info(self._job_id)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"job {self._job_id}: Ray does not know it, or cannot be reached: {error}"
             ) from error
