@@ -5,7 +5,6 @@
 The step is real, on the CPU; its peak is the kernel's own, above what the process held before the model was made.
 """
 
-import argparse
 import gc
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rounds import RESULTS, Table, report, take_turns
+from rounds import Table, parse_arguments, report, take_turns
 
 from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, training_inputs
 from drivetrain_dispatch.compat import FakeTensorMode
@@ -113,11 +112,7 @@ def measured(folder: Path, way: str) -> int:
 
 def main() -> None:
     """Hold estimates against real steps, model by model."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, which all count")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
-    parser.add_argument("--only", default="", help="tables whose title begins so, such as 'Llama, fp32'")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(__doc__ or "", rounds=1)
     tables: list[Table] = []
     with TemporaryDirectory() as scratch:
         for name, config in CONFIGS.items():
@@ -125,8 +120,6 @@ def main() -> None:
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(config))
             for way in WAYS:
-                if not f"{name}, {way}".startswith(arguments.only):
-                    continue
                 turns = {
                     "estimate": lambda folder=folder, way=way: estimate(folder, way),
                     "measured": lambda folder=folder, way=way: measured(folder, way),
