@@ -53,7 +53,7 @@ def test_a_program_takes_the_launchers_place(drivetrain: Callable) -> None:
 
 def test_a_program_that_is_not_there(drivetrain: Callable) -> None:
     done = drivetrain("launch", "--program", "./nowhere")
-    assert "drivetrain: error: ./nowhere: No such file or directory" in done.stderr
+    assert "drivetrain: error: --program ./nowhere: no such program, here or on PATH" in done.stderr
     assert done.returncode == 2
 
 
