@@ -1,5 +1,6 @@
 import math
 import os
+import sqlite3
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,6 +112,25 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
     for _ in range(2):
         tracker.write([LoggedRecord(time=1.0, step=5, values={"loss": 1.0})])
     assert read(tracker.run_id("run")) == [(5, {"loss": 1.0})]
+
+
+@pytest.mark.parametrize(
+    "num_statements", [pytest.param(0, id="no table"), pytest.param(1, id="a table without its later columns")]
+)
+def test_a_database_whose_making_was_killed_is_completed(num_statements: int, tmp_path: Path) -> None:
+    project = f"killed after {num_statements}".replace(" ", "-")
+    with sqlite3.connect(storage().get_project_db_path(project)) as database:
+        for _ in range(num_statements):
+            database.execute(
+                "CREATE TABLE metrics (id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT, timestamp TEXT NOT NULL, "
+                "run_name TEXT NOT NULL, step INTEGER NOT NULL, metrics TEXT NOT NULL)"
+            )
+    tracker = started(tmp_path, project=project)
+    record = LoggedRecord(time=1.0, step=5, values={"loss": 1.0})
+    assert tracker.count_held([record]) == 0
+    tracker.write([record])
+    assert tracker.count_held([record]) == 1
+    assert read(tracker.run_id("run"), project) == [(5, {"loss": 1.0})]
 
 
 def test_media_come_back(tmp_path: Path, database: Path, media: Mapping[str, StoredMedium]) -> None:
