@@ -44,6 +44,7 @@ def test_a_host_with_faults_names_each_with_its_mend_and_exits_with_1(
     ("flags", "message"),
     [
         (("--num-nodes", "3"), r"launch\.num_nodes=3 .* contradicts the job that slurm started, which has 2"),
+        (("--folder", __file__), "this is a file; name the folder of the checkpoints"),
         (("--folder", "missing/checkpoints"), "neither it nor the folder around it exists"),
     ],
 )

@@ -28,7 +28,13 @@ def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path)
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path: Path) -> None:
-    assert measure_disk(CheckedRun(folder=tmp_path / "runs" / "new")).folder == tmp_path
+    new = tmp_path / "runs" / "new"
+    measured = measure_disk(CheckedRun(folder=new))
+    assert (measured.folder, measured.missing) == (tmp_path, new)
+    assert measure_disk(CheckedRun(folder=tmp_path)).missing is None
+    told = f"free in /data; {new} does not exist yet, so /data was measured"
+    verdict = judge_disk(replace(GOOD, missing=new), TWO)
+    assert (verdict.findings, verdict.summary.endswith(told)) == ((), True)
 
 
 def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:

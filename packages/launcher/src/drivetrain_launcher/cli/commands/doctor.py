@@ -51,6 +51,8 @@ class DoctorArguments:
             raise UsageError(
                 f"--folder {self.folder}: neither it nor the folder around it exists; name the checkpoints' folder"
             )
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"--folder {self.folder}: this is a file; name the folder of the checkpoints")
         if self.num_workers < 0:
             raise UsageError(f"--num-workers {self.num_workers}: 0 or more is allowed")
         if self.batch_megabytes is not None and not 0 <= self.batch_megabytes < float("inf"):

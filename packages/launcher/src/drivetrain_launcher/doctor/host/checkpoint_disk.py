@@ -38,6 +38,7 @@ class DiskMeasurement:
 
     Attributes:
         folder: The path of the folder, or of the nearest one around it that exists.
+        missing: The path of the folder if it does not exist yet, so that another one was measured; else None.
         kind: The type of its file system, such as "ext4"; empty if the system does not tell.
         free_bytes: The number of bytes that this user may still write.
         free_files: The number of files that it may still create; None if the file system has no limit.
@@ -46,6 +47,7 @@ class DiskMeasurement:
     """
 
     folder: Path
+    missing: Path | None = None
     kind: str = ""
     free_bytes: int = 0
     free_files: int | None = None
@@ -60,13 +62,14 @@ class DiskMeasurement:
 
 def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
     """Write into the folder for about a second, and remove what was written."""
-    folder = checked.folder.absolute()
+    folder = asked = checked.folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     space = os.statvfs(folder)
     speed, refusal = _write(folder, space.f_bavail * space.f_frsize)
     return DiskMeasurement(
         folder=folder,
+        missing=None if folder == asked else asked,
         kind=_kind(folder, mounts),
         free_bytes=space.f_bavail * space.f_frsize,
         free_files=space.f_favail or None if space.f_files else None,
@@ -78,6 +81,7 @@ def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo"
 def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the folder for a run's checkpoints."""
     folder, kind = measured.folder, measured.kind or "unknown type"
+    told = f"; {measured.missing} does not exist yet, so {folder} was measured" if measured.missing else ""
     if measured.bytes_per_second is None:
         finding = error(
             f"nothing can be written into {folder} ({kind}): {measured.refusal}",
@@ -85,9 +89,9 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
             mend=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
             free_bytes=measured.free_bytes,
         )
-        return CheckVerdict(summary=str(folder), findings=(finding,))
+        return CheckVerdict(summary=f"{folder}{told}", findings=(finding,))
     speed = measured.bytes_per_second
-    summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {byte_size(measured.free_bytes)} free in {folder}"
+    summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {byte_size(measured.free_bytes)} free in {folder}{told}"
     return CheckVerdict(
         summary=summary, findings=(*_space(measured, speed), *_file_system(measured, checked))
     )
