@@ -68,7 +68,7 @@ def test_the_last_positional_argument_takes_several_words_if_it_is_a_tuple(
         (("a", "--stepz", "3"), r"--stepz: no such flag; did you mean --steps"),
         (("a", "--steps"), "--steps: needs a value"),
         (("a", "--steps", "--dry-run"), "--steps: needs a value"),
-        (("a", "--steps", "three"), "steps three: must be an integer"),
+        (("a", "--steps", "three"), "--steps three: must be an integer"),
         (("a", "--dry-run=maybe"), "--dry-run=maybe: is a switch"),
     ],
 )
@@ -98,6 +98,22 @@ def test_flags_behind_the_script_are_the_scripts() -> None:
     arguments = launch("train.py", "--num-processes", "8", "--help", "--", "-m")
     assert arguments.arguments == ("--num-processes", "8", "--help", "--", "-m")
     assert settings(arguments).num_processes is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "setting", "source"),
+    [
+        (("--multi_gpu",), ("state", "device"), "--multi_gpu on the command line"),
+        (("--num_machines=2",), ("launch", "num_nodes"), "--num_machines on the command line"),
+        (("--nnodes", "1:4"), ("launch", "min_nodes"), "--nnodes on the command line"),
+        (("--num-nodes", "2"), ("launch", "num_nodes"), "--num-nodes on the command line"),
+        (("-m",), ("launch", "module"), "-m on the command line"),
+    ],
+)
+def test_the_source_of_a_setting_is_the_flag_as_it_was_written(
+    tokens: tuple[str, ...], setting: tuple[str, str], source: str
+) -> None:
+    assert str(launch(*tokens, "train.py").layers.entries[setting][0].source) == source
 
 
 def test_accelerates_spellings_mean_what_they_mean_there() -> None:

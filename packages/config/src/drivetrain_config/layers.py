@@ -46,6 +46,7 @@ class Layers:
         *,
         file: Path | SettingsFile | None = None,
         command_line: Mapping[str, Mapping[str, Any]] | None = None,
+        written: Mapping[tuple[str, str], str] | None = None,
         sections: Mapping[str, type[Any]] | None = None,
     ) -> "Layers":
         """Read and check every layer, as the launcher does.
@@ -54,6 +55,7 @@ class Layers:
             file: A YAML, TOML or JSON file of sections, or an Accelerate configuration file; by its path, or as
                 `choose_file` found it.
             command_line: The values of flags, by section and field; None means not given.
+            written: The flags as the user wrote them, by section and field, where they are not the fields' own.
             sections: Section dataclasses in addition to those that installed packages register.
 
         Raises:
@@ -62,7 +64,7 @@ class Layers:
         vocabulary = Vocabulary(sections or {})
         chosen = SettingsFile(path=file) if isinstance(file, Path) else file
         given = [
-            *_of_command_line(command_line or {}),
+            *_of_command_line(command_line or {}, written or {}),
             *_of_environment(vocabulary),
             *_of_file(None if chosen is None else chosen.path, vocabulary),
         ]
@@ -133,17 +135,16 @@ def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
     return checked
 
 
-def _of_command_line(given: Mapping[str, Mapping[str, Any]]) -> list[_Found]:
-    return [
-        (
-            section,
-            field,
-            Entry(value, Source("command line", flag_name(section, field, negated=value is False))),
-        )
-        for section, values in given.items()
-        for field, value in values.items()
-        if value is not None
-    ]
+def _of_command_line(
+    given: Mapping[str, Mapping[str, Any]], written: Mapping[tuple[str, str], str]
+) -> list[_Found]:
+    found: list[_Found] = []
+    for section, values in given.items():
+        for field, value in values.items():
+            flag = written.get((section, field)) or flag_name(section, field, negated=value is False)
+            if value is not None:
+                found.append((section, field, Entry(value, Source("command line", flag))))
+    return found
 
 
 def _of_environment(vocabulary: Vocabulary) -> list[_Found]:

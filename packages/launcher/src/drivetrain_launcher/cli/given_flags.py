@@ -21,6 +21,11 @@ class GivenFlags:
     written: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     repeated: frozenset[str] = frozenset()
 
+    @property
+    def flags(self) -> dict[tuple[str, str], str]:
+        """The flag as it was written, without its value, by section and field."""
+        return {key: text.partition(" ")[0] for key, text in self.written.items()}
+
     def add(self, flag: Flag, value: str | bool, *, written: str, is_implied: bool = False) -> None:
         """Add a flag's value.
 

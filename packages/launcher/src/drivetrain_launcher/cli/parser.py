@@ -104,7 +104,8 @@ class CommandParser:
         if self.rest is not None:
             values[self.rest] = tuple(rest)
         if self.layers is not None:
-            layers = Layers.read(file=self._file(own.get("config")), command_line=given.said)
+            file = self._file(own.get("config"))
+            layers = Layers.read(file=file, command_line=given.said, written=given.flags)
             values[self.layers] = settle_process_counts(layers)
         self._check_given(values)
         try:
@@ -217,7 +218,8 @@ class CommandParser:
         try:
             return convert(given, self.types[name], text=True)
         except ValueError as error:
-            raise UsageError(f"{name} {given}: {error}") from error
+            shown = name if name in self.positionals else _own_flag(name)
+            raise UsageError(f"{shown} {given}: {error}") from error
 
     def _help_of(self, name: str) -> str:
         return next(field.metadata.get("help", "") for field in fields(self.arguments) if field.name == name)
