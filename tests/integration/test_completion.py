@@ -92,6 +92,11 @@ def test_the_values_of_a_flag_are_completed(typed: Type) -> None:
     typed("drivetrain launch --fsdp-strategy hyb\t@").wait_for("--fsdp-strategy hybrid_shard @")
 
 
+def test_names_of_installed_plugins_are_completed(typed: Type) -> None:
+    typed("drivetrain launch --backend deep\t@").wait_for("--backend deepspeed @")
+    typed("drivetrain submit --on kub\t@").wait_for("--on kubernetes @")
+
+
 def test_values_are_completed_behind_an_equals_sign(typed: Type) -> None:
     typed("drivetrain launch --fsdp-strategy=hyb\t@").wait_for("--fsdp-strategy=hybrid_shard ?@")
 

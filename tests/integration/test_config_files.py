@@ -184,6 +184,43 @@ def test_validate_lists_every_problem_and_fails(folder: Path, capsys: pytest.Cap
     assert "error: drivetrain.yaml:3: there is no section 'lunch', did you mean 'launch'?" in shown
 
 
+def test_a_misspelt_plugin_is_a_problem_and_an_unknown_one_a_note(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.yaml").write_text("run:\n  backend: dpd\nlaunch:\n  cluster: slrum\n")
+    assert main(["config", "validate", "x.yaml"]) == 1
+    shown = capsys.readouterr().err
+    assert "error: run.backend='dpd': no installed package provides it, did you mean 'ddp'?" in shown
+    assert "from x.yaml:2" in shown
+    assert "error: launch.cluster='slrum': no installed package provides it, did you mean 'slurm'?" in shown
+    (folder / "x.yaml").write_text("run:\n  backend: mine\n")
+    assert main(["config", "validate", "x.yaml"]) == 0
+    assert "run.backend='mine': no package provides it in this environment" in capsys.readouterr().err
+
+
+def test_update_takes_a_plugin_that_the_script_may_register_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "drivetrain.yaml").write_text("run:\n  seed: 1\n")
+    assert main(["config", "update", "--set", "run.backend=mine"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "run.backend: unset -> mine\nrun.backend='mine': no package provides it in this environment" in shown
+    )
+    assert (folder / "drivetrain.yaml").read_text().endswith("backend: mine\n")
+
+
+def test_the_wizard_refuses_a_flag_with_a_misspelt_plugin(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--yes", "--backend", "fspd"]) == 2
+    assert (
+        "run.backend='fspd': no installed package provides it, did you mean 'fsdp'?"
+        in capsys.readouterr().err
+    )
+    assert not (folder / "drivetrain.yaml").exists()
+
+
 def test_validate_finds_contradictions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.yaml").write_text("launch:\n  num_processes: 3\n  num_nodes: 2\n")
     assert main(["config", "validate", "x.yaml"]) == 1
@@ -233,6 +270,14 @@ def test_update_sets_and_unsets_and_keeps_comments_and_order(
         ("run.sed=1", "--set on the command line: section 'run' has no field 'sed', did you mean 'seed'?"),
         ("rnu.seed=1", "there is no section 'rnu', did you mean 'run'?"),
         ("run.seed=many", "run.seed='many': must be an integer or null; from --set on the command line"),
+        (
+            "run.backend=dpd",
+            "run.backend='dpd': no installed package provides it, did you mean 'ddp'? say one of",
+        ),
+        (
+            "run.log_with=jsonl,wandbb",
+            "run.log_with='wandbb': no installed package provides it, did you mean",
+        ),
         ("run.seed=-1", "run.seed=-1: must lie between 0 and 2**63 - 1"),
         ("seed", "'seed': say SECTION.FIELD=VALUE"),
     ],

@@ -1,16 +1,16 @@
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from drivetrain_config import Layers
+from drivetrain_config import ConfigError, Layers
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.cli.preflight import check_backend, check_device, check_module, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_device, check_module, check_plugins_of, misplaced_flags
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
 FLAG = Source("command line", "--backend")
-INSTALLED = ("single", "ddp", "fsdp", "deepspeed")
 
 
 @pytest.mark.parametrize(
@@ -37,26 +37,38 @@ def test_a_flag_that_the_script_names_is_its_own(own: str) -> None:
     assert misplaced_flags(("--num-processes", "2"), KNOWN, own) == []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    place: str = field(default="auto", metadata={"plugins": "drivetrain.clusters", "other_words": ("auto",)})
+    places: tuple[str, ...] = field(default=(), metadata={"plugins": "drivetrain.clusters"})
+    plain: str = "any"
+
+
+def check(script: str | None = None, **given: object) -> None:
+    entries = {("probe", name): (Entry(value, Source("file", "x.yaml:3")),) for name, value in given.items()}
+    layers = Layers({**entries, ("other", "field"): (Entry("slrum", FLAG),)})
+    check_plugins_of(layers, {"probe": Settings(**given), "more": Settings(place="slrum")}, script)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("script", ["print('trains')", None])
-def test_a_misspelt_backend_is_refused_with_the_nearest(script: str | None) -> None:
-    message = r"run.backend='fspd': .* did you mean 'fsdp'\? say one of auto, ddp, .*; from --backend on the command"
-    with pytest.raises(LaunchError, match=message):
-        check_backend("fspd", INSTALLED, script, FLAG)
+def test_a_misspelt_plugin_is_refused_with_its_source(script: str | None) -> None:
+    message = r"probe.place='slrum': .* did you mean 'slurm'\? say one of auto, .*; from x.yaml:3\."
+    with pytest.raises(ConfigError, match=message):
+        check(script, place="slrum")
+    with pytest.raises(ConfigError, match=r"probe\.places='lcoal'"):
+        check(script, place="slurm", places=("ray", "lcoal"))
 
 
-def test_a_backend_that_nothing_resembles_is_refused_where_the_script_does_not_name_it() -> None:
-    with pytest.raises(
-        LaunchError, match=r"run\.backend='mine': there is no such backend; say one of auto, ddp"
-    ):
-        check_backend("mine", INSTALLED, "print('trains')", FLAG)
-    check_backend("mine", INSTALLED, "registry = register_backend('mine', Mine)", FLAG)
-    check_backend("mine", INSTALLED, None, FLAG)  # a module, which may import what registers it
+def test_a_plugin_that_nothing_resembles_is_refused_where_the_script_does_not_contain_it() -> None:
+    with pytest.raises(ConfigError, match=r"probe\.place='mine'"):
+        check("print('trains')", place="mine")
+    check("registry = register('mine', Mine)", place="mine")
+    check(None, place="mine")  # a module, which may import what registers it
 
 
-def test_backends_that_are_there_and_auto_pass() -> None:
-    for name in (*INSTALLED, "auto"):
-        check_backend(name, INSTALLED, "", FLAG)
-    check_backend("fspd", (), "", FLAG)  # the launcher alone is installed: the workers know
+def test_only_given_fields_that_name_plugins_are_checked() -> None:
+    check("", place="auto", places=("slurm", "local"), plain="slrum")
+    check("")
 
 
 def said(kind: Kind, cpu: bool, device: str, of_device: Kind | None = None) -> Layers:

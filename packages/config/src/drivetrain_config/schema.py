@@ -38,6 +38,8 @@ class FieldSpec:
         help: The description in one sentence, with units.
         secret: Whether the value is masked in messages and never handed on.
         ask: The function that decides whether a wizard asks for the field, or its place; None if there is none.
+        plugins: The entry point group whose names are the values of the field; None if the values name no plug-ins.
+        other_words: The values beside those names, such as "auto"; `module:Class` stands for every such pair.
     """
 
     section: str
@@ -47,6 +49,8 @@ class FieldSpec:
     help: str
     secret: bool
     ask: Ask | str | None = None
+    plugins: str | None = None
+    other_words: tuple[str, ...] = ()
 
     @property
     def shown_default(self) -> str:
@@ -120,6 +124,8 @@ def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
             help=field.metadata.get("help", ""),
             secret=bool(field.metadata.get("secret")) or holds_secret(types[field.name]),
             ask=field.metadata.get("ask"),
+            plugins=field.metadata.get("plugins"),
+            other_words=tuple(field.metadata.get("other_words", ())),
         )
         for field in fields(section_type)
         if field.init

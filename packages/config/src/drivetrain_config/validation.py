@@ -9,7 +9,9 @@ from drivetrain_config.errors import ConfigError
 from drivetrain_config.files import Contents, read_file
 from drivetrain_config.kinds import field_types
 from drivetrain_config.layers import Layers, check_mapping
+from drivetrain_config.plugin_names import check_plugins
 from drivetrain_config.resolution import resolve
+from drivetrain_config.schema import specs
 from drivetrain_config.source import Entry, Source
 from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_secret
 
@@ -22,7 +24,8 @@ class FileReview:
         path: The path of the file.
         num_settings: The number of settings in the file.
         problems: The problems, each a message with its line; empty for a valid file.
-        notices: The notices of Accelerate's options that drivetrain meets in another way.
+        notices: Notes of what is no problem: options of Accelerate that drivetrain meets in another way, and plug-ins
+            that no package provides in this environment, but the script may.
     """
 
     path: Path
@@ -44,6 +47,7 @@ def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) 
         return FileReview(path=path, problems=(str(error),))
     vocabulary = Vocabulary(sections or {})
     problems: list[str] = []
+    notices = list(contents.notices)
     number = 0
     for section, values in contents.data.items():
         try:
@@ -53,34 +57,40 @@ def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) 
             problems.append(str(error))
             continue
         number += len(values or {})
-        problems += _section_problems(contents, section, kind, values or {})
-    return FileReview(path=path, num_settings=number, problems=tuple(problems), notices=contents.notices)
+        found, notes = _review_section(contents, section, kind, values or {})
+        problems += found
+        notices += notes
+    return FileReview(path=path, num_settings=number, problems=tuple(problems), notices=tuple(notices))
 
 
-def _section_problems(
+def _review_section(
     contents: Contents, section: str, kind: type[Any], values: Mapping[Any, Any]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
+    """Return the problems of a section, and its notes."""
     problems: list[str] = []
+    notes: list[str] = []
     valid: dict[tuple[str, str], tuple[Entry, ...]] = {}
     types = field_types(kind)
+    known = {spec.name: spec for spec in specs(kind, section)}
     for name, value in values.items():
         source = Source("file", contents.where(section, str(name)))
         entry = Entry(value, source, file=contents.path.absolute())
         try:
             check_field(section, str(name), types, source)
             marked = replace(entry, secret=is_secret(kind, str(name)))
-            converted(section, str(name), types[str(name)], marked)
+            setting = converted(section, str(name), types[str(name)], marked)
+            notes += check_plugins(known[str(name)], setting, source)
         except ConfigError as error:
             problems.append(str(error))
         else:
             valid[section, str(name)] = (marked,)
     if problems or not _is_complete(kind, valid, section):
-        return problems  # what is wrong with one field would show again in the section as a whole
+        return problems, notes  # what is wrong with one field would show again in the section as a whole
     try:
         resolve(kind, section=section, layers=Layers(valid))
     except ConfigError as error:
         problems.append(str(error))
-    return problems
+    return problems, notes
 
 
 def _is_complete(kind: type[Any], given: Mapping[tuple[str, str], object], section: str) -> bool:

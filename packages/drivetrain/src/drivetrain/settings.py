@@ -24,6 +24,8 @@ class RunSettings:
         default="auto",
         metadata={
             "ask": "drivetrain.run_advice:ask_backend",
+            "plugins": "drivetrain.backends",
+            "other_words": ("auto",),
             "help": "Backend that trains the models: single, ddp or an installed one; auto: ddp with several "
             "processes, or single.",
         },
@@ -66,6 +68,8 @@ class RunSettings:
         default=(),
         metadata={
             "ask": "drivetrain.run_advice:ask_log_with",
+            "plugins": "drivetrain.trackers",
+            "other_words": ("all", "module:Class"),
             "help": "Trackers to log to, such as jsonl; all: every installed one.",
         },
     )

@@ -66,8 +66,10 @@ class LaunchSettings:
     cluster: str = field(
         default="auto",
         metadata={
+            "plugins": "drivetrain.clusters",
+            "other_words": ("auto", "none"),
             "help": "Cluster whose job this is, by the name of its plug-in; auto: found by the variables that only a "
-            "cluster's job has; none: all is given by settings."
+            "cluster's job has; none: all is given by settings.",
         },
     )
     max_requeues: int | None = field(

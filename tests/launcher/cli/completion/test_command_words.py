@@ -34,7 +34,7 @@ def test_what_is_read_from_source_is_what_the_parser_takes(name: str) -> None:
     assert own.keys() == parsed.keys()
     for flag, of in parsed.items():
         assert own[flag].takes_value is not of.is_switch
-        assert own[flag].choices == (of.choices or ()) or of.is_switch
+        assert of.choices is None or own[flag].choices == of.choices or of.is_switch
     assert words.has_sections is (parser.layers is not None)
     assert words.takes_rest is (parser.rest is not None)
     assert words.has_positionals is bool(parser.positionals)
@@ -47,17 +47,32 @@ def test_the_flags_of_sections_are_those_of_the_launch() -> None:
     assert {flag.name for flag in section_flags()} == of_sections
 
 
+def test_names_of_plugins_are_offered_where_a_flag_takes_them() -> None:
+    clusters = ("kubernetes", "local", "mpi", "ray", "slurm")
+    submit = {flag.name: flag.choices for flag in COMMANDS["submit"].flags}
+    of_sections = {flag.name: flag.choices for flag in section_flags()}
+    assert set(clusters) <= set(submit["--on"])
+    assert of_sections["--cluster"] == ("auto", "none", *submit["--on"])
+    if "--backend" in of_sections:  # the umbrella is installed
+        assert {"auto", "ddp", "fsdp"} <= set(of_sections["--backend"])
+        assert {"all", "jsonl", "wandb"} <= set(of_sections["--log-with"])
+        assert "module:Class" not in of_sections["--log-with"]
+
+
 def test_a_third_partys_command_is_read_without_being_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {
         "cats-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: cats\nVersion: 1.0\n",
-        "cats-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\ncats.feed = cats.feed:run\n",
+        "cats-1.0.dist-info/entry_points.txt": "[drivetrain.commands]\ncats.feed = cats.feed:run\n"
+        "[cats.bowls]\nblue = cats.bowls:Blue\n",
         "cats/__init__.py": "",
         "cats/meals.py": "from dataclasses import dataclass, field\nfrom pathlib import Path\n"
         "from typing import ClassVar, Literal\n\n@dataclass\nclass Meal:\n    bowls: ClassVar[int] = 1\n"
         "    recipe: Path | None = field(default=None, metadata={'help': \"It's a 'recipe'.\"})\n"
-        "    kind: Literal['fish', 'mice'] | None = None\n    warm: bool = True\n",
+        "    kind: Literal['fish', 'mice'] | None = None\n    warm: bool = True\n"
+        "    dishes: tuple[Literal['soup', 'pie'], ...] = ()\n"
+        "    at: str = field(metadata={'plugins': 'cats.bowls'})\n",
         "cats/feed.py": '"""Feed a cat."""\nfrom cats.meals import Meal\nraise RuntimeError("was run")\n\n'
         "def run(meal: Meal) -> int:\n    return 0\n",
     }
@@ -74,6 +89,8 @@ def test_a_third_partys_command_is_read_without_being_run(
             FlagWords(name="--kind", choices=("fish", "mice", "none")),
             FlagWords(name="--warm", takes_value=False),
             FlagWords(name="--no-warm", about="Not: ", takes_value=False),
+            FlagWords(name="--dishes", choices=("soup", "pie")),
+            FlagWords(name="--at", choices=("blue",)),
         ),
     )
 

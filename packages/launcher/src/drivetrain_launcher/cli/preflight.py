@@ -1,14 +1,16 @@
 """The checks before any process starts, so that a mistake is reported early and only once."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from drivetrain_config import Layers
-from drivetrain_config.source import Source
+from drivetrain_config.plugin_names import check_plugins, word_pattern
+from drivetrain_config.schema import specs
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
 
@@ -57,29 +59,25 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
     return list(found)
 
 
-def check_backend(name: str, installed: Collection[str], script: str | None, source: Source) -> None:
-    """Reject a backend that no installed package registers, unless the script may register it.
+def check_plugins_of(layers: Layers, settings: Mapping[str, Any], script: str | None) -> None:
+    """Reject a name that no installed package provides, such as a backend's, unless the script may register it.
+
+    Fields that are not given are not looked at, and nor are the installed names then.
 
     Args:
-        name: The requested backend.
-        installed: The backends that installed packages register.
-        script: The source of the script, which may register its own backend; None if it is not available.
-        source: The source of the setting.
+        layers: The settings given outside the script.
+        settings: The resolved sections, by name.
+        script: The source of the script, which may register plug-ins of its own; None if it is not available.
 
     Raises:
-        LaunchError: If there is no such backend; the message gives the closest name and lists all.
+        ConfigError: There is no such plug-in; the message gives the nearest name, and lists all.
     """
-    known = ["auto", *sorted(installed)]
-    if name in known or not installed:
-        return
-    near = get_close_matches(name, known, n=1, cutoff=0.65)
-    if (script is None and not near) or (script is not None and _names(script, name)):
-        return
-    meant = f", did you mean {near[0]!r}?" if near else ""
-    raise LaunchError(
-        f"run.backend={name!r}: there is no such backend{meant or ';'} say one of {', '.join(known)}; from {source}. "
-        "A backend that the script registers itself is accepted if the script's file contains its name"
-    )
+    for section in dict.fromkeys(section for section, _ in layers.entries if section in settings):
+        given = layers.of_section(section)
+        for spec in specs(type(settings[section]), section):
+            if spec.name in given:
+                value = getattr(settings[section], spec.name)
+                check_plugins(spec, value, given[spec.name][0].source, script=script)
 
 
 def check_device(layers: Layers) -> None:
@@ -100,16 +98,6 @@ def check_device(layers: Layers) -> None:
 
 def _takes(script: str, word: str) -> bool:
     """Return whether a script defines a flag, argument or field with a name; attribute access does not count."""
-    spelled = _spelled(word)
+    spelled = word_pattern(word)
     taken = (rf"--{spelled}(?!\w)", rf"""["']{spelled}["']""", rf"(?<![\w.]){spelled}\s*[:=]")
     return any(re.search(one, script) for one in taken)
-
-
-def _names(script: str, word: str) -> bool:
-    """Return whether a script contains a word."""
-    return re.search(rf"(?<!\w){_spelled(word)}(?!\w)", script) is not None
-
-
-def _spelled(word: str) -> str:
-    """Return a pattern that matches a word with underscores or hyphens."""
-    return "[-_]".join(map(re.escape, re.split("[-_]", word)))

@@ -21,7 +21,8 @@ class SubmitArguments:
     )
     on: str = field(
         metadata={
-            "help": "Cluster to submit to: slurm, kubernetes, ray, local (this machine), or one of a plug-in."
+            "plugins": "drivetrain.clusters",
+            "help": "Cluster to submit to: slurm, kubernetes, ray, local (this machine), or one of a plug-in.",
         }
     )
     name: str | None = field(

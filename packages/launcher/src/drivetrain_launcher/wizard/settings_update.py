@@ -9,7 +9,8 @@ from typing import Any
 from drivetrain_config import ConfigError, Source, sections
 from drivetrain_config.files import read_file
 from drivetrain_config.kinds import field_types, plain
-from drivetrain_config.schema import specs
+from drivetrain_config.plugin_names import check_plugins
+from drivetrain_config.schema import FieldSpec, specs
 from drivetrain_config.source import Entry
 from drivetrain_config.validation import review_file
 from drivetrain_config.vocabulary import Vocabulary, check_field, converted
@@ -94,7 +95,7 @@ def _edited(
     document = _yaml().map() if document is None else document
     lines: list[str] = []
     for change in changes:
-        value = _value(change)
+        value, notes = _value(change)
         values = document.get(change.section)
         if values is None:
             values = document[change.section] = _yaml().map()
@@ -108,7 +109,7 @@ def _edited(
             values.yaml_set_comment_before_after_key(
                 change.field, before=_help(change.section, change.field), indent=2
             )
-        lines.append(f"{change.section}.{change.field}: {before} -> {after}")
+        lines += [f"{change.section}.{change.field}: {before} -> {after}", *notes]
     text = _text(document)
     for section, field in removals:
         _check_name(section, field)
@@ -170,17 +171,22 @@ def _check_name(section: str, field: str) -> None:
     check_field(section, field, field_types(Vocabulary({}).section(section, source)), source)
 
 
-def _value(change: SettingChange) -> Any:
-    """Return the value of a change, checked, as a file holds it."""
+def _value(change: SettingChange) -> tuple[Any, list[str]]:
+    """Return the value of a change, checked, as a file holds it, and notes of it."""
     source = Source("command line", "--set")
     types = field_types(Vocabulary({}).section(change.section, source))
     check_field(change.section, change.field, types, source)
-    return plain(converted(change.section, change.field, types[change.field], Entry(change.text, source)))
+    value = converted(change.section, change.field, types[change.field], Entry(change.text, source))
+    return plain(value), check_plugins(_spec(change.section, change.field), value, source)
 
 
 def _help(section: str, field: str) -> str:
+    return _spec(section, field).help
+
+
+def _spec(section: str, field: str) -> FieldSpec:
     kind = sections(only={section})[section]
-    return next(spec.help for spec in specs(kind, section) if spec.name == field)
+    return next(spec for spec in specs(kind, section) if spec.name == field)
 
 
 def _check(path: Path, text: str) -> None:

@@ -27,7 +27,12 @@ class ReplayArguments:
     """The arguments of `drivetrain track replay`."""
 
     folder: Path = field(metadata={"positional": True, "help": f"Folder of the run, which holds {LOG_NAME}."})
-    to: str = field(metadata={"help": "Tracker to send to: wandb, mlflow, ..., or module:Class of your own."})
+    to: str = field(
+        metadata={
+            "plugins": "drivetrain.trackers",
+            "help": "Tracker to send to: wandb, mlflow, ..., or module:Class of your own.",
+        }
+    )
     from_start: bool = field(
         default=False,
         metadata={

@@ -12,6 +12,8 @@ from typing import Any
 from drivetrain_config import ConfigError, Layers, sections
 from drivetrain_config.files import read_file
 from drivetrain_config.kinds import field_types
+from drivetrain_config.plugin_names import check_plugins
+from drivetrain_config.schema import specs
 from drivetrain_config.source import Entry, Source
 from drivetrain_config.vocabulary import check_field, converted
 from drivetrain_launcher.console import say
@@ -123,10 +125,12 @@ def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer
     """Return the settings that flags give, and report variables that will win over the file."""
     found: dict[Key, GivenAnswer] = {}
     for (section, name), entries in layers.entries.items():
-        types = field_types(kinds[section])
+        spec = next(each for each in specs(kinds[section], section) if each.name == name)
         for entry in entries:
             if entry.source.kind == "command line":
-                value = converted(section, name, types[name], entry)
+                value = converted(section, name, spec.kind, entry)
+                for note in check_plugins(spec, value, entry.source):
+                    say(note)
                 found[section, name] = GivenAnswer(value=value, why=f"given by {entry.source.where}")
             elif entry.source.kind == "environment":
                 say(

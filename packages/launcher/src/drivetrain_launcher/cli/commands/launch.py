@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import Layers, environ, flags, resolve, sections
-from drivetrain_config.installed import entry_points
-from drivetrain_launcher.cli.preflight import check_backend, check_device, check_module, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_device, check_module, check_plugins_of, misplaced_flags
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
@@ -20,8 +19,6 @@ from drivetrain_launcher.plan.placed_settings import asked_processes, check_devi
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
-# The entry point group in which packages register backends.
-_BACKENDS = "drivetrain.backends"
 # In addition to the launcher's own flags: looking up those of every installed package would import each.
 _OFTEN_MISPLACED = frozenset(
     {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
@@ -98,16 +95,16 @@ def resolve_said(layers: Layers) -> dict[str, Any]:
 
 
 def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> None:
-    """Reject an unknown backend before any worker does, and report launcher flags that follow the script."""
-    asked = layers.of_section("run").get("backend", ())
-    if not asked and not any(argument.startswith("--") for argument in target.arguments):
+    """Reject unknown plug-ins before any worker does, and report launcher flags that follow the script."""
+    has_flags = any(argument.startswith("--") for argument in target.arguments)
+    if not layers.entries and not has_flags:
         return
     script = None
     if target.kind == "script" and Path(target.name).is_file():
         script = Path(target.name).read_text(encoding="utf-8", errors="replace")
-    if asked and "run" in settings:
-        installed = [point.name for point in entry_points(_BACKENDS)]
-        check_backend(settings["run"].backend, installed, script, asked[0].source)
+    check_plugins_of(layers, settings, script)
+    if not has_flags:
+        return
     known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
     if misplaced := misplaced_flags(target.arguments, known, script or ""):
         stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import environ, flags
-from drivetrain_config.installed import entry_points
 from drivetrain_launcher.cli.commands.launch import file_notes, resolve_said
-from drivetrain_launcher.cli.preflight import check_backend, check_module, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_module, check_plugins_of, misplaced_flags
 from drivetrain_launcher.clusters.registry import make_cluster
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
@@ -17,9 +16,6 @@ from drivetrain_launcher.submit.job_planner import plan_job
 from drivetrain_launcher.submit.pairs import read_variables
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 from drivetrain_launcher.submit.submitter import describe, follow_job, how_to_go_on, submit_job
-
-# The entry point group in which packages register backends.
-_BACKENDS = "drivetrain.backends"
 
 
 def run(arguments: SubmitArguments) -> int:
@@ -59,17 +55,14 @@ def _folder(folder: Path) -> Path:
 
 
 def _check_script(arguments: SubmitArguments, settings: dict[str, Any], folder: Path) -> None:
-    """Reject a script that is not there and an unknown backend, and report launcher flags that follow the script."""
+    """Reject a script that is not there and unknown plug-ins, and report launcher flags that follow the script."""
     launch: LaunchSettings = settings["launch"]
     source = None
     if launch.module and folder.is_dir():
         check_module(arguments.script, folder)
     if not launch.module and not launch.program and folder.is_dir():
         source = _source(folder / arguments.script)
-    asked = arguments.layers.of_section("run").get("backend", ())
-    if asked and "run" in settings:
-        installed = [point.name for point in entry_points(_BACKENDS)]
-        check_backend(settings["run"].backend, installed, source, asked[0].source)
+    check_plugins_of(arguments.layers, settings, source)
     known = {flag.name for flag in (*flags(LaunchSettings, "launch"), *flags(SubmitArguments, "launch"))}
     if misplaced := misplaced_flags(arguments.arguments, known - {"--script", "--arguments"}, source or ""):
         say(

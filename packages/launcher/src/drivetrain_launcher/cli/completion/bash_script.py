@@ -70,7 +70,7 @@ def bash_script(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -
     return "\n".join(
         [
             "# Completes drivetrain in bash. Written by: drivetrain completion bash",
-            "# Write it again after a package with commands or settings was installed.",
+            "# Write it again after a package with commands, settings or plug-ins was installed.",
             f"_drivetrain_shared={quote(_names(shared))}",
             f"_drivetrain_shared_takes={quote(_taking(shared))}",
             *_commands(commands),

@@ -5,7 +5,8 @@ A test holds what is read to the parser's own flags.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 from drivetrain_config import sections
 from drivetrain_config.installed import EntryPoint
-from drivetrain_config.kinds import members
-from drivetrain_config.schema import flags, specs
+from drivetrain_config.kinds import choices, is_sequence, item_kind, members
+from drivetrain_config.plugin_names import plugin_names
+from drivetrain_config.schema import FieldSpec, flags, specs
 from drivetrain_launcher.module_summary import module_summary
 
 
@@ -26,7 +28,7 @@ class FlagWords:
         name: The flag, such as "--num-processes".
         about: The description in one sentence.
         takes_value: Whether a value follows.
-        choices: The allowed values, where they are a closed list.
+        choices: The values to offer: those of a closed list, or the names of installed plug-ins.
         is_path: Whether the value is a file or folder.
     """
 
@@ -67,7 +69,7 @@ def section_flags() -> tuple[FlagWords, ...]:
     """Return the flags of all installed sections, and `--config`."""
     found = [FlagWords(name="--config", about="File of settings, or none.", is_path=True)]
     for section, kind in sections().items():
-        paths = {spec.name for spec in specs(kind, section) if Path in members(spec.kind)}
+        known = {spec.name: spec for spec in specs(kind, section)}
         for flag in flags(kind, section):
             about = flag.help.replace("%%", "%")
             if flag.is_switch:
@@ -77,11 +79,24 @@ def section_flags() -> tuple[FlagWords, ...]:
                     FlagWords(
                         name=flag.name,
                         about=about,
-                        choices=flag.choices or (),
-                        is_path=flag.field in paths,
+                        choices=flag.choices or _offered(known[flag.field]),
+                        is_path=Path in members(known[flag.field].kind),
                     )
                 )
     return tuple(found)
+
+
+def _offered(spec: FieldSpec) -> tuple[str, ...]:
+    """Return the values to offer for a field whose type is not a closed list."""
+    if spec.plugins is not None:
+        return _plugin_words(spec.plugins, spec.other_words)
+    items = choices(item_kind(spec.kind)) if is_sequence(spec.kind) else None
+    return tuple(map(str, items or ()))
+
+
+def _plugin_words(group: str, other_words: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names of installed plug-ins and the other words, without the form `module:Class`."""
+    return tuple(word for word in plugin_names(group, other_words) if ":" not in word)
 
 
 def _switch(name: str, about: str) -> list[FlagWords]:
@@ -103,7 +118,7 @@ def _command(name: str, point: EntryPoint) -> CommandWords:
         elif metadata.get("positional"):
             has_positionals = True
         else:
-            own += _flag_words(field, kind, str(metadata.get("help", "")))
+            own += _flag_words(field, kind, metadata)
     return CommandWords(
         name=name,
         about=module_summary(module),
@@ -114,14 +129,17 @@ def _command(name: str, point: EntryPoint) -> CommandWords:
     )
 
 
-def _flag_words(field: str, kind: str, about: str) -> list[FlagWords]:
-    name = "--" + field.rstrip("_").replace("_", "-")
+def _flag_words(field: str, kind: str, metadata: Mapping[str, Any]) -> list[FlagWords]:
+    name, about = "--" + field.rstrip("_").replace("_", "-"), str(metadata.get("help", ""))
     if kind.replace(" | None", "") == "bool":
         return _switch(name, about)
     parts = [part.strip() for part in kind.split("|")]
-    listed = [part for part in parts if part.startswith("Literal[")]
-    values = [str(value) for part in listed for value in ast.literal_eval(f"[{part[8:-1]}]")]
+    # A list of choices too, as in tuple[Literal["a", "b"], ...].
+    listed = [found for part in parts for found in re.findall(r"Literal\[(.*?)\]", part)]
+    values = [str(value) for each in listed for value in ast.literal_eval(f"[{each}]")]
     values += ["none"] if listed and "None" in parts else []
+    if group := metadata.get("plugins"):
+        values += _plugin_words(group)
     return [FlagWords(name=name, about=about, choices=tuple(values), is_path="Path" in parts)]
 
 

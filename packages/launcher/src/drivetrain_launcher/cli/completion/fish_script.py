@@ -52,7 +52,7 @@ def fish_script(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -
     ]
     lines = [
         "# Completes drivetrain in fish. Written by: drivetrain completion fish",
-        "# Write it again after a package with commands or settings was installed.",
+        "# Write it again after a package with commands, settings or plug-ins was installed.",
         f"set -g __drivetrain_takes {' '.join(map(_quoted, dict.fromkeys(taking)))}",
         _FUNCTIONS,
         *_next(commands),

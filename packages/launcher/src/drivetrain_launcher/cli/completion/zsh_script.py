@@ -79,7 +79,7 @@ def zsh_script(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) ->
         [
             "#compdef drivetrain",
             "# Completes drivetrain in zsh. Written by: drivetrain completion zsh",
-            "# Write it again after a package with commands or settings was installed.",
+            "# Write it again after a package with commands, settings or plug-ins was installed.",
             f"typeset -ga _drivetrain_shared=({_described(shared)})",
             f"typeset -ga _drivetrain_shared_takes=({_taking(shared)})",
             *_commands(commands),

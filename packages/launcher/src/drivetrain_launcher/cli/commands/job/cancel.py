@@ -16,7 +16,11 @@ class CancelArguments:
         metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."}
     )
     on: str | None = field(
-        default=None, metadata={"help": "Cluster of the job; unset: found in its record in the log folder."}
+        default=None,
+        metadata={
+            "plugins": "drivetrain.clusters",
+            "help": "Cluster of the job; unset: found in its record in the log folder.",
+        },
     )
     log_dir: Path = field(
         default=Path("logs"), metadata={"help": "Folder of the job's output, as it was at submission."}
