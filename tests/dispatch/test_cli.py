@@ -1,6 +1,6 @@
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -184,6 +184,13 @@ def test_a_mistake_is_told_in_a_line(
 def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PlanArguments(model_dir=".", **given)
+
+
+@pytest.mark.parametrize("name", ["dtype", "quantize"])
+def test_each_choice_of_a_flag_is_taken(name: str) -> None:
+    (listed, _) = get_args(get_type_hints(PlanArguments)[name])
+    for choice in get_args(listed):
+        PlanArguments(**{"model_dir": ".", name: choice})
 
 
 def test_the_command_line_reaches_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

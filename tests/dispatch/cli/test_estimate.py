@@ -2,13 +2,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from drivetrain_dispatch.cli.estimate import EstimateArguments, run
+from drivetrain_dispatch.estimate.rank_memory import SHARDINGS
+from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS
 
 TINY = {
     "hidden_size": 64,
@@ -154,6 +156,14 @@ def test_the_table_names_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFix
 def test_choices_that_are_none_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EstimateArguments(model="m", **arguments)
+
+
+def test_the_flags_offer_all_that_there_is() -> None:
+    kinds = get_type_hints(EstimateArguments)
+    (mode, _) = get_args(kinds["mode"])
+    assert get_args(mode) == EstimateArguments(model="m").mode == tuple(MODES)
+    assert get_args(kinds["optimizer"]) == tuple(OPTIMIZERS)
+    assert get_args(kinds["sharding"]) == tuple(SHARDINGS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,13 +33,13 @@ class EstimateArguments:
             "help": "Folder of a Hugging Face model, or its config.json; or a file of weights, or their index.",
         }
     )
-    mode: tuple[str, ...] = field(
-        default=tuple(MODES),
+    mode: tuple[Literal["inference", "fp32", "mixed", "bf16", "lora"], ...] = field(
+        default=("inference", "fp32", "mixed", "bf16", "lora"),
         metadata={"help": f"Ways to train, of {', '.join(MODES)}; by default, all of them."},
     )
     batch: int = field(default=1, metadata={"help": "Number of samples in a step of one process."})
     seq: int = field(default=1024, metadata={"help": "Number of tokens in a sample."})
-    optimizer: str = field(
+    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = field(
         default="adamw",
         metadata={"help": f"Optimizer: {', '.join(OPTIMIZERS)}; adamw as torch runs it on a GPU."},
     )
@@ -49,7 +49,7 @@ class EstimateArguments:
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters of mode lora."})
     num_processes: int = field(default=1, metadata={"help": "Number of processes that share the training."})
-    sharding: str = field(
+    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = field(
         default="fsdp", metadata={"help": f"What processes divide among them: {', '.join(SHARDINGS)}."}
     )
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})

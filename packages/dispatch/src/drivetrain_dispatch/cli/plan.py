@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,10 +72,10 @@ class PlanArguments:
     seq: int | None = field(
         default=None, metadata={"help": "Tokens per prompt; by default 4096, or the model's limit if less."}
     )
-    dtype: str | None = field(
+    dtype: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = field(
         default=None, metadata={"help": "bf16, fp16 or fp32; by default, the dtype in config.json."}
     )
-    quantize: str | None = field(
+    quantize: Literal["bnb-8bit", "bnb-nf4", "bnb-fp4", "torchao-int8", "torchao-fp8"] | None = field(
         default=None,
         metadata={"help": "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."},
     )
