@@ -8,23 +8,31 @@ The step is real, on the CPU; its peak is the kernel's own, above what the proce
 import gc
 import json
 import multiprocessing
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rounds import Table, parse_arguments, report, take_turns
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, training_inputs
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
-from drivetrain_dispatch.estimate.step_memory import measure_step
-from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS
+from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, memory_of_rank
+from drivetrain_dispatch.estimate.step_memory import StepMemory, measure_forward, measure_step
+from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
+from drivetrain_dispatch.estimate.weight_sizes import sizes_of_model
 from drivetrain_memory import record_peak
 
-BATCH, TOKENS = 8, 256
+BATCH, TOKENS, LORA_RANK = 4, 256, 16
 SIZES = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
 TEXT = {**SIZES, "vocab_size": 8000, "max_position_embeddings": 512}
 CONFIGS: Mapping[str, dict[str, Any]] = {
@@ -38,54 +46,109 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "ViT classifier": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 224,
                        **SIZES},
 }  # fmt: skip
-WAYS = {
-    "fp32": ("fp32", False),
-    "fp32, recomputed": ("fp32", True),
-    "mixed": ("mixed", False),
-    "bf16": ("bf16", False),
+WAYS: Mapping[str, tuple[TrainingMode, bool]] = {
+    **{mode.about: (mode, False) for mode in MODES.values()},
+    "all in fp32, recomputed": (MODES["fp32"], True),
 }
+SHARDED = "Llama", "all in fp32"
+RANKS = 2
 NOTE = (
-    "Made on the CPU with `torch.optim.AdamW(foreach=False)`, two steps in a fresh process each. The ratio is what "
-    "the kernel saw to the estimate: above 1 is what the allocator and the operators' own libraries take."
+    f"Made on the CPU, {BATCH} samples of {TOKENS} tokens, with `torch.optim.AdamW(foreach=False)`: two steps in a "
+    "fresh process each. The ratio is what the kernel saw to the estimate: above 1 is what the allocator and the "
+    f"operators' own libraries take. The last table is rank 0 of {RANKS} under FSDP2, whose blocks are the model's "
+    "layers."
 )
 
 
-def estimate(folder: Path, way: str) -> int:
-    """Estimate the peak of a step, in bytes."""
-    name, recompute = WAYS[way]
-    model = build_to_train(folder, dtype=MODES[name].dtype, recompute=recompute)
+def build(folder: Path, way: str) -> nn.Module:
+    """Build the model of a way to train, without data."""
+    mode, recompute = WAYS[way]
+    model = build_to_train(
+        folder, dtype=mode.dtype, lora_rank=LORA_RANK if mode.is_lora else None, recompute=recompute
+    )
+    return model if mode.trains else model.eval()
+
+
+def estimate(folder: Path, way: str) -> StepMemory:
+    """Estimate the memory of a step."""
+    mode, _ = WAYS[way]
+    model = build(folder, way)
     with FakeTensorMode():
         give_fake_tensors(model)
         inputs = training_inputs(model, BATCH, TOKENS)
+        if not mode.trains:
+            return measure_forward(model, inputs)
+        make_optimizer = OPTIMIZERS["adamw-loop"]
         return measure_step(
-            model,
-            inputs,
-            loss_of=loss_of,
-            make_optimizer=OPTIMIZERS["adamw-loop"],
-            autocast=MODES[name].autocast,
-        ).peak
+            model, inputs, loss_of=loss_of, make_optimizer=make_optimizer, autocast=mode.autocast
+        )
+
+
+def estimate_of_rank(folder: Path, way: str) -> int:
+    """Estimate the peak of one of the ranks that share a training step, in bytes."""
+    model = build(folder, way)
+    sizes = sizes_of_model(model, whole_classes(model))
+    itemsize = next(model.parameters()).dtype.itemsize
+    return memory_of_rank(
+        estimate(folder, way),
+        sharding=SHARDINGS["fsdp"],
+        world_size=RANKS,
+        largest_block_bytes=sizes.largest_block_parameters * itemsize,
+    ).peak
 
 
 def measure(folder: Path, way: str, answer: Any) -> None:
-    """Train two real steps; put the bytes of the peak."""
+    """Train two real steps, or run two forwards; put the bytes of the peak."""
     _load_libraries()
-    name, recompute = WAYS[way]
-    model = build_to_train(folder, dtype=MODES[name].dtype, recompute=recompute)
+    model = build(folder, way)
     gc.collect()
     with record_peak() as peak:
-        model.to_empty(device="cpu")
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.detach().fill_(0.01)
-        optimizer = OPTIMIZERS["adamw-loop"](list(model.parameters()))
-        inputs = training_inputs(model, BATCH, TOKENS)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=MODES[name].autocast is not None):
-                loss = loss_of(model(**inputs))
-            loss.backward()
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
+        _materialize(model)
+        _run_steps(model, WAYS[way][0])
     answer.put(peak.host_bytes - peak.host_before_bytes)
+
+
+def measure_rank(rank: int, folder: Path, way: str, port: int, answer: Any) -> None:
+    """Train two real steps on shards; rank 0 puts the bytes of its peak."""
+    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    _load_libraries()
+    model = build(folder, way)
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer)
+    fully_shard(model)
+    dist.barrier()
+    gc.collect()
+    with record_peak() as peak:
+        _materialize(model)
+        _run_steps(model, WAYS[way][0])
+    if rank == 0:
+        answer.put(peak.host_bytes - peak.host_before_bytes)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _materialize(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(0.01)
+
+
+def _run_steps(model: nn.Module, mode: TrainingMode) -> None:
+    inputs = training_inputs(model, BATCH, TOKENS)
+    if not mode.trains:
+        with torch.no_grad():
+            for _ in range(2):
+                model(**inputs)
+        return
+    optimizer = OPTIMIZERS["adamw-loop"]([each for each in model.parameters() if each.requires_grad])
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+            loss = loss_of(model(**inputs))
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _load_libraries() -> None:
@@ -99,14 +162,25 @@ def _load_libraries() -> None:
         optimizer.step()
 
 
-def measured(folder: Path, way: str) -> int:
-    """Return the peak of real steps, made in a process of its own."""
+def measured(folder: Path, way: str, num_ranks: int = 1) -> int:
+    """Return the peak of real steps, made in processes of their own."""
     spawn = multiprocessing.get_context("spawn")
     answer = spawn.SimpleQueue()
-    process = spawn.Process(target=measure, args=(folder, way, answer))
-    process.start()
+    if num_ranks == 1:
+        processes = [spawn.Process(target=measure, args=(folder, way, answer))]
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = [
+            spawn.Process(target=measure_rank, args=(rank, folder, way, port, answer))
+            for rank in range(num_ranks)
+        ]
+    for process in processes:
+        process.start()
     found = answer.get()
-    process.join()
+    for process in processes:
+        process.join()
     return found
 
 
@@ -114,20 +188,36 @@ def main() -> None:
     """Hold estimates against real steps, model by model."""
     arguments = parse_arguments(__doc__ or "", rounds=1)
     tables: list[Table] = []
+
+    def compare(title: str, estimated: Callable[[], int], real: Callable[[], int]) -> None:
+        turns = {"estimate": estimated, "measured": real}
+        found = take_turns(turns, rounds=arguments.rounds, warmup=0, shown=False)
+        tables.append(Table(title=title, unit="MB", measured=found))
+        print(tables[-1], file=sys.stderr, flush=True)
+
     with TemporaryDirectory() as scratch:
         for name, config in CONFIGS.items():
             folder = Path(scratch) / name
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(config))
             for way in WAYS:
-                turns = {
-                    "estimate": lambda folder=folder, way=way: estimate(folder, way),
-                    "measured": lambda folder=folder, way=way: measured(folder, way),
-                }
-                found = take_turns(turns, rounds=arguments.rounds, warmup=0, shown=False)
-                tables.append(Table(title=f"{name}, {way}", unit="MB", measured=found))
-                print(tables[-1], file=sys.stderr, flush=True)
+                compare(
+                    f"{name}, {way}",
+                    partial(_peak, folder, way),
+                    partial(measured, folder, way),
+                )
+        name, way = SHARDED
+        folder = Path(scratch) / name
+        compare(
+            f"{name}, {way}, sharded by FSDP2",
+            partial(estimate_of_rank, folder, way),
+            partial(measured, folder, way, RANKS),
+        )
     report("estimate", tables, arguments, note=NOTE)
+
+
+def _peak(folder: Path, way: str) -> int:
+    return estimate(folder, way).peak
 
 
 if __name__ == "__main__":

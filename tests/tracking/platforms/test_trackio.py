@@ -115,7 +115,8 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_statements", [pytest.param(0, id="no table"), pytest.param(1, id="a table without its later columns")]
+    "num_statements",
+    [pytest.param(0, id="no table"), pytest.param(1, id="a table without its later columns")],
 )
 def test_a_database_whose_making_was_killed_is_completed(num_statements: int, tmp_path: Path) -> None:
     project = f"killed after {num_statements}".replace(" ", "-")
