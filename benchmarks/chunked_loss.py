@@ -45,7 +45,7 @@ def existing(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def torchs_own(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The loss by chunks that torch has since 2.13."""
+    """The loss by chunks that torch 2.15 has."""
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, weight, labels, options=options)
 

@@ -246,7 +246,9 @@ def test_a_label_beyond_the_words_is_an_error() -> None:
         chunked_cross_entropy(hidden, weight, labels.masked_fill(labels > 0, 11))
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has no loss of its own")
+@pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this torch has no loss by chunks of its own"
+)
 def test_torchs_own_loss_by_chunks_rounds_its_result_to_bf16() -> None:
     """Why torch's is not used: when this fails, look at docs/howto/large_vocabularies.md again."""
     hidden, weight, _, labels = head(8, 4, 100, torch.bfloat16)
