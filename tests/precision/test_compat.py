@@ -1,6 +1,8 @@
 """Each private name of torch is what precision relies on: these tests tell when a new torch changes one."""
 
+import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +50,71 @@ def test_torch_tells_of_bf16_units_as_the_system_does() -> None:
     except FileNotFoundError:
         pytest.skip("this system lists no instructions of its processor")
     assert compat.has_bf16_units() == ("avx512_bf16" in flags)
+
+
+def test_autocast_names_its_operations_by_device_type() -> None:
+    assert "aten::softmax.int" in compat.autocast_names("cuda")
+    assert "aten::softmax.int" not in compat.autocast_names("cpu")
+    with pytest.raises(RuntimeError, match="AutocastMeta"):
+        compat.autocast_names("meta")
+
+
+def test_the_arguments_of_an_operation_are_those_of_its_schema() -> None:
+    arguments = compat.arguments_of(torch.ops.aten.sum.dim_IntList)
+    assert arguments == [
+        ("self", "Tensor", False, None),
+        ("dim", "Optional[List[int]]", False, None),
+        ("keepdim", "bool", False, False),
+        ("dtype", "Optional[int]", True, None),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_tensor_without_values_ends_the_call_at_the_first_cast_or_operation(kind: str) -> None:
+    tensor = compat.valueless_tensor(torch.float16, kind)
+    assert tensor.device.type == kind
+    with pytest.raises(compat.CastSeenError) as seen:
+        tensor.float()
+    assert seen.value.dtypes == {torch.float32}
+    with pytest.raises(compat.CastSeenError) as seen:
+        torch.sum(tensor, dim=0, dtype=torch.float64)
+    assert seen.value.dtypes == {torch.float16, torch.float64}
+
+
+def test_a_dispatch_mode_sees_operations_below_autocast() -> None:
+    seen: list[torch.dtype] = []
+
+    class Watch(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(one.dtype for one in args if isinstance(one, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), torch.autocast("cpu", torch.bfloat16):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert torch.bfloat16 in seen
+
+
+def test_backward_runs_below_the_frame_of_the_engine() -> None:
+    frames: list[tuple[str, str]] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            frames.extend((one.filename, one.function) for one in inspect.stack(context=0))
+            return gradient
+
+    Looks.apply(torch.ones(1, requires_grad=True)).backward()
+    assert any(
+        file.endswith(compat.ENGINE_FRAME[0]) and name == compat.ENGINE_FRAME[1] for file, name in frames
+    )
+
+
+def test_the_wrapper_of_the_compiler_names_the_model_in_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    compiled = torch.compile(model, backend="eager")
+    assert compat.compiler_is_imported()
+    assert compat.COMPILED_PREFIX + "0" in dict(compiled.named_modules())

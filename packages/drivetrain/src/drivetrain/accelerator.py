@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, Self
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain import metrics
@@ -19,6 +20,7 @@ from drivetrain.choose_trackers import LogWith, split_log_with
 from drivetrain.compose import compose
 from drivetrain.exports import Exports
 from drivetrain.foreign_names import ForeignNames, refuse_arguments
+from drivetrain.half_check import half_check_of
 from drivetrain.parts import Parts
 from drivetrain.prepare import prepare_objects
 from drivetrain.ranks import Ranks
@@ -32,7 +34,7 @@ from drivetrain_backends import AccumulationError, Backend, BackendRegistry, ful
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
-from drivetrain_precision import autocast
+from drivetrain_precision import NoAutocast, RecordedAutocast, autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
@@ -104,7 +106,10 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
             trackers=trackers,
         )
         super().__init__(parts)
-        self._micro_batch = MicroBatch(parts.backend.window, parts.reading, parts.prepared)
+        self._half_check = half_check_of(parts)
+        self._micro_batch = MicroBatch(
+            parts.backend.window, parts.reading, parts.prepared, check=self._half_check
+        )
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
@@ -297,9 +302,18 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._parts.prepared.holding(chosen).clip(chosen, value=clip_value)
 
-    def autocast(self, *, enabled: bool = True) -> AbstractContextManager[object]:
-        """Run the block in the run's precision, as prepared models do by themselves."""
+    def autocast(self, *, enabled: bool = True) -> torch.autocast | NoAutocast:
+        """Run the block, or the decorated function, in the run's precision, as prepared models do by themselves."""
         return autocast(self._parts.policy, self.device, enabled=enabled)
+
+    def record_autocast(self, model: nn.Module | None = None) -> RecordedAutocast:
+        """Run the block as `autocast` does, and record which operations run in fp32 and which in half precision.
+
+        Args:
+            model: The model, for the names of modules; any model's forward in the block is recorded.
+        """
+        module = None if model is None else self.unwrap_model(model)
+        return autocast(self._parts.policy, self.device, record=True, model=module)
 
     def join_uneven_inputs(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the block with unprepared loaders that may end at different steps on each rank. Called on all ranks.
@@ -325,6 +339,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
             stack.callback(self._parts.trackers.finish)
             if self._parts.watch is not None:
                 stack.callback(self._parts.watch.finish)
+            if self._half_check is not None:
+                stack.callback(self._half_check.finish)
             stack.callback(self._parts.checkpointers.close)
             stack.callback(self._end_schedules)
             stack.callback(self._drop_deferred)

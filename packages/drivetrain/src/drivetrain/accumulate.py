@@ -6,6 +6,7 @@ from types import TracebackType
 
 from torch import nn
 
+from drivetrain.half_check import HalfCheck
 from drivetrain.prepared import PreparedObjects
 from drivetrain_backends import AccumulationWindow
 from drivetrain_data import BatchPlan, LoaderTracker
@@ -20,6 +21,7 @@ class MicroBatch:
         window: The accumulation window of the micro-batches.
         reading: The loaders being read; the last batch of a loader closes the window early.
         prepared: The prepared objects.
+        check: The check for operations in half precision; None if the settings do not ask for it.
 
     Attributes:
         models: The models whose gradients are not reduced in an open window, all if empty; set before entry.
@@ -28,15 +30,23 @@ class MicroBatch:
         is_open: Whether the loop is inside the context.
     """
 
-    __slots__ = ("_ended", "_held", "_prepared", "_reading", "_window", "is_open", "last", "models")
+    __slots__ = ("_check", "_ended", "_held", "_prepared", "_reading", "_window", "is_open", "last", "models")
 
-    def __init__(self, window: AccumulationWindow, reading: LoaderTracker, prepared: PreparedObjects) -> None:
+    def __init__(
+        self,
+        window: AccumulationWindow,
+        reading: LoaderTracker,
+        prepared: PreparedObjects,
+        *,
+        check: HalfCheck | None = None,
+    ) -> None:
         self.models: Sequence[nn.Module] = ()
         self.last: bool | None = None
         self.is_open = False
         self._window = window
         self._reading = reading
         self._prepared = prepared
+        self._check = check
         self._held: ExitStack | None = None
         # An iterator abandoned at its last batch closes one window, not every later one.
         self._ended: BatchPlan | None = None
@@ -50,6 +60,8 @@ class MicroBatch:
         self._ended = ending
         if not self._window.closing:
             self._hold()
+        if self._check is not None:
+            self._check.enter()
         self.is_open = True
 
     def __exit__(
@@ -57,6 +69,8 @@ class MicroBatch:
     ) -> None:
         self.is_open = False
         self.models = ()  # otherwise the models would live as long as the Accelerator
+        if self._check is not None:
+            self._check.leave(is_last=self._window.closing)
         if error is not None:
             self._window.fail()
         if self._held is not None:

@@ -8,8 +8,19 @@ policy, and `LossScaler` keeps fp16 gradients from underflowing.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain_precision.casting import NoAutocast as NoAutocast
     from drivetrain_precision.casting import autocast as autocast
+    from drivetrain_precision.checks.autocast_record import AutocastOperation as AutocastOperation
+    from drivetrain_precision.checks.autocast_record import RecordedAutocast as RecordedAutocast
+    from drivetrain_precision.checks.autocast_rules import autocast_rules as autocast_rules
+    from drivetrain_precision.checks.autocast_rules import fp32_operations as fp32_operations
+    from drivetrain_precision.checks.half_precision import HalfOperation as HalfOperation
+    from drivetrain_precision.checks.half_precision import HalfOperations as HalfOperations
+    from drivetrain_precision.checks.half_precision import find_half_operations as find_half_operations
+    from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
     from drivetrain_precision.errors import PrecisionError as PrecisionError
+    from drivetrain_precision.losses.chunked_head import chunked_cross_entropy as chunked_cross_entropy
+    from drivetrain_precision.losses.existing_logits import cross_entropy as cross_entropy
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
     from drivetrain_precision.scaler import LossScaler as LossScaler
@@ -19,13 +30,24 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
+    "AutocastOperation": "checks.autocast_record",
+    "HalfOperation": "checks.half_precision",
+    "HalfOperations": "checks.half_precision",
+    "HalfPrecisionWarning": "errors",
     "LossScaler": "scaler",
+    "NoAutocast": "casting",
     "Policy": "policy",
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
+    "RecordedAutocast": "checks.autocast_record",
     "Support": "support",
     "autocast": "casting",
+    "autocast_rules": "checks.autocast_rules",
     "choose_policy": "policy",
+    "chunked_cross_entropy": "losses.chunked_head",
+    "cross_entropy": "losses.existing_logits",
+    "find_half_operations": "checks.half_precision",
+    "fp32_operations": "checks.autocast_rules",
     "supported_modes": "support",
 }
 

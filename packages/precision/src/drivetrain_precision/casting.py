@@ -1,23 +1,111 @@
 """A context manager that makes operations compute in a policy's dtype."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from functools import partial
+from typing import Literal, overload
 
 import torch
+from torch import nn
 
+from drivetrain_precision.checks.autocast_record import RecordedAutocast
 from drivetrain_precision.policy import Policy
 
 
-def autocast(policy: Policy, device: torch.device, *, enabled: bool = True) -> AbstractContextManager[object]:
-    """Return the policy's autocast context; in fp32, return a context that does nothing.
+class NoAutocast(AbstractContextManager[None], ContextDecorator):
+    """A context and a decorator that changes nothing, for policies in fp32."""
+
+    def __exit__(self, *_: object) -> None:
+        """Leave everything as it is."""
+
+
+@overload
+def autocast(
+    policy: Policy | str,
+    device: torch.device | torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    record: Literal[False] = False,
+    model: None = None,
+) -> torch.autocast | NoAutocast: ...
+
+
+@overload
+def autocast(
+    policy: Policy | str,
+    device: torch.device | torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    record: Literal[True],
+    model: nn.Module | None = None,
+) -> RecordedAutocast: ...
+
+
+def autocast(
+    policy: Policy | str,
+    device: torch.device | torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    record: bool = False,
+    model: nn.Module | None = None,
+) -> torch.autocast | NoAutocast | RecordedAutocast:
+    """Return the policy's autocast; in fp32, one that does nothing.
+
+    Called as torch.autocast, `autocast(device_type, dtype)`, it is that. All results are contexts and decorators.
 
     Args:
-        policy: The policy from `choose_policy`.
-        device: The device whose operations are cast.
+        policy: The policy from `choose_policy`; or a device type such as "cuda".
+        device: The device whose operations are cast; after a device type, the dtype to cast to, or None for torch's
+            default.
         enabled: Whether to cast; False disables an outer autocast, for a loss that must be computed in fp32.
+        cache_enabled: Whether casts of weights are kept for a second use inside; None for torch's setting.
+        dtype: The dtype to cast to, as a name of torch.autocast's second argument.
+        record: Whether to record which operations run in fp32 and which in half precision. Recording looks at each
+            call, and keeps torch.compile from fusing; use it for a step.
+        model: The model, for the names of modules in the record.
 
     Returns:
-        A context manager that is reusable, but not reentrant.
+        A context manager that is reusable. Only a recording one can be entered inside itself: torch's own would then
+        stay on, so nest two.
+
+    Raises:
+        TypeError: The arguments are neither a policy and a device, nor those of torch.autocast; or a model is given
+            without `record`.
     """
-    if policy.autocast_dtype is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=policy.autocast_dtype, enabled=enabled)
+    if model is not None and not record:
+        raise TypeError("model= names the modules of a record: pass record=True too, or leave it out")
+    make = _maker(policy, device, dtype, enabled=enabled, cache_enabled=cache_enabled)
+    return RecordedAutocast(make, model) if record else make()
+
+
+def _maker(
+    policy: Policy | str,
+    device: torch.device | torch.dtype | None,
+    dtype: torch.dtype | None,
+    *,
+    enabled: bool,
+    cache_enabled: bool | None,
+) -> Callable[[], torch.autocast | NoAutocast]:
+    """Return a function that makes the context."""
+    if isinstance(policy, Policy):
+        if not isinstance(device, torch.device) or dtype is not None:
+            raise TypeError(
+                f"autocast(policy, {device!r}, dtype={dtype}): after a policy, pass a torch.device, and no dtype"
+            )
+        if policy.autocast_dtype is None:
+            return NoAutocast
+        kind, dtype = device.type, policy.autocast_dtype
+    else:
+        if isinstance(device, torch.device) or (device is not None and dtype is not None):
+            raise TypeError(
+                f"autocast({policy!r}, {device!r}, dtype={dtype}): after a device type, pass one dtype such as "
+                "torch.bfloat16"
+            )
+        kind, dtype = policy, dtype or device
+    return partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

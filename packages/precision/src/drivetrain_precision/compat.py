@@ -4,8 +4,17 @@ torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/
 one to what is relied on, and docs/platforms.md lists them.
 """
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# The frames of a backward that the engine runs, by the file within torch and the function.
+ENGINE_FRAME = ("autograd/graph.py", "_engine_run_backward")
+# The attribute under which torch.compile's wrapper holds the module, a part of the names below it.
+COMPILED_PREFIX = "_orig_mod."
 
 
 def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -46,3 +55,64 @@ def update_scale(
 def has_bf16_units() -> bool:
     """Return whether this processor has bf16 instructions; False where torch cannot tell, as off x86."""
     return getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+
+
+def compiler_is_imported() -> bool:
+    """Return whether the compiler was imported, as nothing is compiled before; the import takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def autocast_names(device_type: str) -> list[str]:
+    """Return the operations for which torch's autocast has a rule on a device type, such as "aten::softmax.int"."""
+    dispatch: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    key = f"Autocast{dispatch._dispatch_key_for_device(device_type)}"
+    return sorted(set(dispatch._dispatch_get_registrations_for_dispatch_key(key)))
+
+
+def arguments_of(operation: Any) -> list[tuple[str, str, bool, Any]]:
+    """Return name, type, whether it is passed by name, and default (or None) of each argument of an operation."""
+    return [
+        (one.name, str(one.type), one.kwarg_only, one.default_value if one.has_default_value() else None)
+        for one in operation._schema.arguments
+    ]
+
+
+class CastSeenError(Exception):
+    """Ends a call of an operation on `ValuelessTensor`, at the first operation below autocast.
+
+    Args:
+        dtypes: The dtype that autocast casts to, or those of the operation's arguments.
+    """
+
+    def __init__(self, dtypes: set[torch.dtype]) -> None:
+        super().__init__()
+        self.dtypes = dtypes
+
+
+class _ValuelessTensor(Tensor):
+    """A tensor that raises CastSeenError in place of any computation."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raise CastSeenError for what would be computed."""
+        named = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            raise CastSeenError({named["dtype"]})
+        inputs = [one.name for one in func._schema.arguments]
+        if any(name == "half_to_float" and value for name, value in zip(inputs, args, strict=False)):
+            raise CastSeenError({torch.float32})  # the cast is a part of the operation
+        flat = [*args, *named.values()]
+        flat += [one for each in flat if isinstance(each, list) for one in each]
+        tensors = {one.dtype for one in flat if isinstance(one, Tensor)}
+        raise CastSeenError(tensors | {one for one in flat if isinstance(one, torch.dtype)})
+
+
+def valueless_tensor(dtype: torch.dtype, device_type: str) -> Tensor:
+    """Return a tensor of a device that need not exist: what is computed with it raises CastSeenError at once."""
+    return torch.Tensor._make_wrapper_subclass(
+        _ValuelessTensor, (2, 2), dtype=dtype, device=torch.device(device_type)
+    )

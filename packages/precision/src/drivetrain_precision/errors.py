@@ -1,5 +1,9 @@
-"""Exceptions raised when a precision is chosen."""
+"""Exceptions raised when a precision is chosen, and warnings of how it is used."""
 
 
 class PrecisionError(ValueError):
     """The device does not support the requested precision, or the precision is unknown."""
+
+
+class HalfPrecisionWarning(UserWarning):
+    """Code computes in half precision what needs fp32."""

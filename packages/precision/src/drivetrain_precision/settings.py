@@ -20,6 +20,12 @@ class PrecisionSettings:
     growth_interval: int = field(
         default=2000, metadata={"help": "Number of optimizer steps without overflow before the scale grows."}
     )
+    check_half: bool = field(
+        default=False,
+        metadata={
+            "help": "Look in the first step for softmaxes, norms and losses computed in half precision."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.

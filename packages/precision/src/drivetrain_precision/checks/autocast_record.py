@@ -1,0 +1,138 @@
+"""Autocast that remembers which operations ran in fp32, and which in half precision."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain_precision.checks.call_sites import call_site, module_names
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# Functions that copy values, for some in a dtype that the caller chose.
+_CASTS = frozenset(
+    {
+        *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
+        *("clone", "contiguous", "detach", "reshape"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastOperation:
+    """An operation that ran under a recorded autocast.
+
+    Attributes:
+        name: The name of the function or the method, such as "softmax".
+        dtype: The dtype of its result.
+        module: The name within the model of the module that called it, or the name of the module's class where the
+            model is unknown; "" outside of modules.
+        num_calls: The number of its calls.
+    """
+
+    name: str
+    dtype: torch.dtype
+    module: str
+    num_calls: int
+
+    @property
+    def is_fp32(self) -> bool:
+        """True if it ran in fp32."""
+        return self.dtype is torch.float32
+
+
+class RecordedAutocast:
+    """A context and decorator that applies autocast and records what runs; `autocast(..., record=True)` makes it.
+
+    It can be entered again, also inside itself, and goes on to record.
+
+    Args:
+        make: Return a new context of autocast.
+        model: The model, for the names of modules.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]], model: nn.Module | None) -> None:
+        self._make = make
+        self._entered: list[ExitStack] = []
+        self._record = _Record(module_names(model))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if not self._entered:
+                stack.enter_context(self._record)
+            stack.enter_context(self._make())
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Return the function so that it runs under this autocast."""
+
+        @wraps(function)
+        def recorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return recorded
+
+    def operations(self) -> tuple[AutocastOperation, ...]:
+        """Return the operations on floating-point tensors that ran, by name, dtype and module, in their first order.
+
+        Views, copies, casts that the code asks for, and what torch does by itself in backward are left out.
+        """
+        return tuple(
+            AutocastOperation(name=name, dtype=dtype, module=module, num_calls=calls)
+            for (name, dtype, module), calls in self._record.calls.items()
+        )
+
+    def fp32_operations(self) -> tuple[AutocastOperation, ...]:
+        """Return the operations that ran in fp32."""
+        return tuple(one for one in self.operations() if one.is_fp32)
+
+
+class _Record(TorchFunctionMode):
+    """Counts calls of torch's functions by name, dtype of the result and module.
+
+    Args:
+        names: The names of modules by their ids.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.calls: dict[tuple[str, torch.dtype, str], int] = {}
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(getattr(func, "__name__", func)).strip("_")
+        made = result[0] if isinstance(result, (tuple, list)) and result else result
+        if isinstance(made, Tensor) and made.is_floating_point() and _computes(name, made, args):
+            site = call_site(self._names)
+            key = name, made.dtype, "" if site is None else site.module
+            self.calls[key] = self.calls.get(key, 0) + 1
+        return result
+
+
+def _computes(name: str, made: Tensor, args: tuple[Any, ...]) -> bool:
+    """Return whether a function computed its result, rather than cast, copied or viewed an input."""
+    given = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+    if name in ("get", "set", *_CASTS) or not given:
+        return False
+    if type(made) is not Tensor or any(
+        type(one) not in (Tensor, nn.Parameter) for one in given
+    ):  # a subclass may have no storage to compare
+        return True
+    start = made.untyped_storage().data_ptr()
+    return start == 0 or all(one is made or one.untyped_storage().data_ptr() != start for one in given)

@@ -1,0 +1,114 @@
+"""The line of a user's code that called an operation, found by the frames of the call."""
+
+import inspect
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+from drivetrain_precision.compat import COMPILED_PREFIX, ENGINE_FRAME
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_FUNCTIONAL = _TORCH + "nn/functional.py"
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+)
+# What torch computes by itself between a user's lines: gradients, optimizers, clipping.
+_OF_TRAINING = tuple(_TORCH + part for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSite:
+    """The line that called an operation.
+
+    Attributes:
+        file: The file of the innermost code that is not torch's.
+        line: The number of the line.
+        module: The name within the model of the innermost module that was called, or the name of the module's class
+            where the model is unknown; "" outside of modules.
+        function: The function of torch.nn.functional that was called, such as "cross_entropy"; "" where none was.
+        is_library: Whether the file belongs to an installed library.
+    """
+
+    file: str
+    line: int
+    module: str
+    function: str
+    is_library: bool
+
+
+def module_names(model: nn.Module | None) -> dict[int, str]:
+    """Return the name of each module by its id, without the parts of torch.compile's wrappers."""
+    if model is None:
+        return {}
+    return {
+        id(module): name.replace(COMPILED_PREFIX, "") or type(module).__name__
+        for name, module in model.named_modules()
+    }
+
+
+def call_site(names: Mapping[int, str]) -> CallSite | None:
+    """Return where the operation that is being dispatched was called, or None in what torch does by itself.
+
+    Args:
+        names: The names of modules by their ids, from `module_names`.
+    """
+    place: FrameType | None = None
+    function = ""
+    module: str | None = None
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if place is None:
+            if _is_of_training(frame, file):
+                return None
+            if file == _FUNCTIONAL and not frame.f_code.co_name.startswith("_"):
+                function = frame.f_code.co_name
+            if not file.startswith(_TORCH) and not _is_own(frame):
+                place = frame
+        if module is None:
+            module = _module(frame, names)
+        if place is not None and module is not None:
+            break
+    if place is None:
+        return None
+    return CallSite(
+        file=place.f_code.co_filename,
+        line=place.f_lineno,
+        module=module or "",
+        function=function,
+        is_library=place.f_code.co_filename.startswith(_LIBRARIES) or _is_drivetrain(place),
+    )
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_of_training(frame: FrameType, file: str) -> bool:
+    return file.startswith(_OF_TRAINING) or (
+        file == _TORCH + ENGINE_FRAME[0] and frame.f_code.co_name == ENGINE_FRAME[1]
+    )
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("drivetrain_precision.")
+
+
+def _is_drivetrain(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0].partition("_")[0] == "drivetrain"
+
+
+def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
+    """Return the name of the module whose method a frame runs."""
+    variables = frame.f_code.co_varnames
+    owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount and variables else None
+    if not isinstance(owner, nn.Module):
+        return None
+    return names.get(id(owner)) if names else type(owner).__name__

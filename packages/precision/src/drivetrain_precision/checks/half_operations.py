@@ -1,0 +1,155 @@
+"""The operations that lose what they compute in half precision: rules on what torch dispatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from weakref import ref
+
+from torch import Tensor
+from torch import bfloat16 as bf16
+from torch import float16 as fp16
+
+Kind = Literal["softmax", "norm", "loss", "sum"]
+Damage = Literal["computed", "rounded"]
+
+HALF = frozenset({fp16, bf16})
+# Sums of fewer values neither overflow fp16 nor lose the small ones.
+_MANY = 256
+# The operations by the names that torch dispatches, without a leading underscore.
+_LOSSES = frozenset(
+    {
+        *(
+            "nll_loss_forward",
+            "nll_loss2d_forward",
+            "mse_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "soft_margin_loss",
+        ),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss", "log_softmax"),
+        *("multi_margin_loss", "multilabel_margin_loss_forward"),
+    }
+)
+_SOFTMAX = frozenset({"softmax", "safe_softmax"})
+_NORMS = frozenset(
+    {
+        *(
+            "native_layer_norm",
+            "native_group_norm",
+            "native_batch_norm",
+            "native_batch_norm_legit",
+            "fused_rms_norm",
+        ),
+        *("batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm", "linalg_vector_norm", "norm"),
+        *("var", "std", "var_mean", "std_mean"),
+    }
+)
+_RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
+_SUMS = frozenset({"sum", "mean"})
+_MENDS: dict[str, str] = {
+    "softmax": "compute it in fp32: F.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)",
+    "log_softmax": "compute it in fp32: F.log_softmax(scores, dim=-1, dtype=torch.float32)",
+    "layer norm": "give it fp32: F.layer_norm(x.float(), ...) with weights in fp32, then .to(x.dtype)",
+    "norm": "compute it in fp32: x.float() before the squares, .to(x.dtype) after the division; F.rms_norm does so",
+    "loss": "compute it in fp32: F.cross_entropy(logits.float(), ...), or without the copy "
+    "drivetrain_precision.cross_entropy(logits, labels)",
+    "sum": "add in fp32: x.sum(dtype=torch.float32)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfVerdict:
+    """The damage of an operation in half precision.
+
+    Attributes:
+        operation: The name of the operation.
+        kind: "softmax", "norm", "loss" or "sum".
+        damage: "computed" if values in between are rounded to half, or a loss is; "rounded" if torch's kernel
+            computes in fp32 and rounds its result alone.
+        mend: The advice what to write instead.
+    """
+
+    operation: str
+    kind: Kind
+    damage: Damage
+    mend: str
+
+
+def inside_function(verdict: HalfVerdict, function: str) -> HalfVerdict:
+    """Return the verdict on a function of torch.nn.functional, from that on an operation that it runs.
+
+    Args:
+        verdict: The verdict on the operation.
+        function: The name of the function; "" if none runs.
+    """
+    is_loss = function.endswith(("loss", "cross_entropy", "_with_logits", "kl_div"))
+    return replace(verdict, kind="loss", damage="computed", mend=_MENDS["loss"]) if is_loss else verdict
+
+
+class Judge:
+    """Judges one operation after the other; squares and exponentials are remembered until they are summed."""
+
+    def __init__(self) -> None:
+        self._squares: dict[int, ref[Tensor]] = {}
+        self._exponentials: dict[int, ref[Tensor]] = {}
+
+    def verdict(self, name: str, args: Sequence[Any], result: Any) -> HalfVerdict | None:
+        """Return what an operation loses, or None if nothing.
+
+        Args:
+            name: The name of the operation without overload, such as "_softmax".
+            args: The positional arguments.
+            result: The result, a tensor or a tuple of which the first is.
+        """
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        made = result[0] if isinstance(result, (tuple, list)) and result else result
+        if first is None or first.dtype not in HALF or not isinstance(made, Tensor) or made.dtype not in HALF:
+            return None
+        name = name.removeprefix("_").removesuffix("_")
+        self._remember(name, args, made)
+        if name in _LOSSES:
+            found = _verdict(name, "loss", "computed")
+            return replace(found, mend=_MENDS[name]) if name in _MENDS else found
+        if name in _SOFTMAX:
+            return _verdict(name, "softmax", "rounded")
+        if name == "logsumexp":
+            return _verdict(name, "softmax", "computed")
+        if name in _NORMS:
+            mend = (
+                _MENDS["layer norm"] if "_norm" in name and not name.startswith("linalg") else _MENDS["norm"]
+            )
+            return replace(_verdict(name.removeprefix("native_"), "norm", "rounded"), mend=mend)
+        if name in _RUNNING and first.numel() and first.shape[args[1] if len(args) > 1 else 0] >= _MANY:
+            return _verdict(name, "sum", "computed")
+        return self._sum(name, first, made) if name in _SUMS else None
+
+    def _sum(self, name: str, added: Tensor, made: Tensor) -> HalfVerdict | None:
+        if _holds(self._exponentials, added):
+            return _verdict(f"{name} of exponentials", "softmax", "computed")
+        if _holds(self._squares, added):
+            kind: Kind = "loss" if made.numel() == 1 and added.requires_grad else "norm"
+            return _verdict(f"{name} of squares", kind, "computed")
+        if made.numel() == 1 < added.numel() and added.requires_grad:
+            return _verdict(name, "loss", "rounded")
+        many = added.numel() >= _MANY * max(1, made.numel())
+        return _verdict(name, "sum", "rounded") if name == "sum" and many and added.dtype is fp16 else None
+
+    def _remember(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+        is_square = (
+            name == "square"
+            or (name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2)
+            or (name == "mul" and len(args) > 1 and args[0] is args[1])
+        )
+        if is_square:
+            self._squares[id(made)] = ref(made)
+        elif name == "exp":
+            self._exponentials[id(made)] = ref(made)
+
+
+def _holds(seen: dict[int, ref[Tensor]], tensor: Tensor) -> bool:
+    kept = seen.get(id(tensor))
+    return kept is not None and kept() is tensor
+
+
+def _verdict(operation: str, kind: Kind, damage: Damage) -> HalfVerdict:
+    return HalfVerdict(operation=operation, kind=kind, damage=damage, mend=_MENDS[kind])

@@ -1,0 +1,192 @@
+"""Find the softmaxes, norms, losses and long sums that user code computes in half precision."""
+
+import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain_precision.checks.call_sites import CallSite, call_site, module_names
+from drivetrain_precision.checks.half_operations import HalfVerdict, Judge, Kind, inside_function
+from drivetrain_precision.compat import TorchDispatchMode, compiler_is_imported
+from drivetrain_precision.errors import HalfPrecisionWarning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfOperation:
+    """An operation that computes in half precision although it needs fp32.
+
+    Attributes:
+        operation: The name, such as "cross_entropy" or "mean of squares".
+        kind: "softmax", "norm", "loss" or "sum".
+        dtype: The dtype that it computes in.
+        module: The name within the model of the module that calls it; "" outside of modules.
+        file: The file of the line that calls it.
+        line: The number of the line.
+        rounds_result_only: Whether torch's kernel computes in fp32 and rounds its result alone, which costs less.
+        mend: The advice what to write instead.
+        num_calls: The number of its calls.
+    """
+
+    operation: str
+    kind: Kind
+    dtype: torch.dtype
+    module: str
+    file: str
+    line: int
+    rounds_result_only: bool
+    mend: str
+    num_calls: int
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" + (f" (module {self.module})" if self.module else "")
+        how = "the result is rounded to" if self.rounds_result_only else "computed in"
+        times = "once" if self.num_calls == 1 else f"{self.num_calls} times"
+        return (
+            f"{place}: {self.operation}, {how} {str(self.dtype).removeprefix('torch.')} {times}: {self.mend}"
+        )
+
+
+class HalfOperations:
+    """The result of `find_half_operations`, complete when its block has ended."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Key, _Calls] = {}
+
+    @property
+    def operations(self) -> tuple[HalfOperation, ...]:
+        """The operations in the order in which they first ran, one for each line, module and dtype."""
+        return tuple(
+            HalfOperation(
+                operation=key.operation,
+                kind=calls.kind,
+                dtype=key.dtype,
+                module=key.module,
+                file=key.file,
+                line=key.line,
+                rounds_result_only=calls.rounds_result_only,
+                mend=calls.mend,
+                num_calls=calls.num_calls,
+            )
+            for key, calls in self._found.items()
+        )
+
+    def __str__(self) -> str:
+        if not self._found:
+            return "no softmax, norm, loss or long sum is computed in half precision"
+        return "\n".join(
+            ["computed in half precision, which loses what they need:", *map(str, self.operations)]
+        )
+
+    def add(self, verdict: HalfVerdict, dtype: torch.dtype, site: CallSite) -> None:
+        """Count an operation that runs at a line; what a function runs inside counts as that function."""
+        key = _Key(site.function or verdict.operation, dtype, site.module, site.file, site.line)
+        calls = self._found.setdefault(key, _Calls(verdict))
+        calls.num_calls += verdict.operation == calls.first
+        calls.rounds_result_only &= verdict.damage == "rounded"
+
+
+class _Key(NamedTuple):
+    operation: str
+    dtype: torch.dtype
+    module: str
+    file: str
+    line: int
+
+
+class _Calls:
+    """The calls of an operation at a line, counted by the first thing that it runs.
+
+    Args:
+        first: The verdict on that.
+    """
+
+    def __init__(self, first: HalfVerdict) -> None:
+        self.first, self.mend = first.operation, first.mend
+        self.kind: Kind = first.kind
+        self.rounds_result_only = True
+        self.num_calls = 0
+
+
+@contextmanager
+def find_half_operations(
+    model: nn.Module | None = None, *, libraries: bool = False, warn: bool = True
+) -> Generator[HalfOperations]:
+    """Run a block, such as one training step, and find what it computes in fp16 or bf16 although it needs fp32.
+
+    What counts: losses and log-probabilities; softmax; norms, also written by hand as a mean of squares; sums of
+    exponentials; running sums. Not reported are operations whose inputs are in fp32, what torch does by itself in
+    backward and optimizers, and, where torch's kernel computes in fp32 and rounds its result alone, calls under
+    autocast (it chose so) and those in installed libraries. Compiled models run without the compiler in the block.
+    Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
+    other threads are not seen. Called on any rank by itself.
+
+    Args:
+        model: The model, for the names of modules; without it they are named by their classes.
+        libraries: Whether to report results that kernels round in code of installed libraries, and under autocast.
+        warn: Whether to give a HalfPrecisionWarning at the end if something was found.
+
+    Yields:
+        The result, whose `operations` are complete at the end of the block.
+    """
+    found = HalfOperations()
+    with ExitStack() as stack:
+        if compiler_is_imported():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        calls = stack.enter_context(_AutocastState())
+        stack.enter_context(_Watch(found, module_names(model), calls, libraries=libraries))
+        yield found
+    if warn and found.operations:
+        warnings.warn(str(found), HalfPrecisionWarning, stacklevel=3)
+
+
+class _AutocastState(TorchFunctionMode):
+    """Knows whether the function that is running was called under autocast, which no code below autocast sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_enabled = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensor = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)), None)
+        if tensor is not None:
+            self.is_enabled = torch.is_autocast_enabled(tensor.device.type)
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at each operation below autocast, so that the dtypes are those that are computed in."""
+
+    def __init__(
+        self, found: HalfOperations, names: dict[int, str], autocast: _AutocastState, *, libraries: bool
+    ) -> None:
+        super().__init__()
+        self._found, self._names, self._autocast, self._libraries = found, names, autocast, libraries
+        self._judge = Judge()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        verdict = self._judge.verdict(func.__name__.partition(".")[0], args, result)
+        if verdict is not None:
+            self._report(verdict, args[0].dtype)
+        return result
+
+    def _report(self, verdict: HalfVerdict, dtype: torch.dtype) -> None:
+        site = call_site(self._names)
+        if site is None:
+            return
+        verdict = inside_function(verdict, site.function)
+        if (
+            verdict.damage == "computed"
+            or self._libraries
+            or not (self._autocast.is_enabled or site.is_library)
+        ):
+            self._found.add(verdict, dtype, site)

@@ -1,0 +1,177 @@
+"""The cross entropy of a chunk of tokens, and its gradient: plain functions of logits in fp32, computed in place.
+
+Nothing here is recorded by autograd: the functions of `chunked_head.py` and `existing_logits.py` call it forward, and
+again in backward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The most logits of a chunk by default: their copy in fp32 takes 256 MiB, which is 512 tokens of 128,000 words.
+_MAX_CHUNK_LOGITS = 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The way in which the loss of a token is computed from its logits.
+
+    Attributes:
+        ignore_index: The label of tokens without a loss.
+        label_smoothing: The share of the target that is spread over all words, from 0 to 1.
+        logit_softcap: The bound of the logits, `softcap * tanh(logits / softcap)`; None for none.
+        chunk_tokens: The number of tokens of a chunk.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    logit_softcap: float | None
+    chunk_tokens: int
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, and what the gradient needs of it.
+
+        Args:
+            logits: Shape (tokens, words), in fp32 or fp64; overwritten.
+            labels: Shape (tokens,), integers.
+
+        Returns:
+            The losses, 0 for ignored tokens, and the logarithms of the sums of exponentials; both of shape (tokens,).
+        """
+        if self.logit_softcap is not None:
+            logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        counted = labels != self.ignore_index
+        target = logits.gather(1, _places(labels, counted))[:, 0]
+        score = target if not self.label_smoothing else self._smoothed(target, logits)
+        highest = logits.amax(dim=1, keepdim=True)
+        log_sum = logits.sub_(highest).exp_().sum(dim=1).log_().add_(highest[:, 0])
+        return torch.where(counted, log_sum - score, 0), log_sum
+
+    def gradient(self, logits: Tensor, labels: Tensor, log_sum: Tensor, outer: Tensor) -> Tensor:
+        """Return the gradient of the logits.
+
+        Args:
+            logits: Shape (tokens, words), in fp32 or fp64, before the softcap; overwritten.
+            labels: Shape (tokens,), integers.
+            log_sum: The second result of `losses`, of shape (tokens,).
+            outer: The gradient of each token's loss, of shape (tokens,) in the dtype of the logits.
+
+        Returns:
+            The gradient, of the shape and dtype of the logits.
+        """
+        slope = None
+        if self.logit_softcap is not None:
+            logits.div_(self.logit_softcap).tanh_()
+            slope = logits.square().neg_().add_(1)
+            logits.mul_(self.logit_softcap)
+        counted = labels != self.ignore_index
+        gradient = logits.sub_(log_sum[:, None]).exp_()
+        if self.label_smoothing:
+            gradient.sub_(self.label_smoothing / logits.shape[1])
+        hit = torch.full_like(outer, self.label_smoothing - 1)
+        gradient.scatter_add_(1, _places(labels, counted), hit[:, None])
+        gradient.mul_(torch.where(counted, outer, 0)[:, None])
+        return gradient if slope is None else gradient.mul_(slope)
+
+    def _smoothed(self, target: Tensor, logits: Tensor) -> Tensor:
+        return (1 - self.label_smoothing) * target + self.label_smoothing * logits.mean(dim=1)
+
+
+def token_loss(
+    num_words: int,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    logit_softcap: float | None,
+    chunk_tokens: int | None,
+) -> TokenLoss:
+    """Check the arguments of a loss, and choose the size of its chunks.
+
+    Raises:
+        ValueError: A value is outside its range; the message begins with the argument's name.
+    """
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r}: must lie between 0 and 1")
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap={logit_softcap!r}: must be above 0, or None for no bound")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens!r}: must be at least 1, or None to choose it")
+    return TokenLoss(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_softcap=logit_softcap,
+        chunk_tokens=chunk_tokens or max(1, _MAX_CHUNK_LOGITS // max(1, num_words)),
+    )
+
+
+def softmax_dtype(logits_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the softmax over logits of a dtype: fp64 for fp64, else fp32."""
+    return torch.promote_types(logits_dtype, torch.float32)
+
+
+def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return the losses of tokens as `reduction` says, with the gradients that torch's cross entropy has.
+
+    Args:
+        losses: Shape (tokens,), 0 for ignored tokens.
+        labels: The labels, of the shape of the result of "none".
+        ignore_index: The label of tokens without a loss.
+        reduction: "mean" (over the tokens that are not ignored; nan where there are none), "sum" or "none".
+
+    Raises:
+        ValueError: The reduction is unknown.
+    """
+    if reduction == "none":
+        return losses.view(labels.shape)
+    if reduction == "sum":
+        return losses.sum()
+    if reduction == "mean":
+        return losses.sum() / (labels != ignore_index).sum()
+    raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+
+
+def check_labels(labels: Tensor, shape: torch.Size, what: str) -> None:
+    """Check that there is a label for each token.
+
+    Raises:
+        TypeError: The labels are not integers.
+        ValueError: The labels have another shape than the tokens.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        raise TypeError(f"labels have the dtype {labels.dtype}: must be indices of words, such as torch.long")
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels have the shape {tuple(labels.shape)}, and the tokens of {what} {tuple(shape)}: they must be "
+            "equal; for the next word, shift both: hidden[:, :-1] and labels[:, 1:]"
+        )
+
+
+def refuse_parts(tensor: Tensor, name: str, what_to_do: str) -> None:
+    """Refuse a tensor of which this rank holds a part.
+
+    Raises:
+        TypeError: The tensor is a DTensor.
+    """
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, of which each rank may hold a part: {what_to_do}"
+        )
+
+
+def refuse_second_order() -> None:
+    """Refuse a backward that is recorded itself: its gradients would silently have none.
+
+    Raises:
+        RuntimeError: The backward runs with `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the loss by chunks has no gradients of gradients (create_graph=True): compute all logits for it, as in "
+            "torch.nn.functional.cross_entropy(logits.float(), labels)"
+        )
+
+
+def _places(labels: Tensor, counted: Tensor) -> Tensor:
+    """Return the labels as a column of indices, 0 for ignored tokens."""
+    return torch.where(counted, labels, 0).to(torch.int64)[:, None]
