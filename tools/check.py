@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from checks import alone, english, floors, lint, names, oldest, site, sizes, suite, types
+from checks import alone, english, floors, lint, names, oldest, site, sizes, suite, transformer_engine, types
 from checks.findings import Finding
 from checks.workspace import read_packages
 
@@ -64,6 +64,12 @@ CHECKS = (
     ),
     Check(
         name="oldest", run=oldest.check, looks_at="the fast tests on the oldest torch we support", slow=True
+    ),
+    Check(
+        name="te",
+        run=transformer_engine.check,
+        looks_at="the tests with Transformer Engine, in envs/te, which compiles it once",
+        slow=True,
     ),
 )
 

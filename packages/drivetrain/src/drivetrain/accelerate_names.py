@@ -86,7 +86,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     Counterpart(
         attributes=("fp8_recipe_handler", "fp8_backend", "te_recipe_handler", "ao_recipe_handler"),
         names=("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs"),
-        here='there is no fp8 training here yet; `mixed_precision="bf16"` is the narrowest',
+        here='`mixed_precision="fp8", fp8_recipe=TorchaoRecipe(scaling="rowwise")` of drivetrain_precision',
     ),
     Counterpart(
         arguments=("fsdp_plugin",),

@@ -34,7 +34,7 @@ from drivetrain_backends import AccumulationError, Backend, BackendRegistry, ful
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
-from drivetrain_precision import NoAutocast, RecordedAutocast, autocast
+from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
@@ -45,7 +45,9 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
     default, in this order. Called on all ranks.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16", or "auto" for the best the device can do.
+        mixed_precision: "no", "fp16", "bf16", "fp8", or "auto" for the best of the first three.
+        fp8_recipe: The recipe of "fp8", such as `TorchaoRecipe(scaling="rowwise")`; by default, the one that
+            `precision.fp8_recipe` names.
         backend: A backend's name, a backend class, or "auto".
         parallelism: The parallel dimensions that the ranks are split into; all data parallel by default.
         gradient_accumulation_steps: The number of micro-batches in one optimizer step.
@@ -70,7 +72,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
     def __init__(
         self,
         *,
-        mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16", "fp8", "auto"] | None = None,
+        fp8_recipe: Fp8Recipe | None = None,
         backend: str | type[Backend] | None = None,
         parallelism: ParallelDims | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -104,6 +107,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
             registry=registry or BackendRegistry(),
             layers=read_layers(config),
             trackers=trackers,
+            fp8_recipe=fp8_recipe,
         )
         super().__init__(parts)
         self._half_check = half_check_of(parts)
@@ -119,6 +123,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
             parts.prepared.untie()
             if parts.watch is not None:
                 parts.watch.close()
+            if parts.fp8 is not None:
+                parts.fp8.close()
 
     @property
     def settings(self) -> RunSettings:

@@ -8,6 +8,8 @@ from typing import Any
 
 from drivetrain.checkpointers import Checkpointers
 from drivetrain.choose_trackers import group_trackers
+from drivetrain.effective import plan_of, store_plan
+from drivetrain.fp8_training import Fp8Training
 from drivetrain.global_batch import scale_accumulation, warn_if_changed
 from drivetrain.parts import Parts
 from drivetrain.prepared import PreparedObjects
@@ -17,7 +19,7 @@ from drivetrain.step_watch import StepWatch
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
-from drivetrain_precision import choose_policy
+from drivetrain_precision import Fp8Recipe, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker
 
@@ -33,6 +35,7 @@ def compose(
     registry: BackendRegistry,
     layers: Layers,
     trackers: Sequence[Tracker] = (),
+    fp8_recipe: Fp8Recipe | None = None,
 ) -> Parts:
     """Resolve every section and build the parts. Called on all ranks.
 
@@ -44,6 +47,7 @@ def compose(
         registry: The registry that maps a backend's name to its class.
         layers: The settings from outside the program.
         trackers: Tracker objects, in addition to the trackers that the run section names.
+        fp8_recipe: The recipe of fp8, instead of the one that the precision section names.
 
     Raises:
         ConfigError: A setting is unknown or out of range; the message names its source.
@@ -55,7 +59,7 @@ def compose(
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
         backend_class = named or registry.get(automatic_backend(context.topology.world_size))
-        parts = _build(context, backend_class, given, parallelism, trackers)
+        parts = _build(context, backend_class, given, parallelism, trackers, fp8_recipe)
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(parts.resolved)
@@ -69,10 +73,11 @@ def _build(
     given: Sections,
     parallelism: ParallelDims | None,
     trackers: Sequence[Tracker],
+    fp8_recipe: Fp8Recipe | None,
 ) -> Parts:
     """Build the parts, once the ranks are connected."""
     run, is_main = given.run, context.topology.is_main
-    policy = choose_policy(run.mixed_precision, context.device, given.precision)
+    policy = choose_policy(run.mixed_precision, context.device, given.precision, recipe=fp8_recipe)
     shard = _shard(context, parallelism)
     scaled = scale_accumulation(
         run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=shard.count
@@ -84,7 +89,7 @@ def _build(
     _check_guard(backend, run)
     reading = LoaderTracker()
     trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
-    prepared = PreparedObjects(reading.mark_stepped)
+    prepared = PreparedObjects([reading.mark_stepped])
     readers = _readers(context, parallelism)
     watch = None
     if given.tracking.measures_throughput:
@@ -97,10 +102,10 @@ def _build(
             trackers=trackers_used,
             mode=policy.mode,
         )
-        prepared.on_step = watch.end_step
+        prepared.on_step.append(watch.end_step)
         if isinstance(backend, TellsWaits):
             backend.watch_waits(watch.begin_wait)
-    return Parts(
+    parts = Parts(
         resolved=given.resolved,
         context=context,
         shard=shard,
@@ -113,6 +118,21 @@ def _build(
         trackers=trackers_used,
         watch=watch,
     )
+    return parts if policy.recipe is None else _with_fp8(parts, policy.recipe)
+
+
+def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
+    """Return the parts of a run that trains in fp8."""
+    facts, context = parts.facts, parts.context
+
+    def store(found: Mapping[str, str]) -> None:
+        facts.update(found)
+        if context.topology.is_main:
+            store_plan(plan_of(parts), parts.settings)
+
+    fp8 = Fp8Training(recipe, context, on_count=store)
+    parts.prepared.on_step.append(fp8.end_step)
+    return replace(parts, fp8=fp8)
 
 
 def _state(state: StateSettings, run: RunSettings) -> StateSettings:

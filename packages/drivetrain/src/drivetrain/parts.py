@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.checkpointers import Checkpointers
+from drivetrain.fp8_training import Fp8Training
 from drivetrain.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
 from drivetrain.step_watch import StepWatch
@@ -32,6 +33,7 @@ class Parts:
         checkpointers: The checkpointers used so far.
         trackers: The trackers that the run logs to.
         watch: The stopwatch of steps; None if no setting has the throughput measured.
+        fp8: What converts models to fp8; None in other precisions.
         facts: Further facts for the plan, added as they become known.
     """
 
@@ -46,6 +48,7 @@ class Parts:
     checkpointers: Checkpointers
     trackers: TrackerGroup
     watch: StepWatch | None = None
+    fp8: Fp8Training | None = None
     facts: dict[str, str] = field(default_factory=dict[str, str])
 
     @property

@@ -12,7 +12,7 @@ from drivetrain.effective import plan_of, show_plan, store_plan
 from drivetrain.loaders import shard
 from drivetrain.parts import Parts
 from drivetrain.schedule_length import tell_unsharded_lengths
-from drivetrain_backends import PreparedOptimizer, PreparedScheduler, Scheduler
+from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
 from drivetrain_data import ShardedLoader, is_loader
 
 
@@ -60,7 +60,7 @@ def prepare_objects(objects: Sequence[object], parts: Parts) -> list[object]:
     sizes = {loader.batch_size for loader in loaders}
     if len(sizes) == 1:
         parts.backend.window.micro_batch_size = sizes.pop()
-    models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+    models = _prepare_models(found, parts)
     replaced: dict[int, object] = {id(old): new for old, new in zip(found.loaders, loaders, strict=True)}
     for one in models:
         replaced[id(one.unwrap())] = one.model
@@ -75,6 +75,21 @@ def prepare_objects(objects: Sequence[object], parts: Parts) -> list[object]:
         if models:
             show_plan(plan, parts.settings)
     return results
+
+
+def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
+    """Prepare models with their optimizers and schedulers, converted first if the run trains in fp8."""
+    if parts.fp8 is None:
+        return parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+    facts = parts.fp8.convert(found.models)
+    try:
+        models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+        parts.fp8.check()
+    except BaseException:
+        parts.fp8.undo(found.models)
+        raise
+    parts.facts.update(facts)
+    return models
 
 
 def _list_for(obj: object, found: Sorted, place: int) -> list[Any]:

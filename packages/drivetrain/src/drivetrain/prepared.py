@@ -14,17 +14,17 @@ class PreparedObjects:
     """The objects that an Accelerator has prepared; models are found by module or by parameters.
 
     Args:
-        on_step: A function called whenever one of the optimizers ends a window.
+        on_step: Functions called, in order, whenever one of the optimizers ends a window.
 
     Attributes:
         models: The prepared models, in the order they were prepared.
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
-        on_step: The function that optimizers prepared from now on call.
+        on_step: The same functions; more may be added before anything is prepared.
     """
 
-    def __init__(self, on_step: Callable[[], None]) -> None:
+    def __init__(self, on_step: list[Callable[[], None]]) -> None:
         self.models: list[Prepared] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -48,7 +48,7 @@ class PreparedObjects:
                 for parameter in one.unwrap().parameters():
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
-                optimizer.on_step = self.on_step
+                optimizer.on_step = self.on_step[0] if len(self.on_step) == 1 else _all_of(self.on_step)
 
     def clear(self) -> None:
         """Forget all objects."""
@@ -114,3 +114,14 @@ class PreparedObjects:
         raise ValueError(
             f"the {len(parameters)} parameters to clip belong to no prepared model; pass model.parameters() of one"
         )
+
+
+def _all_of(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Return a function that calls others; it does not hold the prepared objects, which would form a cycle."""
+    several = tuple(functions)
+
+    def call() -> None:
+        for function in several:
+            function()
+
+    return call

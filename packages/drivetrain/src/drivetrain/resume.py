@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.divided import as_in, mark_replicas
+from drivetrain.fp8_training import Fp8Training
 from drivetrain.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
 from drivetrain_backends import (
     Backend,
@@ -39,6 +40,7 @@ class RunState:
         loaders: The prepared loaders, in the order they were prepared.
         registered: The objects registered for checkpointing.
         seed: The seed for generators whose saved state does not fit the number of ranks.
+        fp8: What trains the models in fp8; None in other precisions.
     """
 
     context: Context
@@ -49,6 +51,7 @@ class RunState:
     loaders: Sequence[ShardedLoader[Any]]
     registered: Registered
     seed: int
+    fp8: Fp8Training | None = None
 
     @property
     def custom(self) -> Mapping[str, Stateful]:
@@ -100,6 +103,8 @@ def save(
     }
     if trained_only:
         replicated["trained_only"] = True
+    if run.fp8 is not None:
+        replicated["fp8"] = run.fp8.state_dict()
     if own:
         replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
     run.context.progress.mark("save")
@@ -160,6 +165,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
     for name, one in named.items():
         one.load_state_dict({"model": models[name], **saved["training"][name]})
     run.backend.load_state_dict(saved["backend"])
+    if run.fp8 is not None:
+        run.fp8.load_state_dict(saved.get("fp8", {}))
     for loader, state in zip(run.loaders, saved["loaders"], strict=True):
         loader.load_state_dict(state)
     for name, obj in run.custom.items():

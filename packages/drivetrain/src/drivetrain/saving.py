@@ -256,6 +256,7 @@ class Saving(HasParts):
             loaders=parts.prepared.loaders,
             registered=self._registered,
             seed=parts.settings.seed or 0,
+            fp8=parts.fp8,
         )
 
 

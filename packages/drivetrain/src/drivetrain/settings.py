@@ -12,12 +12,12 @@ _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a URL after `Path` has dropp
 class RunSettings:
     """The settings of every run: precision, backend, accumulation, seed, destination of results."""
 
-    mixed_precision: Literal["no", "fp16", "bf16", "auto"] = field(
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8", "auto"] = field(
         default="no",
         metadata={
             "ask": "drivetrain.run_advice:ask_mixed_precision",
-            "help": "Precision of forward and backward: no (the model's own), fp16, bf16, or auto for the "
-            "best the device can do.",
+            "help": "Precision of forward and backward: no (the model's own), fp16, bf16, fp8 (linear layers in fp8 "
+            "by precision.fp8_recipe, the rest in bf16), or auto for the best of the first three.",
         },
     )
     backend: str = field(
@@ -94,7 +94,7 @@ class RunSettings:
         Raises:
             ValueError: A value is outside its range; the message begins with the field's name.
         """
-        modes = ("no", "fp16", "bf16", "auto")
+        modes = ("no", "fp16", "bf16", "fp8", "auto")
         if self.mixed_precision not in modes:
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: must be one of {', '.join(modes)}")
         if self.gradient_accumulation_steps < 1:

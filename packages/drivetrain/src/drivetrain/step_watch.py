@@ -94,7 +94,7 @@ class StepWatch:
         self._ranks = RankThroughput(context, readers=readers, window_steps=every or _WINDOW_STEPS)
         self._step: int | None = None  # the step that ended last
         self._line = LiveLine() if settings.live_line and topology.is_main else None
-        context.progress.observer = self.observe
+        context.progress.add_observer(self.observe)
 
     def observe(self, label: str) -> None:
         """Take a label of the progress record."""
@@ -134,8 +134,7 @@ class StepWatch:
             yield reading  # pyright: ignore[reportReturnType]
 
     def end_step(self) -> None:
-        """Tell the loaders that an optimizer has stepped; end the step if it is a new one. Called on all ranks."""
-        self._reading.mark_stepped()
+        """End the step if it is a new one, once an optimizer has stepped. Called on all ranks."""
         self._times.end("optimizer")
         prepared = self._prepared()
         step = max((optimizer.num_steps for optimizer in prepared.optimizers), default=0) if prepared else 0
@@ -176,8 +175,7 @@ class StepWatch:
     def close(self) -> None:
         """Stop measuring, and drop what other ranks have not sent. May be called on any rank."""
         self._ranks.drop()
-        if self._context.progress.observer == self.observe:
-            self._context.progress.observer = None
+        self._context.progress.remove_observer(self.observe)
         if self._line is not None:
             self._line.close()
 

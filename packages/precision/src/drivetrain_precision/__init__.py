@@ -2,7 +2,8 @@
 
 `choose_policy` takes a device and a mode ("bf16", "fp16", "auto" or "no") and returns the dtype to compute in and the
 reason, or raises an error that lists what the device supports; it never falls back silently. `autocast` applies the
-policy, and `LossScaler` keeps fp16 gradients from underflowing.
+policy, and `LossScaler` keeps fp16 gradients from underflowing. `convert_model` lets linear layers compute in 8 bits
+or fewer by a recipe, and reports on each layer.
 """
 
 from typing import TYPE_CHECKING
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     from drivetrain_precision.checks.half_precision import find_half_operations as find_half_operations
     from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
     from drivetrain_precision.errors import PrecisionError as PrecisionError
+    from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
+    from drivetrain_precision.fp8.conversion import convert_model as convert_model
+    from drivetrain_precision.fp8.conversion import load_recipe_state as load_recipe_state
+    from drivetrain_precision.fp8.conversion import recipe_state as recipe_state
+    from drivetrain_precision.fp8.conversion import restore_model as restore_model
+    from drivetrain_precision.fp8.layer_filter import LayerFilter as LayerFilter
+    from drivetrain_precision.fp8.protocol import Fp8Recipe as Fp8Recipe
+    from drivetrain_precision.fp8.protocol import GathersInFp8 as GathersInFp8
+    from drivetrain_precision.fp8.protocol import Products as Products
+    from drivetrain_precision.fp8.protocol import Requirements as Requirements
+    from drivetrain_precision.fp8.registry import load_recipe as load_recipe
+    from drivetrain_precision.fp8.registry import recipe_names as recipe_names
+    from drivetrain_precision.fp8.torchao_recipes import TorchaoRecipe as TorchaoRecipe
+    from drivetrain_precision.fp8.transformer_engine_recipe import (
+        TransformerEngineRecipe as TransformerEngineRecipe,
+    )
     from drivetrain_precision.losses.chunked_head import chunked_cross_entropy as chunked_cross_entropy
     from drivetrain_precision.losses.existing_logits import cross_entropy as cross_entropy
     from drivetrain_precision.policy import Policy as Policy
@@ -31,23 +48,37 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _MODULES = {
     "AutocastOperation": "checks.autocast_record",
+    "ConversionReport": "fp8.conversion",
+    "Fp8Recipe": "fp8.protocol",
+    "GathersInFp8": "fp8.protocol",
     "HalfOperation": "checks.half_precision",
     "HalfOperations": "checks.half_precision",
     "HalfPrecisionWarning": "errors",
+    "LayerFilter": "fp8.layer_filter",
     "LossScaler": "scaler",
     "NoAutocast": "casting",
     "Policy": "policy",
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
+    "Products": "fp8.protocol",
     "RecordedAutocast": "checks.autocast_record",
+    "Requirements": "fp8.protocol",
     "Support": "support",
+    "TorchaoRecipe": "fp8.torchao_recipes",
+    "TransformerEngineRecipe": "fp8.transformer_engine_recipe",
     "autocast": "casting",
     "autocast_rules": "checks.autocast_rules",
     "choose_policy": "policy",
     "chunked_cross_entropy": "losses.chunked_head",
+    "convert_model": "fp8.conversion",
     "cross_entropy": "losses.existing_logits",
     "find_half_operations": "checks.half_precision",
     "fp32_operations": "checks.autocast_rules",
+    "load_recipe": "fp8.registry",
+    "load_recipe_state": "fp8.conversion",
+    "recipe_names": "fp8.registry",
+    "recipe_state": "fp8.conversion",
+    "restore_model": "fp8.conversion",
     "supported_modes": "support",
 }
 

@@ -1,10 +1,13 @@
-"""The private names of torch that this package uses, in one place.
+"""The private names of torch and torchao that this package uses, in one place.
 
 torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/precision/test_compat.py holds each
 one to what is relied on, and docs/platforms.md lists them.
 """
 
 import sys
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 ENGINE_FRAME = ("autograd/graph.py", "_engine_run_backward")
 # The attribute under which torch.compile's wrapper holds the module, a part of the names below it.
 COMPILED_PREFIX = "_orig_mod."
+
+_bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_profiler, _config = _bindings._autograd, _bindings._profiler
 
 
 def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -116,3 +122,110 @@ def valueless_tensor(dtype: torch.dtype, device_type: str) -> Tensor:
     return torch.Tensor._make_wrapper_subclass(
         _ValuelessTensor, (2, 2), dtype=dtype, device=torch.device(device_type)
     )
+
+
+def mxfp8_product(
+    rows: Tensor, weight: Tensor, *, kernels: Any, scales: Any, plain_weight_gradient: bool
+) -> Tensor:
+    """Multiply rows by a weight in MXFP8, by torchao 0.18; so does the gradient.
+
+    Args:
+        rows: Shape (rows, in_features).
+        weight: Shape (out_features, in_features), in the dtype of the rows.
+        kernels: torchao's choice of kernels.
+        scales: torchao's way to compute scales.
+        plain_weight_gradient: Whether the gradient of the weight is computed in the dtype of the rows.
+
+    Returns:
+        The product, of shape (rows, out_features).
+    """
+    from torchao.prototype.moe_training.mxfp8_linear import (
+        _to_mxfp8_then_scaled_mm,  # pyright: ignore[reportPrivateUsage]
+    )
+
+    return _to_mxfp8_then_scaled_mm(
+        rows,
+        weight,
+        kernel_preference=kernels,
+        scale_calculation_mode=scales,
+        wgrad_with_hp=plain_weight_gradient,
+    )
+
+
+def weight_version(weight: Any) -> int:
+    """Return the number of writes to the shard of a weight that torchao 0.18 gathers in float8."""
+    # Not by `to_local`, which returns another object than the one that FSDP gathers.
+    return weight._local_tensor._tensor._version
+
+
+def drop_weight_scale(weight: Any) -> None:
+    """Let the gather of a weight that torchao 0.18 gathers in float8 compute its scale anew."""
+    weight._local_tensor._precomputed_scale = None
+
+
+@dataclass(slots=True)
+class OperationEvent:
+    """An operation that ran.
+
+    Attributes:
+        name: Its name, such as "aten::mm".
+        caller: The operation that ran it; None for the outermost.
+        called: The operations that it ran.
+    """
+
+    name: str
+    caller: "OperationEvent | None" = None
+    called: "list[OperationEvent]" = field(default_factory=lambda: list[OperationEvent]())
+
+    def calls(self, names: Collection[str], prefix: str) -> bool:
+        """Return whether it ran, at any depth, one of these operations or one whose name begins with a prefix."""
+        return any(
+            each.name in names or each.name.startswith(prefix) or each.calls(names, prefix)
+            for each in self.called
+        )
+
+    def is_called_by(self, prefix: str) -> bool:
+        """Return whether an operation whose name begins with a prefix ran it, at any depth."""
+        return self.caller is not None and (
+            self.caller.name.startswith(prefix) or self.caller.is_called_by(prefix)
+        )
+
+
+@contextmanager
+def record_operations() -> Generator[list[OperationEvent] | None]:
+    """Record the operations of the block, with those of backwards and of compiled code.
+
+    Yields:
+        A list that is filled when the block ends; None if another profiler records, of which torch allows one.
+    """
+    # The profiler that torch.profiler replaced: it needs no Kineto, which writes to the standard error where it finds
+    # no GPU, and starts a thread. Both record the same operations. Its own reading of the records fails where an
+    # operation had begun before, as the forward of DDP has.
+    config = _config.ProfilerConfig(_config.ProfilerState.CPU, *(False,) * 5, _config._ExperimentalConfig())
+    try:
+        _profiler._enable_profiler_legacy(config)
+    except RuntimeError as error:
+        if "already enabled" not in str(error):
+            raise
+        yield None
+        return
+    found: list[OperationEvent] = []
+    try:
+        yield found
+    finally:
+        for records in _profiler._disable_profiler_legacy():
+            found.extend(_as_events(records))
+
+
+def _as_events(records: Iterable[Any]) -> Iterator[OperationEvent]:
+    """Yield the operations among the records of one thread."""
+    running: dict[int, OperationEvent] = {}
+    for record in records:
+        if record.kind() == "push":
+            event = OperationEvent(record.name(), caller=next(reversed(running.values()), None))
+            if event.caller is not None:
+                event.caller.called.append(event)
+            running[record.handle()] = event
+            yield event
+        elif record.kind() == "pop":
+            running.pop(record.handle(), None)  # none of what began before the recording

@@ -1,12 +1,15 @@
 """Choose a precision: map a mode and a device to a frozen policy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.protocol import Fp8Recipe
+from drivetrain_precision.fp8.registry import choose_recipe
 from drivetrain_precision.settings import PrecisionSettings
-from drivetrain_precision.support import MODES, supported_modes
+from drivetrain_precision.support import MODES, Support, supported_modes
 
 _BEST_FIRST = ("bf16", "fp16", "no")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -17,26 +20,35 @@ class Policy:
     """A precision policy: the dtype to compute in, and the reason for it.
 
     Attributes:
-        mode: The precision that is applied: "no" (fp32), "fp16" or "bf16".
+        mode: The precision that is applied: "no" (fp32), "fp16", "bf16" or "fp8".
         autocast_dtype: The dtype of matrix products under autocast; None without autocast.
         scaling: The settings of the loss scale, which fp16's narrow exponent requires; None in other modes.
         reason: The reason for the choice, as a sentence for the effective plan.
+        recipe: How linear layers compute in 8 bits or fewer; None in other modes.
     """
 
     mode: str
     autocast_dtype: torch.dtype | None
     scaling: PrecisionSettings | None
     reason: str
+    recipe: Fp8Recipe | None = None
 
 
-def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings | None = None) -> Policy:
+def choose_policy(
+    mode: str,
+    device: torch.device,
+    settings: PrecisionSettings | None = None,
+    *,
+    recipe: Fp8Recipe | None = None,
+) -> Policy:
     """Choose the precision for `device`.
 
     Args:
-        mode: The mode: "no" (fp32), "fp16", "bf16" or "auto" (the first of bf16, fp16 and fp32 that the hardware
-            supports natively).
+        mode: The mode: "no" (fp32), "fp16", "bf16", "fp8" or "auto" (the first of bf16, fp16 and fp32 that the
+            hardware supports natively).
         device: The device that training runs on.
-        settings: The settings of fp16's loss scale.
+        settings: The settings of fp16's loss scale and of fp8.
+        recipe: The recipe of mode "fp8"; None for the one that the settings name.
 
     Returns:
         The policy; its `reason` explains the choice.
@@ -45,6 +57,12 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
     """
     support = supported_modes(device)
+    if mode == "fp8":
+        return _fp8_policy(device, settings or PrecisionSettings(), recipe, support)
+    if recipe is not None:
+        raise PrecisionError(
+            f"fp8_recipe={recipe.name!r} with mixed_precision={mode!r}: say mixed_precision='fp8'"
+        )
     if mode == "auto":
         chosen = next(name for name in _BEST_FIRST if support[name].level == "native")
         weaker = [name for name in _BEST_FIRST if support[name].level != "native"]
@@ -52,7 +70,7 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
         reason = "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over])
         return _policy(chosen, settings, reason)
     if mode not in MODES:
-        allowed = ", ".join(map(repr, MODES))
+        allowed = ", ".join(map(repr, (*MODES, "fp8")))
         raise PrecisionError(f"mixed_precision={mode!r}: must be one of {allowed} or 'auto'")
     if support[mode].level == "none":
         able = [name for name in MODES if support[name].level != "none"]
@@ -61,6 +79,25 @@ def choose_policy(mode: str, device: torch.device, settings: PrecisionSettings |
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
     return _policy(mode, settings, support[mode].reason)
+
+
+def _fp8_policy(
+    device: torch.device,
+    settings: PrecisionSettings,
+    recipe: Fp8Recipe | None,
+    support: Mapping[str, Support],
+) -> Policy:
+    """Return the policy of a recipe: what it does not convert computes in bf16."""
+    chosen, why_not = choose_recipe(device, settings, recipe)
+    bf16 = support["bf16"]
+    if chosen is None:
+        if settings.fp8_fallback == "bf16" and bf16.level != "none":
+            return _policy("bf16", settings, f"fp8_fallback: {why_not}")
+        raise PrecisionError(f"mixed_precision='fp8': {why_not}")
+    if bf16.level == "none":
+        raise PrecisionError(f"mixed_precision='fp8': other layers compute in bf16, and {bf16.reason}")
+    reason = f"{chosen.name}: {chosen.support(device).reason}"
+    return Policy(mode="fp8", autocast_dtype=torch.bfloat16, scaling=None, reason=reason, recipe=chosen)
 
 
 def _policy(mode: str, settings: PrecisionSettings | None, reason: str) -> Policy:

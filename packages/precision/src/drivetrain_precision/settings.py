@@ -1,6 +1,7 @@
-"""The `precision` section: the settings of fp16's loss scale."""
+"""The `precision` section: the settings of fp16's loss scale and of fp8."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,29 @@ class PrecisionSettings:
             "help": "Look in the first step for softmaxes, norms and losses computed in half precision."
         },
     )
+    fp8_recipe: str = field(
+        default="auto",
+        metadata={
+            "help": "Recipe of mixed_precision=fp8, such as torchao_rowwise or te_current; auto: the best that the "
+            "device and the installed libraries can run."
+        },
+    )
+    fp8_fallback: Literal["none", "bf16"] = field(
+        default="none",
+        metadata={
+            "help": "What to train in where fp8 cannot run: none stops with an error, bf16 goes on in bf16."
+        },
+    )
+    fp8_exclude: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Patterns of the names of linear layers that stay in bf16 under fp8, such as *.router."
+        },
+    )
+    fp8_skip_ends: bool = field(
+        default=True,
+        metadata={"help": "Whether a model's first and last linear layer stay in bf16 under fp8."},
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -41,3 +65,5 @@ class PrecisionSettings:
             raise ValueError(f"backoff_factor={self.backoff_factor!r}: must lie between 0 and 1")
         if self.growth_interval < 1:
             raise ValueError(f"growth_interval={self.growth_interval!r}: must be at least 1")
+        if self.fp8_fallback not in ("none", "bf16"):
+            raise ValueError(f"fp8_fallback={self.fp8_fallback!r}: must be one of none, bf16")

@@ -21,7 +21,13 @@ from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import restore_activations
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.optim.optimizer import StepResult
-from drivetrain_backends.state_dict.dtensor import broadcast_from_first, local, own_part, whole_of
+from drivetrain_backends.state_dict.dtensor import (
+    broadcast_from_first,
+    local,
+    own_part,
+    plain_dtensor,
+    whole_of,
+)
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_state import Context
@@ -203,7 +209,12 @@ class FSDPPrepared(TorchPrepared):
             sharded.check(thoroughly=True)
         for optimizer in self.optimizers:
             check_divisible(optimizer.optimizer, where="FSDP", scalars=True)
-        return super().state_dict()
+        state = super().state_dict()
+        model = {
+            name: plain_dtensor(value) if isinstance(value, DTensor) else value
+            for name, value in state["model"].items()
+        }
+        return {**state, "model": model}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state whose tensors are full or sharded in any way; see `Prepared.load_state_dict`."""

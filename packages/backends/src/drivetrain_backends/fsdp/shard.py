@@ -17,6 +17,7 @@ from drivetrain_backends.fsdp.scratch import Scratch, room_for
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first
+from drivetrain_precision import GathersInFp8
 from drivetrain_state import Context
 
 
@@ -217,6 +218,11 @@ def _shard(
     # Backward needs the root's own parameters first; by default (None), torch keeps them gathered until then.
     reshards = None if is_root and not is_alone and sharding.reshards else sharding.reshards
     offload = CPUOffloadPolicy(pin_memory=sharding.pin_memory) if sharding.offload else OffloadPolicy()
+    for module in group:
+        if isinstance(module, GathersInFp8):
+            # The optimizer is matched by name, and a weight that is shared is never converted.
+            form = module.weight_for_all_gather()
+            module.weight = nn.Parameter(form, requires_grad=module.weight.requires_grad)
     fully_shard(
         block,
         mesh=sharding.mesh,

@@ -7,6 +7,7 @@ the original's weights.
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +39,7 @@ def prepare_forward(
         model: The user's module.
         policy: The precision policy of the forward.
         device: The device that the model computes on.
-        progress: The record whose observer is told when a forward begins ("forward") and ends ("forward done").
+        progress: The record whose observers are told when a forward begins ("forward") and ends ("forward done").
         uncopyable: The message of the error that copy, deepcopy and pickle raise; None to give the plain model.
         explain: Return the error that replaces a RuntimeError of the forward, or None to keep the original.
 
@@ -84,10 +85,10 @@ def _call_of(
 ) -> Callable[..., Any]:
     """Return the `__call__` of the subclass that `prepare_forward` makes."""
     called = original.__call__
-    is_plain = policy.autocast_dtype is None
+    is_plain, recipe = policy.autocast_dtype is None, policy.recipe
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if progress is None or progress.observer is None:
+        if progress is None or not progress.observers:
             return compute(self, *args, **kwargs)
         progress.note("forward")
         try:
@@ -99,7 +100,7 @@ def _call_of(
         try:
             if is_plain:
                 return called(self, *args, **kwargs)
-            with autocast(policy, device):
+            with autocast(policy, device), nullcontext() if recipe is None else recipe.computing():
                 return called(self, *args, **kwargs)
         except TypeError as error:
             if (mismatch := _mismatch(original, self, args, kwargs)) is not None:

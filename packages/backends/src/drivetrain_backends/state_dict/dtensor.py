@@ -3,6 +3,8 @@
 DTensor is not imported, since that takes as long as importing torch: a model that is not sharded comes here too.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +16,35 @@ from drivetrain_weights.tensor_box import is_dtensor
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard; a tensor that is not sharded is returned as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    return plain_values(tensor.to_local()) if is_dtensor(tensor) else tensor
+
+
+def plain_values(tensor: Any) -> Tensor:
+    """Return the tensor inside one whose class only says how its values are gathered, such as in fp8.
+
+    A class with values of another shape or dtype inside, such as a quantised one, is returned as it is.
+    """
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()
+    inner = getattr(tensor, names[0])
+    return inner if inner.shape == tensor.shape and inner.dtype == tensor.dtype else tensor
+
+
+def plain_dtensor(tensor: Any) -> Any:
+    """Return a sharded tensor that shares its shard's values and has no class but a DTensor's."""
+    shard = tensor.to_local()
+    plain = plain_values(shard)
+    if plain is shard:
+        return tensor
+    return type(tensor).from_local(
+        plain,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:

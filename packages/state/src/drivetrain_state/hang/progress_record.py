@@ -7,14 +7,14 @@ from threading import get_ident
 class ProgressRecord:
     """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
-    One observer may follow, such as a stopwatch. `note` is for what it alone wants to know.
+    Observers may follow, such as a stopwatch. `note` is for what they alone want to know.
 
     Attributes:
         count: The number of marks. The watchdog records when it sees the count change, so that a mark reads no
             clock.
         label: The last progress, such as `"optimizer step"`.
         thread_id: The thread that made the last mark (or created the record), whose stack is shown for a hang.
-        observer: A function that gets every label, in the thread that marks; None for none.
+        observers: The functions that get every label, in the thread that marks.
 
     Example:
         >>> record = ProgressRecord()
@@ -23,23 +23,31 @@ class ProgressRecord:
         (1, 'optimizer step')
     """
 
-    __slots__ = ("count", "label", "observer", "thread_id")
+    __slots__ = ("count", "label", "observers", "thread_id")
 
     def __init__(self) -> None:
         self.count: int = 0
         self.label: str = "start"
         self.thread_id: int = get_ident()
-        self.observer: Callable[[str], None] | None = None
+        self.observers: tuple[Callable[[str], None], ...] = ()
 
     def mark(self, label: str) -> None:
         """Record progress; `label` names the operation that just finished or began, in a word or two."""
         self.label = label
         self.thread_id = get_ident()
         self.count += 1
-        if self.observer is not None:
-            self.observer(label)
+        for observe in self.observers:
+            observe(label)
 
     def note(self, label: str) -> None:
-        """Tell the observer alone, so that what the watchdog shows stays the same."""
-        if self.observer is not None:
-            self.observer(label)
+        """Tell the observers alone, so that what the watchdog shows stays the same."""
+        for observe in self.observers:
+            observe(label)
+
+    def add_observer(self, observe: Callable[[str], None]) -> None:
+        """Let a function follow."""
+        self.observers = (*self.observers, observe)
+
+    def remove_observer(self, observe: Callable[[str], None]) -> None:
+        """Let a function follow no longer; one that does not is left as it is."""
+        self.observers = tuple(each for each in self.observers if each != observe)

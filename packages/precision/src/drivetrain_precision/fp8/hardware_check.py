@@ -1,0 +1,45 @@
+"""Whether a device and the installed libraries can run a recipe."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from packaging.version import Version
+
+from drivetrain_precision.fp8.protocol import Requirements
+from drivetrain_precision.support import Support
+
+
+def check_library(needed: Requirements) -> str | None:
+    """Return what is missing of a recipe's library and how to install it; None if nothing is."""
+    mend = f"pip install 'drivetrain-precision[{needed.extra}]'"
+    try:
+        found = version(needed.library)
+    except PackageNotFoundError:
+        return f"{needed.library} is not installed: {mend}"
+    if Version(found) < Version(needed.version):
+        return f"{needed.library} {found} is too old, {needed.version} has it: {mend} --upgrade"
+    return None
+
+
+def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool) -> Support:
+    """Return how far a device can run a recipe whose library is there.
+
+    Args:
+        needed: What the recipe needs.
+        device: The device that training runs on.
+        emulates: Whether the library computes the same numbers on a CPU, without the speed.
+    """
+    if device.type == "cpu" and emulates:
+        return Support(
+            level="emulated", reason="a CPU computes it by products in fp32: right, but slower than bf16"
+        )
+    if device.type != "cuda":
+        return Support(level="none", reason=f"it needs {needed.hardware}, and the device is {device}")
+    if torch.version.hip is not None:
+        return Support(level="none", reason="ROCm is not tried yet; it needs CUDA")
+    found = torch.cuda.get_device_capability(device)
+    shown = f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}"
+    if found < needed.capability:
+        least = ".".join(map(str, needed.capability))
+        return Support(level="none", reason=f"it needs {needed.hardware} ({least}), and {shown}")
+    return Support(level="native", reason=shown)

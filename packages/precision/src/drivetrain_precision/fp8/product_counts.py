@@ -1,0 +1,50 @@
+"""Count the matrix products of a step by the formats that they ran in, from torch's own record of operations."""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from drivetrain_precision.compat import OperationEvent, record_operations
+
+# The operations that multiply matrices. A product in 8 bits or fewer takes scales with its operands.
+_SCALED = "aten::_scaled_"
+_PLAIN = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
+
+
+@dataclass(slots=True, kw_only=True)
+class ProductCounts:
+    """The matrix products that ran, filled in when the counting ends.
+
+    Attributes:
+        scaled: The products in 8 bits or fewer.
+        others: The products in other formats: layers that are not converted, attention, emulation.
+        is_counted: Whether they could be counted; not while another profiler records.
+    """
+
+    scaled: int = 0
+    others: int = 0
+    is_counted: bool = False
+
+
+@contextmanager
+def counting_products() -> Generator[ProductCounts]:
+    """Count the matrix products of the block and of backwards in it, compiled code included."""
+    counts = ProductCounts()
+    with record_operations() as events:
+        yield counts
+    if events is not None:
+        add_products(counts, events)
+
+
+def add_products(counts: ProductCounts, events: Iterable[OperationEvent]) -> None:
+    """Add the products among recorded operations.
+
+    A tensor class dispatches its product to another operation, and a device without the units computes a scaled
+    product by a plain one: only the innermost counts, except below a scaled one.
+    """
+    counts.is_counted = True
+    for event in events:
+        if event.name.startswith(_SCALED):
+            counts.scaled += 1
+        elif event.name in _PLAIN and not event.calls(_PLAIN, _SCALED) and not event.is_called_by(_SCALED):
+            counts.others += 1

@@ -1,0 +1,135 @@
+"""What a recipe is: a way to compute the matrix products of linear layers in 8 bits or fewer."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.fp8.product_counts import ProductCounts
+from drivetrain_precision.support import Support
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """The formats that a recipe computes in, such as "e4m3", "e5m2" or "bf16".
+
+    Attributes:
+        forward: The formats of input and weight, whose product is the output.
+        input_gradient: The formats of the output's gradient and the weight.
+        weight_gradient: The formats of the output's gradient and the input.
+        all_gather: The format in which FSDP2 gathers weights.
+        attention: The format of attention's products.
+    """
+
+    forward: str
+    input_gradient: str
+    weight_gradient: str
+    all_gather: str
+    attention: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What a recipe needs, for checks and for the table in the docs.
+
+    Attributes:
+        library: The distribution that computes.
+        version: The first version of it that has the recipe.
+        extra: The extra of drivetrain-precision that installs it.
+        capability: The first CUDA compute capability whose tensor cores compute the formats.
+        hardware: The devices in words.
+    """
+
+    library: str
+    version: str
+    extra: str
+    capability: tuple[int, int]
+    hardware: str
+
+
+@runtime_checkable
+class GathersInFp8(Protocol):
+    """A converted layer whose weight FSDP2 gathers in 8 bits. The backend that shards calls it on all ranks.
+
+    Attributes:
+        weight: The weight, of shape (out_features, in_features).
+    """
+
+    weight: nn.Parameter
+
+    def weight_for_all_gather(self) -> Tensor:
+        """Return the weight in the form that `fully_shard` gathers in 8 bits: the same values and dtype."""
+        ...
+
+
+class Fp8Recipe(Protocol):
+    """A recipe for training in 8 bits or fewer; a frozen dataclass, registered under `drivetrain.fp8_recipes`.
+
+    A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
+    `convert` of those that are accepted; in each step `computing` around the forward, and `after_step` once the
+    optimizer has stepped; `counting` around the first step alone. `state` belongs to checkpoints, and `restore` ends
+    what `convert` began.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that settings use, such as "torchao_rowwise"."""
+        ...
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the recipe needs."""
+        ...
+
+    @property
+    def products(self) -> Products:
+        """The formats that it computes in."""
+        ...
+
+    @property
+    def layers(self) -> LayerFilter:
+        """The layers to convert, among those that it accepts."""
+        ...
+
+    def support(self, device: torch.device) -> Support:
+        """Return how far a device and the installed library can run it, and why not."""
+        ...
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why a module cannot be converted, or None if it can."""
+        ...
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        """Return the module that computes in the recipe: the same one if it can be changed in place."""
+        ...
+
+    def is_converted(self, module: nn.Module) -> bool:
+        """Return whether `convert` returned this module."""
+        ...
+
+    def restore(self, module: nn.Module) -> nn.Module:
+        """Return the plain module of a converted one, with equal weights."""
+        ...
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return the context of a forward."""
+        ...
+
+    def counting(self) -> AbstractContextManager[ProductCounts]:
+        """Return a context that counts the matrix products in it, by whether they ran in the recipe's formats."""
+        ...
+
+    def after_step(self, model: nn.Module) -> None:
+        """Prepare the weights' scales of the next step. Called on all ranks."""
+        ...
+
+    def state(self, module: nn.Module) -> Mapping[str, Tensor]:
+        """Return what a converted module keeps from step to step beside its weights, such as an amax history.
+
+        These are the tensors that the module works with: a checkpoint is loaded by copying into them.
+        """
+        ...

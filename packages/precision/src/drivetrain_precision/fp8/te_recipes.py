@@ -1,0 +1,121 @@
+"""Recipe objects of Transformer Engine by name, and whether the device can run them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.te_library import transformer_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TERecipeKind:
+    """A recipe of Transformer Engine.
+
+    Attributes:
+        recipe: The name of its class.
+        available: The name of the function that says whether the current CUDA device runs it, and why not.
+        multiple: Both sizes of a weight are multiples of this; else the first forward is an error.
+    """
+
+    recipe: str
+    available: str
+    multiple: int
+
+
+TE_RECIPES: Mapping[str, TERecipeKind] = {
+    "delayed": TERecipeKind(recipe="DelayedScaling", available="is_fp8_available", multiple=16),
+    "current": TERecipeKind(recipe="Float8CurrentScaling", available="is_fp8_available", multiple=16),
+    "block": TERecipeKind(
+        recipe="Float8BlockScaling", available="is_fp8_block_scaling_available", multiple=16
+    ),
+    "mxfp8": TERecipeKind(recipe="MXFP8BlockScaling", available="is_mxfp8_available", multiple=32),
+    "nvfp4": TERecipeKind(recipe="NVFP4BlockScaling", available="is_nvfp4_available", multiple=16),
+}
+
+
+def te_recipe(name: str, **options: object) -> Any:
+    """Return a recipe object of Transformer Engine, for its `autocast`.
+
+    What is not given is Transformer Engine's default, which its own variables (NVTE_...) may change when it is
+    imported.
+
+    Args:
+        name: The recipe: "delayed", "current", "block", "mxfp8" or "nvfp4".
+        **options: Fields of the recipe's class; formats by name, such as fp8_format="hybrid".
+
+    Raises:
+        PrecisionError: The name or an option is unknown, or Transformer Engine refuses the options.
+        ImportError: Transformer Engine cannot be imported.
+    """
+    kind = te_recipe_kind(name)
+    library = transformer_engine("common.recipe")
+    made = getattr(library, kind.recipe)
+    known = [field.name for field in fields(made)]
+    if unknown := sorted(options.keys() - set(known)):
+        raise PrecisionError(f"recipe {name!r} has no option {unknown[0]!r}: there are {', '.join(known)}")
+    given = {key: _format(library, key, value) for key, value in options.items()}
+    try:
+        recipe = made(**given)
+    except ValueError as error:  # pydantic's, which also carries the library's own assertions
+        raise PrecisionError(f"recipe {name!r} with {options}: {_said(error)}") from error
+    _apply_power_of_2_scales(recipe, options)
+    return recipe
+
+
+def te_unsupported(name: str) -> str | None:
+    """Return why the current CUDA device cannot run a recipe, or None if it can.
+
+    Transformer Engine's own `autocast` does not ask this for "nvfp4".
+
+    Raises:
+        PrecisionError: The name is unknown.
+        ImportError: Transformer Engine cannot be imported.
+    """
+    kind = te_recipe_kind(name)
+    if not torch.cuda.is_available():
+        return "Transformer Engine computes on CUDA devices only, and there is none"
+    available, reason = getattr(transformer_engine(), kind.available)(return_reason=True)
+    return None if available else str(reason)
+
+
+def te_recipe_kind(name: str) -> TERecipeKind:
+    """Return what there is to know of a recipe without the library.
+
+    Raises:
+        PrecisionError: The name is unknown.
+    """
+    if name not in TE_RECIPES:
+        allowed = ", ".join(map(repr, TE_RECIPES))
+        raise PrecisionError(f"{name!r} is no recipe of Transformer Engine: must be one of {allowed}")
+    return TE_RECIPES[name]
+
+
+def _said(error: Any) -> str:
+    """Return the sentences of pydantic's error, each after the field that it is about."""
+    return "; ".join(f"{' '.join(map(str, each['loc']))} {each['msg']}".strip() for each in error.errors())
+
+
+def _format(library: Any, option: str, value: object) -> object:
+    """Return the library's format for its name."""
+    if not option.endswith("_format") or not isinstance(value, str):
+        return value
+    formats = library.Format.__members__
+    if value.upper() not in formats:
+        allowed = ", ".join(name.lower() for name in formats)
+        raise PrecisionError(f"{option}={value!r}: must be one of {allowed}")
+    return formats[value.upper()]
+
+
+def _apply_power_of_2_scales(recipe: Any, options: Mapping[str, object]) -> None:
+    """Let the options for powers of 2 count: Transformer Engine 2.20 reads their variables, and ignores arguments."""
+    if "use_power_2_scales" in options:
+        powers = bool(options["use_power_2_scales"])
+    elif "use_f32_scales" in options:
+        powers = not options["use_f32_scales"]
+    else:
+        return
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, name, replace(getattr(recipe, name), power_2_scale=powers))

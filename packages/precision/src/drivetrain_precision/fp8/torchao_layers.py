@@ -1,0 +1,125 @@
+"""The linear layers of torchao that train in float8, MXFP8 and NVFP4. Importing this module imports torchao.
+
+torchao converts whole models by public functions, which make new modules. The classes of these modules are named here
+alone, so that a layer can become one in place. docs/platforms.md lists them, and tests/precision/fp8 holds what is
+relied on.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+from drivetrain_precision.compat import mxfp8_product
+from drivetrain_precision.fp8.class_exchange import exchange_class
+from drivetrain_precision.fp8.row_blocks import RowBlocks
+
+
+class BlockedFloat8Linear(RowBlocks, Float8Linear):
+    """torchao's float8 layer on a multiple of 16 rows."""
+
+    row_multiple = 16
+
+
+class GatheredFloat8Linear(BlockedFloat8Linear):
+    """torchao's float8 layer whose weight FSDP2 gathers in float8."""
+
+    scaled_version = -1  # the version of the weight's shard that its precomputed scale belongs to
+
+    def weight_for_all_gather(self) -> Tensor:
+        """Return the weight in the form that `fully_shard` gathers in float8: the same values and dtype."""
+        config = self.config.cast_config_weight
+        return WeightWithDynamicFloat8CastTensor(
+            self.weight.detach(), self.linear_mm_config, config.target_dtype
+        )
+
+
+class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
+    """torchao's MXFP8 layer on a multiple of 32 rows, the length of a block that shares a scale."""
+
+    row_multiple = 32
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the output; weights are cast to the rows' dtype first, as under autocast."""
+        output = mxfp8_product(
+            rows,
+            self.weight.to(rows.dtype),
+            kernels=self.kernel_preference,
+            scales=self.scale_calculation_mode,
+            plain_weight_gradient=self.wgrad_with_hp,
+        )
+        bias = cast("Tensor | None", self.bias)
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncompatibleMethodOverride] x
+    """torchao's NVFP4 layer on a multiple of 128 rows, as its kernels want."""
+
+    row_multiple = 128
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the output; its kernels take bf16 alone."""
+        bias = cast("Tensor | None", self.bias)
+        return nvfp4_linear(
+            rows.bfloat16(),
+            self.weight.bfloat16(),
+            None if bias is None else bias.bfloat16(),
+            sign_vector=self.rht_sign_vector,
+            kernel_preference=self.kernel_preference,
+            sr_seed=self._buffers["_sr_seed"],
+        )
+
+
+# The signs of the random Hadamard transform. torchao draws them for each layer; one choice for all is as good, and is
+# no state that a checkpoint would have to keep.
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def to_float8(module: nn.Linear, *, scaling: str, round_scales: bool, all_gather: bool) -> None:
+    """Let a layer compute in float8, in place.
+
+    Args:
+        module: The layer.
+        scaling: The name of torchao's recipe.
+        round_scales: Whether scales are rounded down to powers of 2.
+        all_gather: Whether FSDP2 gathers the weight in float8.
+    """
+    config: Any = Float8LinearConfig.from_recipe_name(scaling)
+    if round_scales:
+        config = replace(config, round_scales_to_power_of_2=True)
+    with torch.device("meta"):
+        # By the public function, which also works around a fault of Triton's compiler.
+        made: Any = convert_to_float8_training(nn.Linear(1, 1, bias=False), config=config)
+    made.__class__ = GatheredFloat8Linear if all_gather else BlockedFloat8Linear
+    exchange_class(module, made)
+
+
+def to_mxfp8(module: nn.Linear, *, weight_gradient: bool) -> None:
+    """Let a layer compute in MXFP8, in place.
+
+    Args:
+        module: The layer.
+        weight_gradient: Whether the gradient of the weight is computed in MXFP8 too.
+    """
+    on_cpu = module.weight.device.type == "cpu"
+    with torch.device("meta"):
+        made = BlockedMXFP8Linear(
+            *(1, 1, False),
+            kernel_preference=KernelPreference.EMULATED if on_cpu else KernelPreference.AUTO,
+            wgrad_with_hp=not weight_gradient,
+        )
+    exchange_class(module, made)
+
+
+def to_nvfp4(module: nn.Linear) -> None:
+    """Let a layer compute in NVFP4, in place."""
+    made = BlockedNVFP4Linear(1, 1, bias=False, device=module.weight.device, rht_sign_vector=_SIGNS)
+    exchange_class(module, made)

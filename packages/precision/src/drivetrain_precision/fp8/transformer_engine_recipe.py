@@ -1,0 +1,179 @@
+"""The recipes of Transformer Engine, NVIDIA's library: delayed, current and block scaling, MXFP8 and NVFP4."""
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.hardware_check import check_hardware, check_library
+from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
+from drivetrain_precision.fp8.protocol import Products, Requirements
+from drivetrain_precision.fp8.te_layers import linear_from_te, te_linear_from, te_refusal
+from drivetrain_precision.fp8.te_library import transformer_engine
+from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
+from drivetrain_precision.fp8.te_state import begin_te_scaling, te_scaling_state
+from drivetrain_precision.support import Support
+
+_HYBRID = Products(
+    forward="e4m3 x e4m3", input_gradient="e5m2 x e4m3", weight_gradient="e5m2 x e4m3", all_gather="bf16"
+)
+
+
+def _all_in(form: str) -> Products:
+    return Products(forward=form, input_gradient=form, weight_gradient=form, all_gather="bf16")
+
+
+# The first compute capability, the devices in words, and the formats.
+_FACTS: Mapping[str, tuple[tuple[int, int], str, Products]] = {
+    "delayed": ((8, 9), "an Ada, Hopper or newer GPU", _HYBRID),
+    "current": ((8, 9), "an Ada, Hopper or newer GPU", _HYBRID),
+    "block": ((9, 0), "a Hopper GPU", _all_in("e4m3 x e4m3")),
+    "mxfp8": ((10, 0), "a Blackwell or newer GPU", _all_in("mxfp8 x mxfp8")),
+    "nvfp4": ((10, 0), "a Blackwell or newer GPU", _all_in("nvfp4 x nvfp4")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerEngineRecipe:
+    """Train linear layers by Transformer Engine.
+
+    Attributes:
+        scaling: What a scale is computed from. "delayed": the largest values of the last steps, which a checkpoint
+            keeps. "current": the tensor's own values. "block": blocks of 128 values. "mxfp8": 32 values. "nvfp4": 16
+            values of 4 bits.
+        options: Further fields of the library's recipe class, such as {"amax_history_len": 16}.
+        layers: The layers to convert.
+    """
+
+    scaling: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "current"
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    layers: LayerFilter = field(default_factory=LayerFilter)
+
+    def __post_init__(self) -> None:
+        """Check the scaling; the library checks its options.
+
+        Raises:
+            PrecisionError: The scaling is unknown.
+        """
+        if self.scaling not in _FACTS:
+            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_FACTS)}")
+
+    @property
+    def name(self) -> str:
+        """The name that settings use."""
+        return f"te_{self.scaling}"
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the recipe needs."""
+        capability, hardware, _ = _FACTS[self.scaling]
+        return Requirements(
+            library="transformer-engine", version="2.20", extra="te", capability=capability, hardware=hardware
+        )
+
+    @property
+    def products(self) -> Products:
+        """The formats that it computes in."""
+        return _FACTS[self.scaling][2]
+
+    def support(self, device: torch.device) -> Support:
+        """Return how far a device and the installed library can run it."""
+        if (missing := check_library(self.requirements)) is not None:
+            return Support(level="none", reason=missing)
+        found = check_hardware(self.requirements, device, emulates=False)
+        if found.level == "native" and (why := te_unsupported(self.scaling)) is not None:
+            return Support(level="none", reason=why)
+        return found
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why a linear layer cannot be converted, or None if it can."""
+        multiple = TE_RECIPES[self.scaling].multiple
+        for name in ("in_features", "out_features"):
+            size = getattr(module, name)
+            if size % multiple:
+                return f"has {name}={size}, which is not divisible by {multiple}"
+        return te_refusal(module)
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        """Return the library's layer around the parameters of a linear layer."""
+        return te_linear_from(cast("nn.Linear", module))
+
+    def is_converted(self, module: nn.Module) -> bool:
+        """Return whether a module is a layer of the library's."""
+        return hasattr(module, "fp8_meta")
+
+    def restore(self, module: nn.Module) -> nn.Module:
+        """Return the plain layer around the parameters of a converted one."""
+        return linear_from_te(module)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return the context in which the library's layers compute in fp8."""
+        return transformer_engine().autocast(enabled=True, recipe=self._recipe())
+
+    @contextmanager
+    def counting(self) -> Generator[ProductCounts]:
+        """Count the matrix products: torch does not see those of the library, whose layers tell how they computed."""
+        with counting_products() as counts:
+            hook = register_module_forward_hook(partial(_count_layer, counts))
+            try:
+                yield counts
+            finally:
+                hook.remove()
+
+    def after_step(self, model: nn.Module) -> None:
+        """Do nothing: the library updates its scales when a forward begins."""
+
+    def state(self, module: nn.Module) -> Mapping[str, Tensor]:
+        """Return scales and amax histories of delayed scaling; the others keep nothing."""
+        if self.scaling == "delayed" and not te_scaling_state(module):
+            begin_te_scaling(module, self._recipe())
+        return te_scaling_state(module)
+
+    def _recipe(self) -> Any:
+        return te_recipe(self.scaling, **self.options)
+
+
+def _count_layer(counts: ProductCounts, module: nn.Module, inputs: tuple[object, ...], _: object) -> None:
+    """Count the products of a layer of the library's: one in the forward, and one for each gradient."""
+    if not hasattr(module, "fp8_meta"):
+        return
+    weight = getattr(module, "weight", None)
+    trains = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
+    flows = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+    products = 1 + trains + flows
+    if getattr(module, "fp8", False):
+        counts.scaled += products
+    else:
+        counts.others += products
+
+
+def te_delayed() -> TransformerEngineRecipe:
+    """Return the recipe of delayed scaling."""
+    return TransformerEngineRecipe(scaling="delayed")
+
+
+def te_current() -> TransformerEngineRecipe:
+    """Return the recipe of current scaling."""
+    return TransformerEngineRecipe(scaling="current")
+
+
+def te_block() -> TransformerEngineRecipe:
+    """Return the recipe of block scaling."""
+    return TransformerEngineRecipe(scaling="block")
+
+
+def te_mxfp8() -> TransformerEngineRecipe:
+    """Return the recipe of MXFP8."""
+    return TransformerEngineRecipe(scaling="mxfp8")
+
+
+def te_nvfp4() -> TransformerEngineRecipe:
+    """Return the recipe of NVFP4."""
+    return TransformerEngineRecipe(scaling="nvfp4")
