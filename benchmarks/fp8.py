@@ -25,7 +25,11 @@ ALL = LayerFilter(skip_first=False, skip_last=False)
 ON_CUDA = torch.cuda.is_available()
 # A decoder of 1.2 billion parameters on a GPU; on a CPU the smallest that keeps both cores busy.
 WIDTH, DEPTH, TOKENS, STEPS = (2048, 24, 8192, 10) if ON_CUDA else (256, 4, 512, 2)
-NOTE = "Every contestant computes under autocast to bf16 what it does not compute in fp8."
+NOTE = (
+    "Every contestant computes under autocast to bf16 what it does not compute in fp8. For comparison, torchtitan's "
+    "commit 7a04053 states for Llama 3 8B on H100 with torch.compile: 5,760 tokens a second and GPU in bf16, 6,412 "
+    "rowwise, 7,186 tensorwise with the all-gather in float8."
+)
 Step = Callable[[], None]
 
 
