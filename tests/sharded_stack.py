@@ -8,7 +8,7 @@ from torch.optim import Adam
 
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
 from drivetrain_backends.state_dict.full_state_dict import full_state_dict, full_tensor
-from drivetrain_precision import choose_policy
+from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import Context, StateSettings, connect
 
 
@@ -58,11 +58,17 @@ def context() -> Context:
     return connect(StateSettings(device="cpu", watchdog=False), needs_group=True)
 
 
-def fsdp(mode: str = "no", *, accumulation: int = 1, **settings: object) -> FSDPBackend:
+def fsdp(
+    mode: str = "no",
+    *,
+    accumulation: int = 1,
+    precision: PrecisionSettings | None = None,
+    **settings: object,
+) -> FSDPBackend:
     where = context()
     return FSDPBackend(
         where,
-        choose_policy(mode, where.device),
+        choose_policy(mode, where.device, precision),
         window=AccumulationWindow(accumulation),
         settings=FSDPSettings(**settings),
     )

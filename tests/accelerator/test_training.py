@@ -182,3 +182,36 @@ def test_no_way_to_train_waits(backend: str, on_accelerators: Callable[..., list
     own = {"ddp": REPLICATED, "fsdp": DIVIDED}.get(backend, [])
     num_processes = 1 if backend == "single" else 2
     on_accelerators(compare_all, [*MORE, *own], backend, num_processes=num_processes, timeout_seconds=500)
+
+
+def train_in_bf16(update: str, cpu: bool) -> dict[str, Tensor]:
+    """Train with weights held in bf16, and the norm and the bias in fp32; the weights and what is kept of each."""
+    torch.manual_seed(0)
+    precision = {
+        "param_dtype": "bf16",
+        "buffer_dtype": "bf16",
+        "keep_fp32": ("norm",),
+        "weight_update": update,
+    }
+    accelerator = Accelerator(cpu=cpu, sections={"precision": precision, "run": {"show_plan": False}})
+    model = Model()
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    )
+    for x, _ in DataLoader(data(), batch_size=8):
+        accelerator.backward(model(x.to(accelerator.device)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {d for n, d in dtypes.items() if not n.startswith("norm")} == {torch.bfloat16}
+    assert dtypes["norm.weight"] is torch.float32
+    accelerator.end_training()
+    return {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("update", ["kahan", "stochastic"])
+def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(on_accelerators, update: str) -> None:
+    (found,) = on_accelerators(train_in_bf16, update, False)
+    (expected,) = on_accelerators(train_in_bf16, update, True)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=2.0**-6, atol=2e-2, msg=name)

@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     ("name", "baseline"),
     [
         ("step_overhead", "raw PyTorch"),
+        pytest.param("dtype_policy", "plain, fp32", marks=pytest.mark.slow),
         pytest.param("collectives", "torch, one flat all_gather", marks=pytest.mark.slow),
         pytest.param("loader", "raw DataLoader", marks=pytest.mark.slow),
         pytest.param("startup", "torchrun", marks=pytest.mark.slow),

@@ -1,16 +1,19 @@
 """The configuration of an engine: a pure function of settings and run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_backends import DeepSpeedSettings, EngineConfigError
+from drivetrain_backends.deepspeed.checks import check_dtypes
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config, flatten, nest
-from drivetrain_precision import PrecisionSettings
+from drivetrain_precision import PrecisionError, PrecisionSettings, choose_policy
 
 RUN = EngineRun(
     world_size=4,
@@ -273,3 +276,31 @@ def test_a_given_loss_scale_must_be_the_runs() -> None:
         config({"fp16": same | {"loss_scale_window": 1000}}, run=FP16)
     with pytest.raises(EngineConfigError, match=r"fp16.hysteresis=2 contradicts a loss scale that falls"):
         config({"fp16": same | {"hysteresis": 2}}, run=FP16)
+
+
+def test_the_reduction_of_the_run_is_the_engines() -> None:
+    run = replace(RUN, reduce="bf16")
+    assert config(run=run)["communication_data_type"] == "bf16"
+    assert config(run=run, communication_data_type="bf16")["communication_data_type"] == "bf16"
+
+
+def test_two_reductions_are_refused_with_both_names() -> None:
+    run = replace(RUN, reduce="bf16")
+    message = "communication_data_type='fp32' with precision.reduce_dtype='bf16'"
+    with pytest.raises(EngineConfigError, match=f"deepspeed.{message}"):
+        config(run=run, communication_data_type="fp32")
+    with pytest.raises(EngineConfigError, match=r"contradicts precision\.reduce_dtype='bf16'"):
+        config({"communication_data_type": "fp32"}, run)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"param_dtype": "bf16"}, "precision.param_dtype='bf16' with backend='deepspeed'"),
+        ({"keep_fp32": ("*.norm",), "buffer_dtype": "bf16"}, "buffer_dtype='bf16', precision.keep_fp32="),
+    ],
+)
+def test_dtypes_that_an_engine_does_not_apply_are_refused(said: dict[str, Any], shown: str) -> None:
+    policy = choose_policy("bf16", torch.device("cpu"), PrecisionSettings(**said))
+    with pytest.raises(PrecisionError, match=f"{shown}.*It takes reduce_dtype and output_dtype"):
+        check_dtypes(policy)

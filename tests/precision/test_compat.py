@@ -43,6 +43,16 @@ def test_the_scale_grows_after_the_interval_and_falls_after_an_overflow(
     assert (scale.item(), growth_tracker.item()) == expected
 
 
+def test_the_hooks_on_an_optimizers_step_are_found() -> None:
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        assert not compat.has_step_hooks(optimizer)
+        handle = getattr(optimizer, register)(lambda *_: None)
+        assert compat.has_step_hooks(optimizer)
+        handle.remove()
+        assert not compat.has_step_hooks(optimizer)
+
+
 def test_torch_tells_of_bf16_units_as_the_system_does() -> None:
     try:
         with open("/proc/cpuinfo") as file:

@@ -7,7 +7,7 @@ from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings, Prepared
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
-from drivetrain_precision import choose_policy
+from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
 from sharded_stack import Stack, fsdp, stack, tokens
 
@@ -24,9 +24,6 @@ ASKED = {
     "strategy": "hybrid_shard",
     "shard_size": 1,
     "wrap": ("Embedding", "Block"),
-    "param_dtype": "bf16",
-    "reduce_dtype": "bf16",
-    "output_dtype": "fp32",
     "upcast": True,
     "offload": True,
     "pin_memory": False,
@@ -70,24 +67,9 @@ def test_what_was_left_open_comes_with_its_reason(run_ranks) -> None:
     assert found["strategy"] == AutoValue(value="full_shard", reason="what saves the most memory")
     assert found["shard_size"].value == 2
     assert found["wrap"] == AutoValue(value=("Block",), reason="the modules of its lists")
-    assert found["param_dtype"] == AutoValue(value="fp16", reason="the run's precision")
     assert found["reduce_dtype"].value == "fp32"
-    assert found["output_dtype"] == AutoValue(value=None, reason="as computed")
     assert found["upcast"].value is False  # it is fp32 already
     assert (found["offload"], found["activation_checkpointing"]) == (False, "none")
-
-
-def dtype_of_output(output_dtype: str | None) -> str:
-    backend = fsdp("bf16", output_dtype=output_dtype)
-    (prepared,) = backend.prepare([stack()], [], [])
-    found = str(prepared.model(tokens(0)).dtype)
-    backend.close()
-    return found
-
-
-@pytest.mark.parametrize(("asked", "found"), [(None, "torch.bfloat16"), ("fp32", "torch.float32")])
-def test_outputs_are_cast_where_that_is_asked(run_ranks, asked: str | None, found: str) -> None:
-    assert run_ranks(dtype_of_output, asked, num_processes=1) == [found]
 
 
 def refusal(kind: str) -> str:
@@ -262,7 +244,7 @@ def test_a_model_trains_alike_in_blocks_found_in_any_way(
 
 def reduced(reduce_dtype: str) -> float:
     """The mean of gradients 1 and 2**-9, of two ranks that compute in bf16."""
-    backend = fsdp("bf16", reduce_dtype=reduce_dtype)
+    backend = fsdp("bf16", precision=PrecisionSettings(reduce_dtype=reduce_dtype))
     model = nn.Linear(1, 1, bias=False)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
     before = full_tensor(prepared.state_dict()["model"]["weight"]).item()

@@ -121,20 +121,11 @@ class FSDPSettings:
         default=None,
         metadata={"help": "Minimum number of parameters of the modules that are gathered one at a time."},
     )
-    param_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype of forward and backward; unset: the run's precision."}
-    )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype in which gradients are reduced; unset: fp32."}
-    )
-    output_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype to cast the model's outputs to; unset: as computed."}
-    )
     upcast: bool | None = field(
         default=None,
         metadata={
             "help": "Whether to keep trainable parameters in fp32 where the model is given in half precision; "
-            "unset: under fp16 and bf16."
+            "unset: under fp16 and bf16, unless precision.param_dtype says what they are held in."
         },
     )
     broadcast_buffers: bool = field(

@@ -19,7 +19,7 @@ from drivetrain.step_watch import StepWatch
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
-from drivetrain_precision import Fp8Recipe, choose_policy
+from drivetrain_precision import Fp8Recipe, Policy, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker
 
@@ -87,6 +87,7 @@ def _build(
     window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
     backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
     _check_guard(backend, run)
+    _check_dtypes(backend, policy)
     reading = LoaderTracker()
     trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
     prepared = PreparedObjects([reading.mark_stepped])
@@ -150,6 +151,21 @@ def _check_guard(backend: Backend, run: RunSettings) -> None:
         raise ConfigError(
             f"run.nonfinite_gradients={run.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
             "infinities and NaNs in gradients; leave it at 'ignore', or choose another backend"
+        )
+
+
+def _check_dtypes(backend: Backend, policy: Policy) -> None:
+    """Refuse dtypes under a backend that does not apply them, as one of a third party.
+
+    Raises:
+        ConfigError: The settings say a dtype that the backend does not report as applied.
+    """
+    applied = backend.applied()
+    said = policy.dtypes.said()
+    if missing := [name for name in said if name not in applied]:
+        listed = ", ".join(f"precision.{name}={said[name]!r}" for name in missing)
+        raise ConfigError(
+            f"{listed}: {type(backend).__name__} does not apply it; leave it out, or choose another backend"
         )
 
 

@@ -85,6 +85,7 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
         run["log_with"] = parts.trackers.names
     sections: dict[str, Mapping[str, object]] = {
         "run": {**by_backend, **run},
+        "precision": by_backend,
         "state": parts.context.applied(),
     }
     if parts.backend.settings_section is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.divided import as_in, mark_replicas
 from drivetrain.fp8_training import Fp8Training
 from drivetrain.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
+from drivetrain.saved_dtypes import check_dtypes
 from drivetrain_backends import (
     Backend,
     Prepared,
@@ -19,6 +20,7 @@ from drivetrain_backends import (
 from drivetrain_checkpoint import Checkpointer
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data import ShardedLoader
+from drivetrain_precision import DtypePolicy
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class RunState:
         registered: The objects registered for checkpointing.
         seed: The seed for generators whose saved state does not fit the number of ranks.
         fp8: What trains the models in fp8; None in other precisions.
+        dtypes: The dtypes that the run holds its models in.
     """
 
     context: Context
@@ -51,6 +54,7 @@ class RunState:
     loaders: Sequence[ShardedLoader[Any]]
     registered: Registered
     seed: int
+    dtypes: DtypePolicy
     fp8: Fp8Training | None = None
 
     @property
@@ -145,7 +149,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         restored, for the plan.
 
     Raises:
-        ValueError: The checkpoint holds other models, loaders or registered objects than the run.
+        ValueError: The checkpoint holds other models, loaders or registered objects than the run; or weights that
+            would be rounded without being asked for.
     """
     named = _named(run.prepared)
     loaded = checkpointer.load(path, like=as_in(named))
@@ -162,6 +167,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         world_size=run.context.topology.world_size,
     )
     models = {name: _filled(one, loaded.models[name], saved) for name, one in named.items()}
+    for name, one in named.items():
+        check_dtypes(models[name], one, run.dtypes, is_main=run.context.topology.is_main)
     for name, one in named.items():
         one.load_state_dict({"model": models[name], **saved["training"][name]})
     run.backend.load_state_dict(saved["backend"])

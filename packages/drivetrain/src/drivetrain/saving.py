@@ -257,6 +257,7 @@ class Saving(HasParts):
             registered=self._registered,
             seed=parts.settings.seed or 0,
             fp8=parts.fp8,
+            dtypes=parts.policy.dtypes,
         )
 
 

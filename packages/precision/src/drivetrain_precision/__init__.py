@@ -3,7 +3,8 @@
 `choose_policy` takes a device and a mode ("bf16", "fp16", "auto" or "no") and returns the dtype to compute in and the
 reason, or raises an error that lists what the device supports; it never falls back silently. `autocast` applies the
 policy, and `LossScaler` keeps fp16 gradients from underflowing. `convert_model` lets linear layers compute in 8 bits
-or fewer by a recipe, and reports on each layer.
+or fewer by a recipe, and reports on each layer. A `DtypePolicy` says what parameters are held in, gradients
+reduced in and outputs returned in; `Bf16Updates` steps weights that are held in bf16.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from drivetrain_precision.checks.half_precision import HalfOperation as HalfOperation
     from drivetrain_precision.checks.half_precision import HalfOperations as HalfOperations
     from drivetrain_precision.checks.half_precision import find_half_operations as find_half_operations
+    from drivetrain_precision.dtypes.dtype_policy import DtypePolicy as DtypePolicy
+    from drivetrain_precision.dtypes.fp32_islands import find_islands as find_islands
+    from drivetrain_precision.dtypes.fp32_islands import keep_in_fp32 as keep_in_fp32
     from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
     from drivetrain_precision.errors import PrecisionError as PrecisionError
     from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     )
     from drivetrain_precision.losses.chunked_head import chunked_cross_entropy as chunked_cross_entropy
     from drivetrain_precision.losses.existing_logits import cross_entropy as cross_entropy
+    from drivetrain_precision.optim.bf16_updates import Bf16Updates as Bf16Updates
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
     from drivetrain_precision.scaler import LossScaler as LossScaler
@@ -55,6 +60,8 @@ _MODULES = {
     "HalfOperations": "checks.half_precision",
     "HalfPrecisionWarning": "errors",
     "LayerFilter": "fp8.layer_filter",
+    "Bf16Updates": "optim.bf16_updates",
+    "DtypePolicy": "dtypes.dtype_policy",
     "LossScaler": "scaler",
     "NoAutocast": "casting",
     "Policy": "policy",
@@ -79,6 +86,8 @@ _MODULES = {
     "recipe_names": "fp8.registry",
     "recipe_state": "fp8.conversion",
     "restore_model": "fp8.conversion",
+    "find_islands": "dtypes.fp32_islands",
+    "keep_in_fp32": "dtypes.fp32_islands",
     "supported_modes": "support",
 }
 

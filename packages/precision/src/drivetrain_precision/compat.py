@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # The frames of a backward that the engine runs, by the file within torch and the function.
@@ -229,3 +230,9 @@ def _as_events(records: Iterable[Any]) -> Iterator[OperationEvent]:
             yield event
         elif record.kind() == "pop":
             running.pop(record.handle(), None)  # none of what began before the recording
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has hooks that run before or after each of its steps."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(getattr(optimizer, name, ()) for name in names)

@@ -1,10 +1,11 @@
 """Choose a precision: map a mode and a device to a frozen policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from drivetrain_precision.dtypes.dtype_policy import DtypePolicy, choose_dtypes
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_precision.fp8.registry import choose_recipe
@@ -25,6 +26,7 @@ class Policy:
         scaling: The settings of the loss scale, which fp16's narrow exponent requires; None in other modes.
         reason: The reason for the choice, as a sentence for the effective plan.
         recipe: How linear layers compute in 8 bits or fewer; None in other modes.
+        dtypes: The dtypes that models are held, reduced and returned in.
     """
 
     mode: str
@@ -32,6 +34,7 @@ class Policy:
     scaling: PrecisionSettings | None
     reason: str
     recipe: Fp8Recipe | None = None
+    dtypes: DtypePolicy = field(default_factory=DtypePolicy)
 
 
 def choose_policy(
@@ -47,7 +50,7 @@ def choose_policy(
         mode: The mode: "no" (fp32), "fp16", "bf16", "fp8" or "auto" (the first of bf16, fp16 and fp32 that the
             hardware supports natively).
         device: The device that training runs on.
-        settings: The settings of fp16's loss scale and of fp8.
+        settings: The settings of fp16's loss scale, of fp8, and of the dtypes that models are held in.
         recipe: The recipe of mode "fp8"; None for the one that the settings name.
 
     Returns:
@@ -55,6 +58,7 @@ def choose_policy(
 
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
+            Or the dtypes of the settings contradict it.
     """
     support = supported_modes(device)
     if mode == "fp8":
@@ -68,7 +72,7 @@ def choose_policy(
         weaker = [name for name in _BEST_FIRST if support[name].level != "native"]
         passed_over = [f"{name}: {support[name].reason}" for name in weaker]
         reason = "; ".join([f"auto chose {chosen!r}: {support[chosen].reason}", *passed_over])
-        return _policy(chosen, settings, reason)
+        return _policy(chosen, device, settings, reason)
     if mode not in MODES:
         allowed = ", ".join(map(repr, (*MODES, "fp8")))
         raise PrecisionError(f"mixed_precision={mode!r}: must be one of {allowed} or 'auto'")
@@ -78,7 +82,7 @@ def choose_policy(
             f"mixed_precision={mode!r}: {device} cannot compute in it ({support[mode].reason}); "
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
-    return _policy(mode, settings, support[mode].reason)
+    return _policy(mode, device, settings, support[mode].reason)
 
 
 def _fp8_policy(
@@ -92,14 +96,27 @@ def _fp8_policy(
     bf16 = support["bf16"]
     if chosen is None:
         if settings.fp8_fallback == "bf16" and bf16.level != "none":
-            return _policy("bf16", settings, f"fp8_fallback: {why_not}")
+            return _policy("bf16", device, settings, f"fp8_fallback: {why_not}")
         raise PrecisionError(f"mixed_precision='fp8': {why_not}")
     if bf16.level == "none":
         raise PrecisionError(f"mixed_precision='fp8': other layers compute in bf16, and {bf16.reason}")
     reason = f"{chosen.name}: {chosen.support(device).reason}"
-    return Policy(mode="fp8", autocast_dtype=torch.bfloat16, scaling=None, reason=reason, recipe=chosen)
+    return Policy(
+        mode="fp8",
+        autocast_dtype=torch.bfloat16,
+        scaling=None,
+        reason=reason,
+        recipe=chosen,
+        dtypes=choose_dtypes("fp8", device, settings),
+    )
 
 
-def _policy(mode: str, settings: PrecisionSettings | None, reason: str) -> Policy:
-    scaling = (settings or PrecisionSettings()) if mode == "fp16" else None
-    return Policy(mode=mode, autocast_dtype=_DTYPES.get(mode), scaling=scaling, reason=reason)
+def _policy(mode: str, device: torch.device, settings: PrecisionSettings | None, reason: str) -> Policy:
+    settings = settings or PrecisionSettings()
+    return Policy(
+        mode=mode,
+        autocast_dtype=_DTYPES.get(mode),
+        scaling=settings if mode == "fp16" else None,
+        reason=reason,
+        dtypes=choose_dtypes(mode, device, settings),
+    )

@@ -1,4 +1,4 @@
-"""The `precision` section: the settings of fp16's loss scale and of fp8."""
+"""The `precision` section: fp16's loss scale, fp8, and the dtypes that models are held and returned in."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSettings:
-    """The initial value and the updates of the loss scale of fp16 training; bf16 and fp32 have no loss scale."""
+    """The loss scale of fp16 training, and the dtypes that are not the one a model computes in."""
 
     initial_scale: float = field(
         default=65536.0, metadata={"help": "Loss scale of the first step; halved at each overflow."}
@@ -50,6 +50,40 @@ class PrecisionSettings:
         default=True,
         metadata={"help": "Whether a model's first and last linear layer stay in bf16 under fp8."},
     )
+    param_dtype: Literal["fp32", "bf16"] | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype that parameters, gradients and optimizer states are held in between steps; unset: "
+            "the model's own."
+        },
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype in which ranks add up gradients; unset: the gradients' own, but fp32 under fsdp and "
+            "with param_dtype=bf16."
+        },
+    )
+    output_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "Dtype that a model's outputs are cast to; unset: as computed."}
+    )
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "Dtype that buffers are held in; unset: the model's own."}
+    )
+    keep_fp32: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Patterns of modules that are held and computed in fp32, by dotted name or class, such as "
+            "*.router."
+        },
+    )
+    weight_update: Literal["nearest", "stochastic", "kahan"] | None = field(
+        default=None,
+        metadata={
+            "help": "Rounding of updates of weights in bf16: nearest loses small ones, stochastic rounds at "
+            "random, kahan keeps what was rounded off; unset: kahan with param_dtype=bf16."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -67,3 +101,28 @@ class PrecisionSettings:
             raise ValueError(f"growth_interval={self.growth_interval!r}: must be at least 1")
         if self.fp8_fallback not in ("none", "bf16"):
             raise ValueError(f"fp8_fallback={self.fp8_fallback!r}: must be one of none, bf16")
+        _check_dtypes(self)
+
+
+def _check_dtypes(settings: PrecisionSettings) -> None:
+    """Refuse an unknown dtype or rounding.
+
+    Raises:
+        ValueError: A value is not one of those allowed.
+    """
+    allowed = {
+        "param_dtype": ("fp32", "bf16"),
+        **dict.fromkeys(("reduce_dtype", "output_dtype", "buffer_dtype"), ("fp32", "bf16", "fp16")),
+        "weight_update": ("nearest", "stochastic", "kahan"),
+    }
+    for name, values in allowed.items():
+        value = getattr(settings, name)
+        if name == "param_dtype" and value == "fp16":
+            raise ValueError(
+                "param_dtype='fp16': weights are not held in fp16, whose narrow exponent loses small updates and "
+                "gradients; say mixed_precision='fp16', which holds them in fp32, or param_dtype='bf16'"
+            )
+        if value is not None and value not in values:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(values)}")
+    if any(not pattern for pattern in settings.keep_fp32):
+        raise ValueError(f"keep_fp32={settings.keep_fp32!r}: a pattern must not be empty")

@@ -28,7 +28,7 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
         "allgather_bucket_size": int(zero.allgather_bucket_size),
         "overlap_comm": bool(zero.overlap_comm),
         "grad_accum_dtype": accumulation_dtype(engine),
-        "communication_data_type": _DTYPES.get(engine.communication_data_type, "as DeepSpeed chooses"),
+        "communication_data_type": reduction_dtype(engine),
         "config": engine.config,
     }
     reason = "of deepspeed.config" if settings.config is not None else "not said, so chosen for the run"
@@ -39,6 +39,11 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
         else value
         for name, value in found.items()
     }
+
+
+def reduction_dtype(engine: Any) -> str:
+    """Return the name of the dtype in which ranks add up gradients."""
+    return _DTYPES.get(engine.communication_data_type, "as DeepSpeed chooses")
 
 
 def _device_of(offload: Any) -> str:

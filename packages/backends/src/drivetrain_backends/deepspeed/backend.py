@@ -7,9 +7,10 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.deepspeed.applied import read_back
+from drivetrain_backends.deepspeed.applied import read_back, reduction_dtype
 from drivetrain_backends.deepspeed.checks import (
     check_device,
+    check_dtypes,
     check_optimizer,
     check_parameters,
     check_rounding,
@@ -58,6 +59,7 @@ class DeepSpeedBackend(TorchBackend):
     Raises:
         BackendNotInstalledError: DeepSpeed is not installed.
         EngineConfigError: The given configuration has unknown keys, or contradicts the run.
+        PrecisionError: The run's dtypes say something that an engine does not do.
         RuntimeError: The context has no process group.
     """
 
@@ -69,6 +71,7 @@ class DeepSpeedBackend(TorchBackend):
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         own: DeepSpeedSettings = self.settings_or_defaults(settings)
+        check_dtypes(policy)
         self._reducer = EngineReducer(window, loss_scaler(context, policy), context.progress)
         super().__init__(context, policy, window=window, settings=own, reducer=self._reducer)
         self.settings: DeepSpeedSettings = own
@@ -141,7 +144,13 @@ class DeepSpeedBackend(TorchBackend):
         found = {**super().applied(), "nonfinite_gradients": self._nonfinite_gradients()}
         for engine in self._engines()[:1]:
             found |= engine.applied() | read_back(engine.engine, self.settings)
+            if self.policy.dtypes.reduce is not None:
+                found["reduce_dtype"] = reduction_dtype(engine.engine)
         return found
+
+    def reduce_dtype(self) -> object:
+        """Return what the run says, until there is an engine; see `TorchBackend`."""
+        return self.policy.dtypes.said().get("reduce_dtype")
 
     def close(self) -> None:
         """End the engines and forget all models."""
@@ -229,6 +238,7 @@ class DeepSpeedBackend(TorchBackend):
             micro_batch_size=self.window.micro_batch_size,
             mode=self.policy.mode,
             scaling=self.policy.scaling,
+            reduce=_name_of(self.policy.dtypes.said().get("reduce_dtype")),
             num_elements=None if model is None else _num_elements(model),
             optimizer=None if optimizer is None else type(optimizer).__name__,
             optimizer_options={} if optimizer is None else _shared_options(optimizer),
@@ -290,6 +300,10 @@ def _restore(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     restore_forward(model)
     for block in blocks:
         restore_activations(block)
+
+
+def _name_of(dtype: object) -> str | None:
+    return None if dtype is None else str(dtype)
 
 
 def _shared_options(optimizer: Optimizer) -> dict[str, Any]:

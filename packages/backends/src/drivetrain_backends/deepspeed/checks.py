@@ -156,3 +156,19 @@ def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, de
             f"offload_param='nvme' with the fp32 weights of {type(model).__name__} on the CPU: DeepSpeed would round "
             "them to bf16; build the model inside accelerator.building(), or train in mixed precision"
         )
+
+
+def check_dtypes(policy: Policy) -> None:
+    """Refuse dtypes that an engine does not apply.
+
+    Raises:
+        PrecisionError: The run says such dtypes; the message names them, and what an engine does.
+    """
+    said = policy.dtypes.said()
+    if refused := [name for name in said if name not in ("reduce_dtype", "output_dtype")]:
+        listed = ", ".join(f"precision.{name}={said[name]!r}" for name in refused)
+        raise PrecisionError(
+            f"{listed} with backend='deepspeed': an engine holds its weights in the dtype of mixed_precision and its "
+            "masters in fp32, all modules alike, and steps by itself. It takes reduce_dtype and output_dtype; fsdp, "
+            "ddp and single take them all"
+        )

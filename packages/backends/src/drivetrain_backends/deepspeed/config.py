@@ -42,6 +42,7 @@ class EngineRun:
         micro_batch_size: The samples of a micro-batch on one rank; None if no loader sets it.
         mode: The precision: "no", "fp16" or "bf16".
         scaling: The settings of the loss scale, for fp16.
+        reduce: The name of the dtype in which ranks add up gradients; None if the run does not say.
         num_elements: The number of trainable parameter elements of the model; None before there is a model.
         optimizer: The class name of the prepared optimizer; None without one.
         optimizer_options: The options that all of its parameter groups share.
@@ -52,6 +53,7 @@ class EngineRun:
     micro_batch_size: int | None = None
     mode: str = "no"
     scaling: PrecisionSettings | None = None
+    reduce: str | None = None
     num_elements: int | None = None
     optimizer: str | None = None
     optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -185,7 +187,7 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
         ),
         "prescale_gradients": Key(value=False),
         "gradient_predivide_factor": Key(value=1.0),
-        "communication_data_type": _asked(settings, "communication_data_type", "fp32"),
+        "communication_data_type": _reduction(settings, run),
         "data_types.grad_accum_dtype": _asked(settings, "grad_accum_dtype", "fp32"),
         "bf16.enabled": Key(value=run.mode == "bf16", said=half),
         "fp16.enabled": Key(value=run.mode == "fp16", said=half),
@@ -268,6 +270,23 @@ def _offload_keys(settings: DeepSpeedSettings, name: str) -> dict[str, Key]:
 def _asked(settings: DeepSpeedSettings, name: str, default: object) -> Key:
     value = getattr(settings, name)
     return Key(value=default) if value is None else Key(value=value, said=f"deepspeed.{name}={value!r}")
+
+
+def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
+    """Return the dtype in which ranks add up gradients, which the section or the run says.
+
+    Raises:
+        EngineConfigError: Both say it, and differ.
+    """
+    own = settings.communication_data_type
+    if run.reduce is None:
+        return _asked(settings, "communication_data_type", "fp32")
+    if own not in (None, run.reduce):
+        raise EngineConfigError(
+            f"deepspeed.communication_data_type={own!r} with precision.reduce_dtype={run.reduce!r}: both say in what "
+            "ranks add up gradients, and they differ; leave one of the two out"
+        )
+    return Key(value=run.reduce, said=f"precision.reduce_dtype={run.reduce!r}")
 
 
 def _optimizer_keys(run: EngineRun) -> dict[str, Key]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -13,12 +12,12 @@ from drivetrain_backends.fsdp.compat import (
     parameter_groups,
     reshards_after_forward,
 )
-from drivetrain_backends.fsdp.dtypes import HALF, NAMES
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
+from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
@@ -42,20 +41,25 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
     }
 
 
+def reduction_dtype(models: Sequence[ShardedModel]) -> str | None:
+    """Return the dtype in which gradients of shards are reduced; None without shards, or in their own dtype."""
+    for model in models:
+        if len(model.plain) < len(model.parameters):
+            dtype = mixed_precision(model.blocks[0]).reduce_dtype
+            return None if dtype is None else NAMES[dtype]
+    return None
+
+
 _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 
 def _of_torch(model: ShardedModel) -> dict[str, object]:
     """Return the arguments of `fully_shard`, which are the same for all models."""
     group = next(group for block in model.blocks for group in parameter_groups(block))
-    dtypes = mixed_precision(model.blocks[0])
     offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
     return {
         "strategy": _strategy(group),
         "shard_size": group.mesh_info.shard_mesh_size,
-        "param_dtype": _name(dtypes.param_dtype),
-        "reduce_dtype": _name(dtypes.reduce_dtype),
-        "output_dtype": _name(mixed_precision(model.blocks[-1]).output_dtype),
         "offload": offloads,
         "pin_memory": offloads and group.offload_policy.pin_memory,
     }
@@ -94,9 +98,6 @@ def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: s
     return {
         "strategy": strategy,
         "wrap": "; ".join(filter(None, (said, shared))),
-        "param_dtype": "the run's precision",
-        "reduce_dtype": "fp32 where parameters are in half precision, else their own",
-        "output_dtype": "as computed",
         "prefetch": prefetch,
     }
 
@@ -106,7 +107,3 @@ def _strategy(group: Any) -> str:
     if mesh.mesh.ndim == 1:
         return "full_shard" if reshards else "shard_grad_op"
     return "hybrid_shard" if reshards else "no_shard"
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else NAMES.get(dtype)

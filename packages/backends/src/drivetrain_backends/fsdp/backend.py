@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_backends.fsdp.applied import read_back
+from drivetrain_backends.fsdp.applied import read_back, reduction_dtype
 from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
@@ -35,13 +35,15 @@ from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
-from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_blocks
+from drivetrain_backends.modules.held_dtypes import make_islands, plan_islands
+from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_blocks, without_blocks
 from drivetrain_backends.optim.scheduler import Scheduler
+from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
 from drivetrain_backends.torch.prepared import TorchPrepared
-from drivetrain_precision import Policy
+from drivetrain_precision import DtypePolicy, Policy
 from drivetrain_state import Context
 
 _UNCOPYABLE = (
@@ -78,11 +80,11 @@ class FSDPBackend(TorchBackend):
         self._frozen = FrozenBlocks()
         self._sharded: dict[nn.Module, ShardedModel] = {}
         self._gradients = ShardedGradients(
-            loss_scaler(context, policy), context.device, self._sharded, self._frozen
+            loss_scaler(context, policy), context.device, self._sharded, self._frozen, policy.dtypes.reduce
         )
         super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
         self.settings: FSDPSettings = own
-        dtypes = plan_dtypes(own, policy, context.device)
+        dtypes = plan_dtypes(own, policy)
         parallelism = None
         if context.mesh is not None:
             parallelism = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.shape, strict=True))
@@ -125,6 +127,7 @@ class FSDPBackend(TorchBackend):
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() returns what optimizers hold
         self._check(models)
+        islands = plan_islands(models, self.policy, known=self._sharded)
         for optimizer in optimizers:
             check_divisible(optimizer, where="FSDP", scalars=True)
         for model in models:
@@ -137,7 +140,8 @@ class FSDPBackend(TorchBackend):
                 others=[*models, *self._sharded],
             )
             check_trainable(unwrap_compiled(model))
-            check_dtypes(unwrap_compiled(model), plan, self._sharding.dtypes)
+            plan = without_blocks(plan, unwrap_compiled(model), islands[model])
+            check_dtypes(unwrap_compiled(model), plan, self._sharding.dtypes, islands[model])
             self._plans[model] = plan
         for optimizer in optimizers:
             repoint(optimizer, self._successors)
@@ -188,6 +192,14 @@ class FSDPBackend(TorchBackend):
             read["check_optimizers"] = self.settings.check_optimizers
         return {**super().applied(), **read}
 
+    def reduce_dtype(self) -> object:
+        """Return the dtype in which ranks add up gradients; see `TorchBackend`."""
+        said = self.policy.dtypes.said().get("reduce_dtype")
+        applied = reduction_dtype(list(self._sharded.values()))
+        if applied is None or said is not None:
+            return said if applied is None else applied
+        return AutoValue(value=applied, reason="not said, and models compute in half precision")
+
     def close(self) -> None:
         """Restore models to their own classes as far as torch can; their parameters stay sharded."""
         super().close()
@@ -202,10 +214,12 @@ class FSDPBackend(TorchBackend):
         del optimizer
         settings, plan = self.settings, self._plans.pop(model)
         inner = unwrap_compiled(model)  # a torch.compile wrapper traces its module at the call
+        islands, dtypes = self._islands[model], self._sharding.dtypes
+        make_islands(inner, islands, self.context.device, outside=dtypes.compute)
         blocks = [inner.get_submodule(name) for name in plan.blocks]
         checkpoint_activations(blocks or [inner], settings.activation_checkpointing)
         before = dict(inner.named_parameters())
-        sharded = shard_model(inner, plan, self._sharding, self.context)
+        sharded = shard_model(inner, plan, self._sharding, self.context, islands)
         for name, parameter in before.items():
             self._successors[parameter] = sharded.parameters[name]
         self._gradients.hooks[model] = ParameterHooks(sharded, before)
@@ -218,7 +232,9 @@ class FSDPBackend(TorchBackend):
         if settings.compile_regions:
             for block in blocks or [inner]:
                 block.forward = torch.compile(block.forward, backend=settings.compile_backend)
-        without_autocast = replace(self.policy, autocast_dtype=None)
+        # FSDP casts parameters and inputs by itself.
+        own_casts = DtypePolicy(output=self.policy.dtypes.output)
+        without_autocast = replace(self.policy, autocast_dtype=None, dtypes=own_casts)
         uncopyable = f"{class_name(inner)} {_UNCOPYABLE}"
         prepare_forward(
             model,

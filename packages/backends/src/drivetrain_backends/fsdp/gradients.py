@@ -26,6 +26,7 @@ class ShardedGradients(ParameterGradients):
         device: The device of the process group's tensors.
         sharded: The backend's sharded models by user module.
         frozen: The blocks that may be frozen at their first forward.
+        dtype: The dtype in which gradients of plain parameters are summed; None for fp32 or wider.
 
     Attributes:
         holding: The models whose backwards are not reduced at present.
@@ -39,11 +40,13 @@ class ShardedGradients(ParameterGradients):
         device: torch.device,
         sharded: Mapping[nn.Module, ShardedModel],
         frozen: FrozenBlocks,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(scaler)
         self._device = device
         self._sharded = sharded
         self._frozen = frozen
+        self._dtype = dtype
         self.holding: set[nn.Module] = set()
         self.held: set[nn.Module] = set()
         self.hooks: dict[nn.Module, ParameterHooks] = {}
@@ -91,7 +94,8 @@ class ShardedGradients(ParameterGradients):
                 )
         sharded = [self._sharded[model] for model in models]
         parameters = [p for one in sharded for p in one.parameters.values() if p.requires_grad]
-        average([p for one in sharded for p in one.plain.values() if p.requires_grad], self._device)
+        plain = [p for one in sharded for p in one.plain.values() if p.requires_grad]
+        average(plain, self._device, dtype=self._dtype)
         if factor is None and self.scaler is None:
             return False
         gradients = [local(p.grad) for p in parameters if p.grad is not None]

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from drivetrain_backends.fsdp.dtypes import HALF, DtypePlan
+from drivetrain_backends.fsdp.dtypes import DtypePlan
 from drivetrain_backends.fsdp.meta_init import check_ways, initialise, make_room, tensors_of
 from drivetrain_backends.fsdp.scratch import Scratch, room_for
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
+from drivetrain_backends.fsdp.storage import TensorStorage
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first
 from drivetrain_precision import GathersInFp8
@@ -53,10 +54,13 @@ class _Sources:
     seed: int
 
 
-def shard_model(model: nn.Module, plan: BlockPlan, sharding: Sharding, context: Context) -> ShardedModel:
+def shard_model(
+    model: nn.Module, plan: BlockPlan, sharding: Sharding, context: Context, islands: frozenset[nn.Module]
+) -> ShardedModel:
     """Shard a model's parameters over the ranks, in place. Called on all ranks.
 
-    Values come from rank 0; tensors on meta on all ranks are initialised by their modules.
+    Values come from rank 0; tensors on meta on all ranks are initialised by their modules. The parameters of modules
+    that stay in fp32 are not divided: every rank holds them in full.
 
     Raises:
         ValueError: Ranks hold different models, or a module on meta cannot fill itself.
@@ -64,16 +68,22 @@ def shard_model(model: nn.Module, plan: BlockPlan, sharding: Sharding, context: 
     sources = _agree(model)
     names = {module: name for name, module in model.named_modules()}
     groups = _groups(model, plan)
-    upcast = tuple(n for n, p in model.named_parameters() if _kept_in(p, sharding.dtypes) is not p.dtype)
-    scratch = Scratch(
-        context.device, [_size_on_meta(modules, sharding.dtypes) for modules in groups.values()]
-    )
+    storage = TensorStorage(model, sharding.dtypes, islands)
+    upcast = tuple(n for n, p in model.named_parameters() if storage.upcasts(p))
+    scratch = Scratch(context.device, [_size_on_meta(modules, storage) for modules in groups.values()])
     blocks: list[FSDPModule] = []
     for name, modules in groups.items():
         scratch.clear()
-        _bring_values(modules, model, names, sources, scratch, sharding, context)
+        _bring_values(modules, model, names, sources, scratch, storage, context)
         blocks.append(
-            _shard(model.get_submodule(name), modules, sharding, is_root=not name, is_alone=not plan.blocks)
+            _shard(
+                model.get_submodule(name),
+                modules,
+                sharding,
+                storage,
+                is_root=not name,
+                is_alone=not plan.blocks,
+            )
         )
     return ShardedModel(
         module=model, plan=plan, blocks=tuple(blocks), places=tuple(find_places(model)), upcast=upcast
@@ -90,29 +100,30 @@ def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
     return groups
 
 
-def _size_on_meta(modules: list[nn.Module], dtypes: DtypePlan) -> int:
+def _size_on_meta(modules: list[nn.Module], storage: TensorStorage) -> int:
     """Return the size in bytes of the parameters of some modules that are on meta and will be sharded."""
     held = {p for module in modules for p in module.parameters(recurse=False)}
-    return sum(room_for(p, _kept_in(p, dtypes)) for p in held if p.is_meta and not is_plain(p))
+    return sum(room_for(p, storage.dtype_of(p)) for p in held if p.is_meta and not storage.is_whole(p))
 
 
-def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan) -> None:
+def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: frozenset[nn.Module]) -> None:
     """Refuse trainable parameters of several dtypes in one block, which `fully_shard` cannot reduce.
 
     Raises:
         ValueError: A block has such parameters; the message names two.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
+    storage = TensorStorage(model, dtypes, islands)
     for modules in _groups(model, plan).values():
         found: dict[torch.dtype, str] = {}
         for parameter in (p for module in modules for p in module.parameters(recurse=False)):
-            if parameter.requires_grad and not is_plain(parameter):
-                found.setdefault(_kept_in(parameter, dtypes), names[parameter])
+            if parameter.requires_grad and not storage.is_whole(parameter):
+                found.setdefault(storage.dtype_of(parameter), names[parameter])
         if len(found) > 1:
             shown = " and ".join(f"{key} in {str(dtype)[6:]}" for dtype, key in found.items())
             raise ValueError(
-                f"{shown} are trained in one block, whose gradients are reduced in one dtype: bring them to one, or "
-                "set fsdp.upcast=True, which keeps all trainable ones in fp32"
+                f"{shown} are trained in one block, whose gradients are reduced in one dtype: bring them to one: "
+                "precision.param_dtype holds all in one dtype, and fsdp.upcast=True all trainable ones in fp32"
             )
 
 
@@ -123,11 +134,6 @@ def check_sources(model: nn.Module) -> None:
         ValueError: Ranks hold different models, or a module on meta cannot fill itself.
     """
     check_ways(model, _agree(model).initialised)
-
-
-def is_plain(parameter: Tensor) -> bool:
-    """Return whether every rank keeps the full parameter: `fully_shard` skips scalars, integers, empty ones."""
-    return parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
 
 
 def _agree(model: nn.Module) -> _Sources:
@@ -162,15 +168,14 @@ def _bring_values(
     names: Mapping[nn.Module, str],
     sources: _Sources,
     scratch: Scratch,
-    sharding: Sharding,
+    storage: TensorStorage,
     context: Context,
 ) -> None:
     """Materialise the tensors of some modules on the device, with rank 0's values."""
 
     def new_tensor(tensor: Tensor) -> Tensor:
-        is_divided = isinstance(tensor, nn.Parameter) and not is_plain(tensor)
-        dtype = _kept_in(tensor, sharding.dtypes)
-        if is_divided:
+        dtype = storage.dtype_of(tensor)
+        if isinstance(tensor, nn.Parameter) and not storage.is_whole(tensor):
             return scratch.like(tensor, dtype)
         return torch.empty_like(tensor, dtype=dtype, device=context.device)
 
@@ -193,7 +198,7 @@ def _bring_values(
                 continue
             seen.add(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
-            values = tensor.detach().to(context.device, _kept_in(tensor, sharding.dtypes)).contiguous()
+            values = tensor.detach().to(context.device, storage.dtype_of(tensor)).contiguous()
             if tensor not in filled:
                 broadcast_from_first(values, context)
             if is_parameter:
@@ -204,14 +209,14 @@ def _bring_values(
                 tensor.copy_(values)
 
 
-def _kept_in(tensor: Tensor, dtypes: DtypePlan) -> torch.dtype:
-    """Return the dtype in which a tensor is stored."""
-    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    return torch.float32 if is_trained and dtypes.upcast and tensor.dtype in HALF else tensor.dtype
-
-
 def _shard(
-    block: nn.Module, group: list[nn.Module], sharding: Sharding, *, is_root: bool, is_alone: bool
+    block: nn.Module,
+    group: list[nn.Module],
+    sharding: Sharding,
+    storage: TensorStorage,
+    *,
+    is_root: bool,
+    is_alone: bool,
 ) -> FSDPModule:
     """Shard a block's parameters outside its inner blocks, and release the full ones."""
     held = list(dict.fromkeys(p for module in group for p in module.parameters(recurse=False)))
@@ -227,12 +232,12 @@ def _shard(
         block,
         mesh=sharding.mesh,
         reshard_after_forward=reshards,
-        mp_policy=sharding.dtypes.policy(is_root=is_root),
+        mp_policy=sharding.dtypes.policy(),
         offload_policy=offload,
-        ignored_params={p for p in held if is_plain(p)},
+        ignored_params={p for p in held if storage.is_whole(p)},
     )
     for parameter in held:
-        if not is_plain(parameter):
+        if not storage.is_whole(parameter):
             # An optimizer built before prepare() still holds it, which must not cost memory.
             parameter.data = parameter.data.new_empty(0)
     return cast("FSDPModule", block)

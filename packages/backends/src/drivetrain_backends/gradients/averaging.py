@@ -16,11 +16,12 @@ def average(
     *,
     group: ProcessGroup | None = None,
     bucket_bytes: float = float("inf"),
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Average the gradients of full parameters over all ranks. Called on all ranks, with the same parameters.
 
     A gradient that exists on some ranks only counts as zero on the others; one that exists on no rank stays None.
-    Half-precision gradients are summed in fp32, and sparse ones as dense. There is no synchronisation with the
+    Sparse gradients are summed as dense ones. There is no synchronisation with the
     device unless a parameter has no gradient on this rank.
 
     Args:
@@ -28,11 +29,12 @@ def average(
         device: The device of the process group's tensors.
         group: The process group; all ranks by default.
         bucket_bytes: The approximate size of one all-reduce, in bytes; several run at a time.
+        dtype: The dtype of the sums; None for the gradients' own, or fp32 if that is a half precision.
     """
     world_size = dist.get_world_size(group)
     sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
     for bucket in _buckets(parameters, bucket_bytes):
-        flat = _packed(bucket, device)
+        flat = _packed(bucket, device, dtype)
         sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in sent:
         if work is not None:
@@ -54,9 +56,9 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[li
     return full + list(filling.values())
 
 
-def _packed(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+def _packed(parameters: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """Return gradients in one flat tensor, after a flag per parameter that says if this rank has a gradient."""
-    wide = torch.promote_types(parameters[0].dtype, torch.float32)
+    wide = torch.promote_types(parameters[0].dtype, torch.float32) if dtype is None else dtype
     has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide)
     values = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
     # `has` may be freed: CUDA has staged pageable memory by the time the call returns.

@@ -15,13 +15,27 @@ from torch import nn
 
 from drivetrain_backends.errors import BatchMismatchError
 from drivetrain_precision import Policy, autocast
+from drivetrain_precision.dtypes.dtype_policy import HALF
+from drivetrain_precision.dtypes.nested_casting import cast_floating
 from drivetrain_state import ProgressRecord
+
+_MIXED = (
+    "the weights are held in half precision (precision.param_dtype) and nothing casts between layers: a buffer, or "
+    "what forward creates in fp32, makes what it is added to fp32 as well. Say precision.buffer_dtype, or "
+    "mixed_precision='bf16', under which layers cast what they are given"
+)
 
 
 class PreparedForward:
-    """The base of the classes that `prepare_forward` makes; `original_class` is the class that one replaces."""
+    """The base of the classes that `prepare_forward` makes.
+
+    Attributes:
+        original_class: The class that the subclass replaces.
+        output_dtype: The dtype that floating-point outputs are cast to; None returns them as computed.
+    """
 
     original_class: type[nn.Module]
+    output_dtype: torch.dtype | None
 
 
 def prepare_forward(
@@ -70,6 +84,7 @@ def prepare_forward(
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "original_class": original,
+        "output_dtype": policy.dtypes.output,
     }
     if uncopyable is not None:
         members |= dict.fromkeys(("__copy__", "__deepcopy__", "__reduce_ex__"), refuse)
@@ -86,6 +101,9 @@ def _call_of(
     """Return the `__call__` of the subclass that `prepare_forward` makes."""
     called = original.__call__
     is_plain, recipe = policy.autocast_dtype is None, policy.recipe
+    output_dtype = policy.dtypes.output
+    # Without autocast a model computes in the dtype of its weights, which a batch must have too.
+    input_dtype = policy.dtypes.param if is_plain else None
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if progress is None or not progress.observers:
@@ -96,12 +114,20 @@ def _call_of(
         finally:
             progress.note("forward done")
 
+    def cast_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if input_dtype is not None:
+            args, kwargs = cast_floating(args, input_dtype), cast_floating(kwargs, input_dtype)
+        output = called(self, *args, **kwargs)
+        return output if output_dtype is None else cast_floating(output, output_dtype)
+
+    run = called if input_dtype is None and output_dtype is None else cast_and_call
+
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             if is_plain:
-                return called(self, *args, **kwargs)
+                return run(self, *args, **kwargs)
             with autocast(policy, device), nullcontext() if recipe is None else recipe.computing():
-                return called(self, *args, **kwargs)
+                return run(self, *args, **kwargs)
         except TypeError as error:
             if (mismatch := _mismatch(original, self, args, kwargs)) is not None:
                 raise BatchMismatchError(mismatch) from error
@@ -109,6 +135,8 @@ def _call_of(
         except RuntimeError as error:
             if explain is not None and (explained := explain(error)) is not None:
                 raise explained from error
+            if input_dtype in HALF and "dtype" in str(error):
+                error.add_note(_MIXED)
             raise
 
     return call

@@ -1,7 +1,7 @@
 """The choice of a model's blocks, the modules gathered or recomputed one at a time; the model is not changed."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -154,3 +154,9 @@ def _inner_first(names: list[str]) -> list[str]:
         around = next((i for i, n in enumerate(ordered) if name.startswith(f"{n}.")), len(ordered))
         ordered.insert(around, name)
     return ordered
+
+
+def without_blocks(plan: BlockPlan, model: nn.Module, excluded: frozenset[nn.Module]) -> BlockPlan:
+    """Return a plan without the blocks that are among the excluded modules."""
+    blocks = tuple(name for name in plan.blocks if model.get_submodule(name) not in excluded)
+    return replace(plan, blocks=blocks)

@@ -17,11 +17,20 @@ from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGrad
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import PreparedForward, prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.held_dtypes import (
+    Islands,
+    check_updates,
+    hold_model,
+    plan_islands,
+    updates_of,
+)
 from drivetrain_backends.modules.meta_check import check_values
 from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.optim.parameter_matching import owners
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
+from drivetrain_backends.protocol import AutoValue
+from drivetrain_backends.torch.applied_dtypes import read_dtypes
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import LossScaler, Policy
 from drivetrain_state import Context
@@ -61,6 +70,8 @@ class TorchBackend:
         self.scaler = self._tracker.scaler
         self._prepared: list[TorchPrepared] = []
         self._trained: list[GradientGroup] = []  # groups with an optimizer
+        self._islands: Islands = {}  # of the models that are being prepared
+        self._updates = updates_of(policy.dtypes)
 
     @classmethod
     def settings_or_defaults(cls, settings: Any) -> Any:
@@ -125,7 +136,10 @@ class TorchBackend:
         check_schedulers(schedulers, known)
         pairs = self.pair(models, optimizers)
         trained_by = {model: optimizer for optimizer, model in reversed(pairs)}
+        check_updates(optimizers, self.policy.dtypes)
         self.check_models(models, trained_by)
+        known_models = [prepared.unwrap() for prepared in self._prepared]
+        self._islands = plan_islands(models, self.policy, known=known_models)
         before = [(prepared, len(prepared.optimizers)) for prepared in self._prepared]
         try:
             for model in models:
@@ -136,6 +150,8 @@ class TorchBackend:
                 self.move_optimizer_state(optimizer)
                 first.add_optimizer(optimizer)
                 touched.append(first)
+            for prepared in touched:
+                prepared.updates = self._updates
             self._regroup()
         except BaseException as error:
             placed, self._prepared = self._prepared[len(before) :], [prepared for prepared, _ in before]
@@ -143,6 +159,8 @@ class TorchBackend:
                 del prepared.optimizers[number:]
             self.undo_prepare(placed, error)
             raise
+        finally:
+            self._islands = {}
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
             prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
@@ -194,7 +212,15 @@ class TorchBackend:
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
             "nonfinite_gradients": self.window.nonfinite_gradients,
+            **read_dtypes([prepared.unwrap() for prepared in self._prepared], self.policy, self._updates),
+            "reduce_dtype": self.reduce_dtype(),
         }
+
+    def reduce_dtype(self) -> object:
+        """Return the dtype in which ranks add up gradients, by its name, for the effective plan."""
+        if self.policy.dtypes.reduce is None:
+            return None
+        return AutoValue(value=None, reason="one process has no gradients to add up")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, if there is one, and the reference count of counted losses."""
@@ -221,6 +247,7 @@ class TorchBackend:
         """Place a new model, with the first optimizer that trains it."""
         del optimizer
         model.to(self.context.device)
+        hold_model(model, self.policy, self.context.device, self._islands[model])
         prepare_forward(model, self.policy, self.context.device, progress=self.context.progress)
         try:
             wrapped = self.wrap(model)

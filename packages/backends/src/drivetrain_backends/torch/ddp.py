@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -20,6 +18,7 @@ from drivetrain_backends.modules.batch_norm import (
     synchronise_batch_norms,
 )
 from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.held_dtypes import reduced_in
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
@@ -27,19 +26,13 @@ from drivetrain_backends.torch import compat
 from drivetrain_backends.torch.backend import TorchBackend, check_new, loss_scaler
 from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
+from drivetrain_backends.torch.ddp_hooks import applied_hook, check_hook, hook_dtype, register_hook
 from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
+from drivetrain_precision.dtypes.dtype_policy import NAMES
 from drivetrain_state import Context
-
-_HOOKS = MappingProxyType(
-    {
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "power_sgd": powerSGD_hook.powerSGD_hook,
-    }
-)
 
 
 class DDPBackend(TorchBackend):
@@ -47,6 +40,7 @@ class DDPBackend(TorchBackend):
 
     Raises:
         RuntimeError: The context has no process group.
+        PrecisionError: The communication hook and the run's `reduce_dtype` say different dtypes.
     """
 
     settings_section: ClassVar[str | None] = "ddp"
@@ -58,8 +52,12 @@ class DDPBackend(TorchBackend):
     ) -> None:
         own: DDPSettings = self.settings_or_defaults(settings)
         self._gradients = ReplicatedGradients(
-            context, loss_scaler(context, policy), bucket_bytes=own.bucket_size_mb * 2**20
+            context,
+            loss_scaler(context, policy),
+            bucket_bytes=own.bucket_size_mb * 2**20,
+            dtype=policy.dtypes.reduce,
         )
+        check_hook(own, policy.dtypes)
         super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
         self.settings: DDPSettings = own
         self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
@@ -146,7 +144,7 @@ class DDPBackend(TorchBackend):
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             static_graph=settings.static_graph,
         )
-        _register_hook(replica, settings)
+        register_hook(replica, settings, reduced_in(self.policy.dtypes))
         self._gradients.replicas[model] = replica
         return replica
 
@@ -187,11 +185,24 @@ class DDPBackend(TorchBackend):
             found |= {
                 **compat.applied_arguments(replica),
                 "sync_batch_norm": self._is_synchronised(),
-                **_applied_hook(replica),
+                **applied_hook(replica),
                 "reduce": self._applied_reduce(replica),
                 "check_drift_every": self.settings.check_drift_every,
             }
         return found
+
+    def reduce_dtype(self) -> object:
+        """Return the dtype in which ranks add up gradients; see `TorchBackend`."""
+        replicas = [p.model for p in self._prepared if isinstance(p.model, Replica)]
+        dtypes = self.policy.dtypes
+        said = dtypes.said().get("reduce_dtype")
+        if not replicas or (said is None and dtypes.param is None):
+            return said
+        applied = self._gradients.dtype if replicas[0].at_close else hook_dtype(replicas[0])
+        name = None if applied is None else NAMES[applied]
+        if said is not None or name is None:
+            return name
+        return AutoValue(value=name, reason="param_dtype='bf16': sums in bf16 would lose small gradients")
 
     def _applied_reduce(self, replica: Replica) -> object:
         if self.settings.reduce is not None:
@@ -229,28 +240,3 @@ def _group(context: Context) -> ProcessGroup:
             "start it with `drivetrain launch --num-processes N`, or use backend='single'"
         )
     return context.group
-
-
-def _applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
-    """Return how gradients are compressed, read back from DDP's hooks."""
-    names = {hook: name for name, hook in _HOOKS.items()}
-    found: dict[str, object] = {"communication_hook": "none"}
-    for hook, state in compat.communication_hooks(replica):
-        found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
-        if isinstance(state, powerSGD_hook.PowerSGDState):
-            found["power_sgd_rank"] = state.matrix_approximation_rank
-            found["power_sgd_start_step"] = state.start_powerSGD_iter
-    return found
-
-
-def _register_hook(replica: DistributedDataParallel, settings: DDPSettings) -> None:
-    if settings.communication_hook == "none":
-        return
-    state: object = replica.process_group
-    if settings.communication_hook == "power_sgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=replica.process_group,
-            matrix_approximation_rank=settings.power_sgd_rank,
-            start_powerSGD_iter=settings.power_sgd_start_step,
-        )
-    replica.register_comm_hook(state, _HOOKS[settings.communication_hook])

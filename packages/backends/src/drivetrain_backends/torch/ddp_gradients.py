@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -31,15 +32,24 @@ class ReplicatedGradients(ParameterGradients):
         context: The ranks and the device.
         scaler: The loss scale, for fp16.
         bucket_bytes: The approximate size of one all-reduce, in bytes.
+        dtype: The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
 
     Attributes:
         replicas: The DDP wrappers by user module.
         unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
             their model was replicated.
+        dtype: The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
         on_computed: A function called in each backward that ranks wait for, before this rank waits; None for none.
     """
 
-    def __init__(self, context: Context, scaler: LossScaler | None, *, bucket_bytes: float) -> None:
+    def __init__(
+        self,
+        context: Context,
+        scaler: LossScaler | None,
+        *,
+        bucket_bytes: float,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(scaler)
         self.replicas: dict[nn.Module, Replica] = {}
         self.unreduced: dict[Tensor, str] = {}
@@ -47,6 +57,7 @@ class ReplicatedGradients(ParameterGradients):
         self.on_computed: Callable[[], None] | None = None
         self._context = context
         self._bucket_bytes = bucket_bytes
+        self.dtype = dtype
         self._group: ProcessGroup | None = None
         self._rebuilt: set[Replica] = set()
         self._has_told = False
@@ -178,7 +189,13 @@ class ReplicatedGradients(ParameterGradients):
                 names,
             )
         self._context.progress.mark("averaging gradients at the window's close")
-        average(parameters, self._context.device, group=self._group, bucket_bytes=self._bucket_bytes)
+        average(
+            parameters,
+            self._context.device,
+            group=self._group,
+            bucket_bytes=self._bucket_bytes,
+            dtype=self.dtype,
+        )
         self._context.progress.mark("gradients averaged")
 
 

@@ -20,6 +20,8 @@ from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
+from drivetrain_precision import Bf16Updates
+from drivetrain_precision.optim.bf16_updates import forget_updates
 from drivetrain_state import Context
 
 OPEN = StepResult(stepped=False, skipped=False)
@@ -40,6 +42,7 @@ class TorchPrepared:
         optimizers: The prepared optimizers that train this model.
         schedulers: The prepared schedulers of those optimizers.
         group: The gradients of this model and of the models that share an optimizer or a parameter with it.
+        updates: The object that steps optimizers whose parameters are held in bf16; None if they step by themselves.
     """
 
     steps_together = False
@@ -49,6 +52,7 @@ class TorchPrepared:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.group = GradientGroup([self.unwrap()], tracker)
+        self.updates: Bf16Updates | None = None
         self._context = context
         self._progress = context.progress
         self._tracker = tracker
@@ -83,7 +87,10 @@ class TorchPrepared:
         final = group.final
         if final.overflowed:
             return StepResult(stepped=False, skipped=True, grad_norm=final.norm)
-        optimizer.step()
+        if self.updates is None:
+            optimizer.step()
+        else:
+            self.updates.step(optimizer)
         return (
             STEPPED if final.norm is None else StepResult(stepped=True, skipped=False, grad_norm=final.norm)
         )
@@ -190,6 +197,7 @@ class TorchPrepared:
         self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_named_state(optimizer.optimizer, names, saved)
+            forget_updates(optimizer.optimizer, None if self.updates is None else self.updates.rounding)
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
         """Return the parameters to clip: the model's own unless others are given."""

@@ -1,11 +1,14 @@
 """The backend for training on one device."""
 
+import logging
 from typing import Any
 
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.torch.backend import TorchBackend
 from drivetrain_precision import Policy
 from drivetrain_state import Context
+
+logger = logging.getLogger(__name__)
 
 
 class SingleBackend(TorchBackend):
@@ -24,3 +27,8 @@ class SingleBackend(TorchBackend):
                 "averaged; say ddp, fsdp or deepspeed, or --num-processes 1"
             )
         super().__init__(context, policy, window=window, settings=settings)
+        if policy.dtypes.reduce is not None:
+            logger.warning(
+                "precision.reduce_dtype=%r has no effect: one process has no gradients to add up",
+                policy.dtypes.said()["reduce_dtype"],
+            )

@@ -1,0 +1,83 @@
+"""Models in the dtypes of the run's policy, and which of their modules stay in fp32."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_precision import Bf16Updates, DtypePolicy, Policy, PrecisionError, find_islands, keep_in_fp32
+from drivetrain_precision.dtypes.dtype_policy import HALF
+from drivetrain_precision.dtypes.fp32_islands import restore_island
+from drivetrain_precision.dtypes.holding import hold
+
+Islands = dict[nn.Module, frozenset[nn.Module]]
+
+
+def plan_islands(models: Iterable[nn.Module], policy: Policy, *, known: Iterable[nn.Module] = ()) -> Islands:
+    """Return the modules that stay in fp32, by model; nothing is changed.
+
+    Args:
+        models: The new models, compiled or not.
+        policy: The run's precision.
+        known: The models that were prepared earlier.
+
+    Raises:
+        PrecisionError: A pattern matches nothing, or all of a model, or one of two modules with tied parameters.
+    """
+    models = list(models)
+    inner = [unwrap_compiled(model) for model in models]
+    found = find_islands(inner, policy.dtypes.keep_fp32, known=map(unwrap_compiled, known))
+    return {model: found[own] for model, own in zip(models, inner, strict=True)}
+
+
+def make_islands(
+    model: nn.Module, islands: frozenset[nn.Module], device: torch.device, *, outside: torch.dtype | None
+) -> None:
+    """Make some of a model's modules compute in fp32, and no others.
+
+    Args:
+        model: The user's module, compiled or not.
+        islands: The modules that stay in fp32.
+        device: The device that the model computes on.
+        outside: The dtype that the rest of the model computes in, where autocast does not bring it about.
+    """
+    for module in unwrap_compiled(model).modules():
+        restore_island(module)
+    keep_in_fp32(islands, device, outside=outside)
+
+
+def hold_model(model: nn.Module, policy: Policy, device: torch.device, islands: frozenset[nn.Module]) -> None:
+    """Cast a model's parameters and buffers to what the policy says, and make its islands compute in fp32."""
+    outside = policy.dtypes.param if policy.autocast_dtype is None else None
+    make_islands(model, islands, device, outside=outside)
+    hold(unwrap_compiled(model), policy.dtypes, islands)
+
+
+def updates_of(dtypes: DtypePolicy) -> Bf16Updates | None:
+    """Return what steps the run's optimizers; None if they step by themselves."""
+    return Bf16Updates(dtypes.update) if dtypes.update in ("stochastic", "kahan") else None
+
+
+def check_updates(optimizers: Sequence[Optimizer], dtypes: DtypePolicy) -> None:
+    """Refuse a rounding that was said and would apply to nothing.
+
+    Raises:
+        PrecisionError: No optimizer has a parameter in bf16, and none will be cast to it.
+    """
+    if not dtypes.is_update_said or dtypes.param is torch.bfloat16 or not optimizers:
+        return
+    held = {p.dtype for o in optimizers for group in o.param_groups for p in group["params"]}
+    if torch.bfloat16 not in held:
+        raise PrecisionError(
+            f"precision.weight_update={dtypes.update!r}: it says how updates of weights in bf16 are rounded, and no "
+            "optimizer here has one; say param_dtype='bf16', or leave it out"
+        )
+
+
+def reduced_in(dtypes: DtypePolicy) -> torch.dtype | None:
+    """Return the dtype in which replicas' gradients are summed; None for their own."""
+    if dtypes.reduce is None and dtypes.param in HALF:
+        return torch.float32
+    return dtypes.reduce

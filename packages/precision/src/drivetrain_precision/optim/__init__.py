@@ -1,0 +1,1 @@
+"""Training without fp32 copies of the weights: how the updates of weights in bf16 are rounded."""

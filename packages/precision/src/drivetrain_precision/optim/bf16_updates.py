@@ -1,0 +1,201 @@
+"""Steps of any optimizer on parameters held in bf16, computed in fp32 and rounded so that small updates count.
+
+The spacing of bf16 numbers is 2**-8 of their size: an update of less than half of that is rounded off, and training
+stalls where learning rates are small. Two remedies, without a copy of the weights in fp32:
+
+- "stochastic" rounds up or down at random, so that the mean of many updates is right; no memory.
+- "kahan" keeps what was rounded off in a second bf16 tensor a parameter and adds it to the next update (Kahan, 1965).
+
+An optimizer keeps its states in the dtype of its parameters: they are computed in fp32 too, and rounded at random,
+since a decaying average (AdamW's second moment with a beta of 0.999) would otherwise stop to decay.
+"""
+
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain_precision.compat import has_step_hooks
+from drivetrain_precision.optim.stochastic_rounding import round_stochastically
+
+SUM, COUNT = "kahan_sum", "num_roundings"  # in the optimizer's state of each parameter
+_MOST_ELEMENTS = (
+    2**25
+)  # of the parameters that are in fp32 at a time: 128 MiB each for values, gradients and states
+
+
+class Bf16Updates:
+    """Steps of optimizers whose parameters, all or some, are held in bf16.
+
+    The numbers by which values are rounded follow from the parameter's place in the optimizer, from the number of its
+    steps, which the optimizer's state holds, and from the shard. Replicas on several ranks thus round alike, shards
+    independently, and a resumed run as the one that was saved.
+
+    Args:
+        rounding: "stochastic" or "kahan".
+        most_elements: The number of elements that are in fp32 at a time, if the optimizer is one of `torch.optim`,
+            which treats each parameter on its own; of others, all are.
+
+    Attributes:
+        rounding: "stochastic" or "kahan".
+    """
+
+    def __init__(
+        self, rounding: Literal["stochastic", "kahan"], *, most_elements: int = _MOST_ELEMENTS
+    ) -> None:
+        if rounding not in ("stochastic", "kahan"):
+            raise ValueError(f"rounding={rounding!r}: must be stochastic or kahan")
+        self.rounding = rounding
+        self._most_elements = most_elements
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer) -> None:
+        """Step an optimizer; parameters that are not in bf16 are stepped as by the optimizer alone.
+
+        Its `step` is called once for each part of its parameters, with those that have no gradient left out.
+        """
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        places = [
+            (g, i) for g, params in enumerate(whole) for i, p in enumerate(params) if p.grad is not None
+        ]
+        sizes = [_local(whole[g][i]).numel() for g, i in places]
+        try:
+            for part in _parts(places, sizes, self._most_elements if _is_separable(optimizer) else None):
+                self._step_part(optimizer, whole, part)
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def _step_part(
+        self, optimizer: Optimizer, whole: list[list[Tensor]], part: list[tuple[int, int]]
+    ) -> None:
+        """Step some parameters, those in bf16 by stand-ins in fp32, whose states are the optimizer's meanwhile."""
+        standing_in: list[tuple[Tensor, Tensor, str]] = []
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for g, i in part:
+            parameter = whole[g][i]
+            stepped = parameter
+            if parameter.dtype is torch.bfloat16:
+                stepped = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
+                standing_in.append((parameter, stepped, f"{g}.{i}"))
+            optimizer.param_groups[g]["params"].append(stepped)
+        with self._widened(optimizer, standing_in):
+            optimizer.step()
+
+    @contextmanager
+    def _widened(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor, str]]) -> Generator[None]:
+        """Give stand-ins the gradients and states of their parameters, and take the results over at the end."""
+        before: list[dict[str, Any]] = []
+        for parameter, wide, _ in pairs:
+            assert parameter.grad is not None
+            wide.grad = parameter.grad.to(torch.float32)
+            state: dict[str, Any] = optimizer.state.pop(parameter, {})
+            before.append(state)
+            if self.rounding == "kahan" and SUM in state:
+                _local(wide).add_(_local(state[SUM]))
+            given = {key: value for key, value in state.items() if key not in (SUM, COUNT)}
+            if given:  # an optimizer takes an empty state for a new one, and an absent one too
+                optimizer.state[wide] = {
+                    key: value.to(torch.float32) if _is_held(value, parameter) else value
+                    for key, value in given.items()
+                }
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            for (parameter, wide, place), state in zip(pairs, before, strict=True):
+                stepped: dict[str, Any] = optimizer.state.pop(wide, {})
+                optimizer.state[parameter] = (
+                    self._written(parameter, wide, place, state, stepped) if is_done else state
+                )
+
+    def _written(
+        self, parameter: Tensor, wide: Tensor, place: str, before: dict[str, Any], stepped: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Round a stepped value and its state into a parameter, in place, and return the parameter's state."""
+        number: int = before.get(COUNT, 0)
+        generator = self._generator(f"{place} {number} {_shard_of(parameter)}", _local(parameter).device)
+        held, value = _local(parameter), _local(wide)
+        state: dict[str, Any] = {COUNT: number + 1}
+        if self.rounding == "kahan":
+            held.copy_(value)
+            state[SUM] = before[SUM] if SUM in before else torch.empty_like(parameter).detach()
+            _local(state[SUM]).copy_(value.sub_(held))
+        else:
+            round_stochastically(value, generator, out=held)
+        for key, result in stepped.items():
+            if not _is_held(result, parameter, dtype=torch.float32):
+                state[key] = result
+                continue
+            old = before.get(key)
+            state[key] = old if _is_held(old, parameter) else torch.empty_like(parameter).detach()
+            round_stochastically(_local(result), generator, out=_local(state[key]))
+        return state
+
+    def _generator(self, what: str, device: torch.device) -> torch.Generator:
+        """Return the generator of a device, at the start of the numbers that belong to some text."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(crc32(what.encode()))
+
+
+def forget_updates(optimizer: Optimizer, rounding: str | None) -> None:
+    """Drop what an optimizer's state holds for another rounding, as after a checkpoint of such a run was loaded.
+
+    Args:
+        optimizer: The user's optimizer.
+        rounding: The rounding of the steps to come; None if the optimizer steps by itself.
+    """
+    unused = {"kahan": (), "stochastic": (SUM,)}.get(rounding or "", (SUM, COUNT))
+    for state in optimizer.state.values():
+        for key in unused:
+            state.pop(key, None)
+
+
+def _parts(
+    places: list[tuple[int, int]], sizes: Iterable[int], most: int | None
+) -> Iterator[list[tuple[int, int]]]:
+    """Divide parameters into parts of about `most` elements; one part if None."""
+    part: list[tuple[int, int]] = []
+    filled = 0
+    for place, size in zip(places, sizes, strict=True):
+        if part and most is not None and filled + size > most:
+            yield part
+            part, filled = [], 0
+        part.append(place)
+        filled += size
+    yield part  # also an empty one: a step without gradients is one too
+
+
+def _is_separable(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer can step its parameters part by part with the same result."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
+
+
+def _is_held(value: Any, parameter: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return whether a value of a state is a plain tensor of the parameter's shape, in `dtype`."""
+    is_plain = type(value) in (Tensor, DTensor) and value.dtype is dtype
+    return is_plain and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the elements that this rank holds, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return which shard this rank holds, as coordinates; empty for a full tensor, the same on replicas."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    sharded = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    return tuple(mesh.get_local_rank(axis) for axis in sharded)
