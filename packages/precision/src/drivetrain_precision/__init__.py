@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     )
     from drivetrain_precision.losses.chunked_head import chunked_cross_entropy as chunked_cross_entropy
     from drivetrain_precision.losses.existing_logits import cross_entropy as cross_entropy
+    from drivetrain_precision.optim.optimizer_states import OptimizerStates as OptimizerStates
+    from drivetrain_precision.optim.optimizer_states import is_low_bit as is_low_bit
+    from drivetrain_precision.optim.optimizer_states import optimizer_states as optimizer_states
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
     from drivetrain_precision.scaler import LossScaler as LossScaler
@@ -57,6 +60,7 @@ _MODULES = {
     "LayerFilter": "fp8.layer_filter",
     "LossScaler": "scaler",
     "NoAutocast": "casting",
+    "OptimizerStates": "optim.optimizer_states",
     "Policy": "policy",
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
@@ -74,8 +78,10 @@ _MODULES = {
     "cross_entropy": "losses.existing_logits",
     "find_half_operations": "checks.half_precision",
     "fp32_operations": "checks.autocast_rules",
+    "is_low_bit": "optim.optimizer_states",
     "load_recipe": "fp8.registry",
     "load_recipe_state": "fp8.conversion",
+    "optimizer_states": "optim.optimizer_states",
     "recipe_names": "fp8.registry",
     "recipe_state": "fp8.conversion",
     "restore_model": "fp8.conversion",

@@ -36,6 +36,7 @@ from drivetrain_backends.modules.activation_checkpointing import checkpoint_acti
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_blocks
+from drivetrain_backends.optim.host_optimizers import check_steps_parameters
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
@@ -125,6 +126,7 @@ class FSDPBackend(TorchBackend):
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() returns what optimizers hold
         self._check(models)
+        check_steps_parameters(optimizers)
         for optimizer in optimizers:
             check_divisible(optimizer, where="FSDP", scalars=True)
         for model in models:

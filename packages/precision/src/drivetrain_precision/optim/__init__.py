@@ -1,0 +1,1 @@
+"""Optimizers and precision: in which precision an optimizer keeps its states."""
