@@ -5,7 +5,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from drivetrain_checkpoint import Checkpointer, LoadedFlatShard, Replicated, StateError, read_manifest
+from drivetrain_checkpoint import (
+    Checkpointer,
+    LoadedFlatShard,
+    Proportional,
+    Replicated,
+    StateError,
+    read_manifest,
+)
 from drivetrain_checkpoint.format.shards import make_room, shards_of
 from drivetrain_state import Context, connect
 
@@ -136,3 +143,26 @@ def test_a_part_of_another_shape_counts_for_nothing() -> None:
 def test_a_plain_tensor_is_rank_zeros() -> None:
     assert shards_of(WHOLE, is_main=False) == ()
     assert len(shards_of(Replicated(WHOLE), is_main=False)) == 1
+
+
+def scales_of_a_quarter(directory: str) -> list[list[float]]:
+    """Load of 28 scales, one for each 4 elements of another tensor, those of some of its elements."""
+    with connect(device="cpu") as context:
+        found: list[list[float]] = []
+        for start, stop in ((0, 56), (56, 112), (2, 6), (7, 8), (60, 60)):
+            like = Proportional(start=start, stop=stop, of=112)
+            loaded = Checkpointer(context, directory).load(like=lambda name, like=like: like)
+            part = loaded.models["model"]["scales"]
+            assert part.shape == (28,)
+            first, elements = part.flat_range()
+            assert torch.equal(elements, torch.arange(28.0)[first : first + elements.numel()])
+            found.append(elements.tolist())
+        return found
+
+
+def test_what_belongs_to_a_range_of_another_tensor_is_read_alone(tmp_path: Path) -> None:
+    with connect(device="cpu") as context:
+        state = {"model": {"scales": torch.arange(28.0)}}
+        Checkpointer(context, tmp_path).save(1, models=state, replicated={}, per_rank={})
+    halves = [list(map(float, range(14))), list(map(float, range(14, 28)))]
+    assert scales_of_a_quarter(str(tmp_path)) == [*halves, [0.0, 1.0], [1.0], []]

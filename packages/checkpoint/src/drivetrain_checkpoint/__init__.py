@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.format.manifest import read_manifest as read_manifest
     from drivetrain_checkpoint.format.shards import FlatShard as FlatShard
     from drivetrain_checkpoint.format.shards import LoadedFlatShard as LoadedFlatShard
+    from drivetrain_checkpoint.format.shards import Proportional as Proportional
     from drivetrain_checkpoint.format.shards import Replicated as Replicated
     from drivetrain_checkpoint.format.state_tree import StateTree as StateTree
     from drivetrain_checkpoint.interop.accelerate.folder import find_accelerate_state as find_accelerate_state
@@ -77,6 +78,7 @@ _MODULES = {
     "Manifest": "format.manifest",
     "NoCheckpointError": "errors",
     "OtherRankFailedError": "errors",
+    "Proportional": "format.shards",
     "Replicated": "format.shards",
     "StateTree": "format.state_tree",
     "StateError": "errors",

@@ -6,7 +6,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from drivetrain_backends import Prepared, strip_wrapper_prefix
-from drivetrain_checkpoint import Replicated
+from drivetrain_checkpoint import Proportional, Replicated
+from drivetrain_weights import box_of_dtensor
+from drivetrain_weights.tensor_box import is_dtensor
 
 
 def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:
@@ -54,8 +56,19 @@ def as_in(named: Mapping[str, Prepared]) -> Callable[[str], Any]:
         model, _, rest = rest.partition("/optimizers/")
         index, _, rest = rest.partition("/state/")
         parameter, _, key = rest.rpartition("/")
+        if parameter.endswith("/parts"):  # of a state made of several tensors, such as codes and scales
+            parameter, _, _ = parameter.removesuffix("/parts").rpartition("/")
+            return _proportional(own.get(model, {}).get(parameter))
         if kind != "training" or not index.isdecimal() or not key:
             return None
         return own.get(model, {}).get(parameter)
 
     return like
+
+
+def _proportional(parameter: Any) -> Proportional | None:
+    """Return the division of what has elements for a range of a parameter's; None for the whole."""
+    if not is_dtensor(parameter):
+        return None
+    span = box_of_dtensor(parameter).flat_range(parameter.shape)
+    return None if span is None else Proportional(start=span[0], stop=span[1], of=parameter.numel())

@@ -14,6 +14,7 @@ from drivetrain.parts import Parts
 from drivetrain.plan_summary import summarize
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_data import ShardedLoader
+from drivetrain_precision import is_low_bit, optimizer_states
 
 _PRECISIONS = {"no": "the model's own precision"}
 
@@ -32,6 +33,7 @@ def plan_of(parts: Parts) -> EffectivePlan:
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
         **_data(parts),
+        **_optimizer_states(parts),
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
         **parts.facts,
     }
@@ -44,6 +46,13 @@ def plan_of(parts: Parts) -> EffectivePlan:
         facts=facts,
         details=details,
     )
+
+
+def _optimizer_states(parts: Parts) -> dict[str, str]:
+    """Return in how many bits each low-bit optimizer keeps its states, once it has any."""
+    optimizers = (one.optimizer for one in parts.prepared.optimizers)
+    found = [optimizer_states(optimizer) for optimizer in optimizers if is_low_bit(optimizer)]
+    return {f"states {i}": str(one) for i, one in enumerate(found) if one.elements}
 
 
 def _reasons(parts: Parts) -> dict[str, str]:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from drivetrain_precision.losses.chunked_head import chunked_cross_entropy as chunked_cross_entropy
     from drivetrain_precision.losses.existing_logits import cross_entropy as cross_entropy
     from drivetrain_precision.optim.bf16_updates import Bf16Updates as Bf16Updates
+    from drivetrain_precision.optim.optimizer_states import OptimizerStates as OptimizerStates
+    from drivetrain_precision.optim.optimizer_states import is_low_bit as is_low_bit
+    from drivetrain_precision.optim.optimizer_states import optimizer_states as optimizer_states
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
     from drivetrain_precision.scaler import LossScaler as LossScaler
@@ -53,17 +56,18 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _MODULES = {
     "AutocastOperation": "checks.autocast_record",
+    "Bf16Updates": "optim.bf16_updates",
     "ConversionReport": "fp8.conversion",
+    "DtypePolicy": "dtypes.dtype_policy",
     "Fp8Recipe": "fp8.protocol",
     "GathersInFp8": "fp8.protocol",
     "HalfOperation": "checks.half_precision",
     "HalfOperations": "checks.half_precision",
     "HalfPrecisionWarning": "errors",
     "LayerFilter": "fp8.layer_filter",
-    "Bf16Updates": "optim.bf16_updates",
-    "DtypePolicy": "dtypes.dtype_policy",
     "LossScaler": "scaler",
     "NoAutocast": "casting",
+    "OptimizerStates": "optim.optimizer_states",
     "Policy": "policy",
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
@@ -80,14 +84,16 @@ _MODULES = {
     "convert_model": "fp8.conversion",
     "cross_entropy": "losses.existing_logits",
     "find_half_operations": "checks.half_precision",
+    "find_islands": "dtypes.fp32_islands",
     "fp32_operations": "checks.autocast_rules",
+    "is_low_bit": "optim.optimizer_states",
+    "keep_in_fp32": "dtypes.fp32_islands",
     "load_recipe": "fp8.registry",
     "load_recipe_state": "fp8.conversion",
+    "optimizer_states": "optim.optimizer_states",
     "recipe_names": "fp8.registry",
     "recipe_state": "fp8.conversion",
     "restore_model": "fp8.conversion",
-    "find_islands": "dtypes.fp32_islands",
-    "keep_in_fp32": "dtypes.fp32_islands",
     "supported_modes": "support",
 }
 

@@ -24,6 +24,7 @@ from drivetrain_backends.deepspeed.partitions import (
     write_whole,
 )
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
+from drivetrain_backends.state_dict.block_tensors import as_values
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_backends.state_dict.optimizer_state import (
     check_groups,
@@ -106,6 +107,7 @@ def load_state(
         load_named_state(engine.optimizer, dict(names), saved)
         return
     refuse_undivided(saved, where="ZeRO")
+    saved = {**saved, "state": as_values(saved["state"])}
     check_groups(groups, saved["param_groups"], engine.optimizer.optimizer)
     _load_model(engine, state["model"])
     own = {name: cast("nn.Parameter", parameter) for parameter, name in names.items()}

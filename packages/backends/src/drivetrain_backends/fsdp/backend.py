@@ -37,6 +37,7 @@ from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import make_islands, plan_islands
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name, plan_blocks, without_blocks
+from drivetrain_backends.optim.host_optimizers import check_steps_parameters
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
@@ -128,6 +129,7 @@ class FSDPBackend(TorchBackend):
             sharded.reshard()  # so that parameters() returns what optimizers hold
         self._check(models)
         islands = plan_islands(models, self.policy, known=self._sharded)
+        check_steps_parameters(optimizers)
         for optimizer in optimizers:
             check_divisible(optimizer, where="FSDP", scalars=True)
         for model in models:

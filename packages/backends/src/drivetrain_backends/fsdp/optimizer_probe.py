@@ -40,7 +40,9 @@ _KNOWN = frozenset(
     }
 )
 _SHAPES = ((), (3,), (3, 2), (3, 2, 2))  # after the first dim, which is sharded
-_LARGE = 64  # rows and columns: 8-bit states begin at 4096 elements
+# Rows of a shard, and columns: 8-bit states begin at 4096 elements. A shard holds whole blocks, so that what is
+# quantised by blocks of up to this many elements has the same blocks on shards as in the full parameter.
+_LARGE = 64
 _NUM_STEPS = 2
 # The allowed difference from rounding, relative to the movement and to the largest value; and the least movement
 # that counts as visible, as a multiple of the rounding of the largest value.
@@ -116,14 +118,14 @@ def _all_agree(alike: bool, mesh: DeviceMesh) -> bool:
 def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[_Tiny]]:
     """Return tiny parameters for each group: one for each dtype, number of dims and divisibility of its parameters.
 
-    There is also one as large as tensors with 8-bit states in some optimizers; its shards are smaller.
+    There is also one whose shards are as large as tensors with 8-bit states in some optimizers.
     """
     generator = torch.Generator().manual_seed(0)
     groups: list[list[_Tiny]] = []
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
         kinds = dict.fromkeys(_kind(p, num_shards) for p in trained)
-        large = (-(-_LARGE // num_shards) * num_shards, _LARGE)  # every rank has as many rows
+        large = (_LARGE * num_shards, _LARGE)
         kinds |= dict.fromkeys(
             (large, p.dtype) for p in trained if p.numel() >= _LARGE**2 and not is_plain(p)
         )
@@ -221,6 +223,7 @@ def _refusal(optimizer: Optimizer, what: str) -> str:
     return (
         f"{type(optimizer).__name__} cannot step shards: each rank would hold a part of each parameter, and it "
         f"{what}. A step that looks at a parameter as a whole (a norm, a factored moment, an orthogonal update) "
-        "trains under backend='ddp' or 'single'; under fsdp, one that goes element by element does, such as AdamW. "
+        "trains under backend='ddp' or 'single'; under fsdp, one that goes element by element does, such as AdamW, "
+        "or torchao.optim.AdamW8bit with states in 8 bits. "
         "fsdp.check_optimizers=False takes it as it is"
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain_backends.state_dict.block_tensors import Restored, as_stored, has_parts
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
 
@@ -28,7 +29,11 @@ def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) ->
     for parameter in [p for p in optimizer.state if p in successors]:
         state: dict[str, Any] = optimizer.state.pop(parameter)
         shard = successors[parameter]
-        optimizer.state[shard] = {key: _divided(value, shard) for key, value in state.items()}
+        restored = Restored(optimizer)
+        optimizer.state[shard] = {
+            key: restored.restore(as_stored(value), shard) if has_parts(value) else _divided(value, shard)
+            for key, value in state.items()
+        }
 
 
 @torch.no_grad()

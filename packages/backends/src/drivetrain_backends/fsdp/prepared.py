@@ -1,5 +1,6 @@
 """A sharded model with its training methods."""
 
+import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.gradients import ShardedGradients
+from drivetrain_backends.fsdp.low_bit_states import unify_forms
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.state import divided_like, load_model
@@ -31,6 +33,8 @@ from drivetrain_backends.state_dict.dtensor import (
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_state import Context
+
+logger = logging.getLogger(__name__)
 
 
 class FSDPPrepared(TorchPrepared):
@@ -77,6 +81,7 @@ class FSDPPrepared(TorchPrepared):
         self._order = order
         self._buffers = buffers
         self._num_checked: dict[Optimizer, int] = {}
+        self._told_mixed = set[Optimizer]()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep full gradients local in the block; see `Prepared.no_sync`."""
@@ -215,6 +220,22 @@ class FSDPPrepared(TorchPrepared):
             for name, value in state["model"].items()
         }
         return {**state, "model": model}
+
+    def _read_state(self) -> dict[str, Any]:
+        """Return the state of the model and its optimizers, each state in the same form on all ranks."""
+        state = super()._read_state()
+        names = self._names()
+        for optimizer, named in zip(self.optimizers, state["optimizers"], strict=True):
+            num_mixed = unify_forms(optimizer.optimizer, names, named, self._context)
+            if num_mixed and self._context.topology.is_main and optimizer.optimizer not in self._told_mixed:
+                self._told_mixed.add(optimizer.optimizer)
+                logger.warning(
+                    "%s: %d states are in few bits on some ranks and in floating point on others, by the sizes of "
+                    "their shards; checkpoints hold their values in floating point",
+                    type(optimizer.optimizer).__name__,
+                    num_mixed,
+                )
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state whose tensors are full or sharded in any way; see `Prepared.load_state_dict`."""

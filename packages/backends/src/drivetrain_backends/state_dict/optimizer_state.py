@@ -8,18 +8,21 @@
  "own": value}                                         the state_dict() itself, if its form is not torch's
 ```
 
-The last three exist only for optimizers that have them; "own" replaces the others.
+The last three exist only for optimizers that have them; "own" replaces the others. Tensors that are made of several,
+as low-bit optimizers have them, are in the plain form of `block_tensors`.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.compat import changes_states
 from drivetrain_backends.errors import OptimizerStateError
+from drivetrain_backends.state_dict.block_tensors import Restored, as_stored
 
 # Options that schedulers add, and that optimizers fill in if a state from another version lacks them.
 _OPTIONAL = frozenset(
@@ -48,7 +51,9 @@ def named_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, 
     Returns:
         The state in the form of this module's docstring.
     """
-    return name_state(optimizer.state_dict(), named_groups(optimizer, names))
+    state = name_state(optimizer.state_dict(), named_groups(optimizer, names))
+    kept = {key: as_stored(value) for key, value in state.items() if key != "param_groups"}
+    return {**state, **kept}
 
 
 def name_state(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -80,26 +85,48 @@ def named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def load_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
+def load_named_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]
+) -> list[str]:
     """Load a result of `named_state` through the optimizer's own `load_state_dict`.
+
+    Returns:
+        What a user should know of states that could not be kept in their form.
 
     Raises:
         ValueError: See `check_named_state`; nothing was loaded.
     """
     check_named_state(optimizer, names, state)
+    restored = Restored(optimizer)
     if _OWN in state:
-        optimizer.load_state_dict(state[_OWN])
-        return
+        optimizer.load_state_dict(restored.restore(state[_OWN], None))
+        return restored.notes()
+    parameters = {name: parameter for parameter, name in names.items()}
     own = named_groups(optimizer, names)
     positions = {name: index for index, name in enumerate(name for group in own for name in group)}
     groups = [
-        {**saved, "params": [positions[name] for name in group]}
-        for saved, group in zip(state["param_groups"], own, strict=True)
+        {**_as_built(live, saved), "params": [positions[name] for name in group]}
+        for live, saved, group in zip(optimizer.param_groups, state["param_groups"], own, strict=True)
     ]
-    by_key = {positions[name]: value for name, value in state["state"].items()}
-    optimizer.load_state_dict(
-        {"state": {**by_key, **state.get(_OTHERS, {})}, "param_groups": groups, **state.get(_BESIDE, {})}
-    )
+    by_key = {
+        positions[name]: restored.restore(dict(value), parameters.get(name))
+        for name, value in state["state"].items()
+    }
+    rest = restored.restore({key: state.get(key, {}) for key in (_OTHERS, _BESIDE)}, None)
+    optimizer.load_state_dict({"state": {**by_key, **rest[_OTHERS]}, "param_groups": groups, **rest[_BESIDE]})
+    return restored.notes()
+
+
+def _as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved options, each number a tensor or not as the optimizer was built: some step with one kind only."""
+    options = dict(saved)
+    for key, value in saved.items():
+        mine = live.get(key)
+        if isinstance(mine, Tensor) and isinstance(value, (int, float)):
+            options[key] = torch.full_like(mine, value)
+        elif isinstance(mine, float) and isinstance(value, Tensor) and not value.dim():
+            options[key] = value.item()
+    return options
 
 
 def check_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from drivetrain_backends.modules.held_dtypes import (
 )
 from drivetrain_backends.modules.meta_check import check_values
 from drivetrain_backends.modules.module_proxy import ModuleProxy
+from drivetrain_backends.optim.host_optimizers import check_steps_parameters
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.optim.parameter_matching import owners
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
@@ -133,6 +134,7 @@ class TorchBackend:
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
+        check_steps_parameters(optimizers)
         check_schedulers(schedulers, known)
         pairs = self.pair(models, optimizers)
         trained_by = {model: optimizer for optimizer, model in reversed(pairs)}

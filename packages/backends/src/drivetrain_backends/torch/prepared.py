@@ -1,5 +1,6 @@
 """A prepared model with its optimizers: the common part of all backends, for one that torch's own autograd trains."""
 
+import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,13 +17,16 @@ from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
 from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.modules.parameter_guard import KnownParameters
+from drivetrain_backends.optim.host_optimizers import page_states
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
 from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
-from drivetrain_precision import Bf16Updates
+from drivetrain_precision import Bf16Updates, is_low_bit, optimizer_states
 from drivetrain_precision.optim.bf16_updates import forget_updates
 from drivetrain_state import Context
+
+logger = logging.getLogger(__name__)
 
 OPEN = StepResult(stepped=False, skipped=False)
 STEPPED = StepResult(stepped=True, skipped=False)
@@ -58,10 +62,13 @@ class TorchPrepared:
         self._tracker = tracker
         self._window = tracker.window
         self._known = KnownParameters(self.unwrap())
+        self._untold = set[Optimizer]()  # low-bit ones, until their first step has made their states
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer that trains this model."""
         self.optimizers.append(PreparedOptimizer(optimizer, self))
+        if is_low_bit(optimizer):
+            self._untold.add(optimizer)
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Add the gradients of `loss`, of shape (); see `Prepared.backward`."""
@@ -91,6 +98,8 @@ class TorchPrepared:
             optimizer.step()
         else:
             self.updates.step(optimizer)
+        if optimizer in self._untold:
+            self._tell_states(optimizer)
         return (
             STEPPED if final.norm is None else StepResult(stepped=True, skipped=False, grad_norm=final.norm)
         )
@@ -196,7 +205,10 @@ class TorchPrepared:
             check_named_state(optimizer.optimizer, names, saved)
         self._load_model(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            load_named_state(optimizer.optimizer, names, saved)
+            notes = load_named_state(optimizer.optimizer, names, saved)
+            page_states(optimizer.optimizer)
+            if notes and self._context.topology.is_main:
+                logger.warning("%s: %s", type(optimizer.optimizer).__name__, "; ".join(notes))
             forget_updates(optimizer.optimizer, None if self.updates is None else self.updates.rounding)
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
@@ -232,6 +244,14 @@ class TorchPrepared:
             group.skip()
         self._refuse_nonfinite(groups)
         return False
+
+    def _tell_states(self, optimizer: Optimizer) -> None:
+        """Log in how many bits a low-bit optimizer keeps its states; a warning if that saves little memory."""
+        self._untold.discard(optimizer)
+        states = optimizer_states(optimizer)
+        if self._context.topology.is_main:
+            saves_little = 2 * states.elements_low_bit < states.elements
+            logger.log(logging.WARNING if saves_little else logging.INFO, "%s", states)
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
         """End the run on non-finite gradients, if its settings say so and no smaller loss scale is left to try.

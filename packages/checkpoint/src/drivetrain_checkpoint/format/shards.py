@@ -71,6 +71,28 @@ class LoadedFlatShard:
         return self.start, self.elements
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proportional:
+    """The division to load a tensor in that has elements for a range of another tensor's: a scale for each 256, say.
+
+    Of a stored tensor of n elements, the elements from `start * n / of` to `stop * n / of` are read, flat, and those
+    of which only a part belongs to the range too.
+
+    Attributes:
+        start: The index of this rank's first element in the other tensor, in row-major order.
+        stop: The index after its last.
+        of: The number of elements of the other tensor.
+    """
+
+    start: int
+    stop: int
+    of: int
+
+    def range_of(self, size: int) -> tuple[int, int]:
+        """Return the range to read of a tensor of `size` elements."""
+        return self.start * size // self.of, -(-self.stop * size // self.of)
+
+
 # A tensor in a state, in any of its forms: a tensor, a DTensor, a `Replicated` or a `FlatShard`.
 Leaf: TypeAlias = Any
 
@@ -137,6 +159,10 @@ class ReadTarget:
 
 def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
     """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all."""
+    if isinstance(like, Proportional):
+        start, stop = like.range_of(prod(shape))
+        part = LoadedFlatShard(torch.Size(shape), start, torch.empty(stop - start, dtype=dtype))
+        return ReadTarget(part, tuple(_of_range(shape, start, part.elements)))
     if like is not None and tuple(like.shape) == tuple(shape):
         if is_flat_shard(like):
             start, elements = cast("FlatShard", like).flat_range()

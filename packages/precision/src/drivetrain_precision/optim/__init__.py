@@ -1,1 +1,1 @@
-"""Training without fp32 copies of the weights: how the updates of weights in bf16 are rounded."""
+"""Optimizers and precision: updates of weights held in bf16, and the precision that states are kept in."""

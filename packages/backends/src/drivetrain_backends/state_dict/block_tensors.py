@@ -1,0 +1,331 @@
+"""Optimizer states that are made of several tensors, such as codes and scales, in a form that any rank can load.
+
+Low-bit optimizers keep a state as a traceable tensor subclass (torch's `__tensor_flatten__`). Its plain form is
+
+```text
+{"tensor_class": "module:Class", "shape": whole shape, "context": [what the class is rebuilt with],
+ "shaped": [names of parts of the tensor's own shape], "block_size": elements in a block,
+ "parts": {name: elements, flat},         divided among ranks like the flat tensor
+ "shared": {name: tensor}}                the same for all blocks, such as a table of values
+```
+
+A tensor quantised by blocks has a `block_size`, and a view and slices of whole blocks: by a slice of one block it is
+found how many elements of each part belong to a block. Others are stored whole, with all parts in "shared".
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain_backends.state_dict.dtensor import local
+from drivetrain_weights import box_of_dtensor
+from drivetrain_weights.tensor_box import is_dtensor
+
+_CLASS = "tensor_class"
+# The shape in a stored context, where a rank puts the shape of its own shard.
+_SHAPE = "tensor_shape"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The parts of a tensor.
+
+    Attributes:
+        block_size: The number of elements in a block; 0 if the tensor has no known blocks.
+        per_block: The number of elements of each divided part in a block.
+    """
+
+    block_size: int
+    per_block: Mapping[str, int]
+
+
+class BlockPart:
+    """A part of a sharded state: each rank holds a range of its elements, in the order of the flat tensor.
+
+    Args:
+        tensor: The sharded state, a DTensor.
+        elements: The elements of this rank, of shape (n,).
+        start: The index of the first of them.
+        size: The number of elements on all ranks.
+    """
+
+    def __init__(self, tensor: Any, elements: Tensor, *, start: int, size: int) -> None:
+        self.shape = torch.Size((size,))
+        self.dtype = elements.dtype
+        self._tensor, self._elements, self._start = tensor, elements, start
+
+    def flat_range(self) -> tuple[int, Tensor]:
+        """Return the index of this rank's first element, and its elements, of shape (n,)."""
+        return self._start, self._elements
+
+    def full_tensor(self) -> Tensor:
+        """Return all elements, of shape (size,), on the CPU. Called on all ranks."""
+        pieces = {self._start: self._elements.cpu()}
+        for axis, placement in enumerate(self._tensor.placements):
+            if placement.is_shard():
+                group = self._tensor.device_mesh.get_group(axis)
+                gathered: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(gathered, pieces, group=group)
+                pieces = {start: piece for each in gathered for start, piece in each.items()}
+        return torch.cat([pieces[start] for start in sorted(pieces)])
+
+
+def has_parts(value: object) -> bool:
+    """Return whether a value is a tensor made of several tensors; a DTensor is not, but its shard may be."""
+    return (
+        isinstance(value, Tensor)
+        and hasattr(value, "__tensor_flatten__")
+        and hasattr(type(value), "__tensor_unflatten__")
+        and not is_dtensor(value)
+    )
+
+
+def as_stored(value: Any) -> Any:
+    """Return a value of a state with tensors that are made of several in their plain form, inside containers too.
+
+    A sharded tensor whose shard is no range of whole blocks is returned as it is: other ranks' forms decide.
+
+    Args:
+        value: A value of an optimizer's state.
+    """
+    if has_parts(value):
+        return _stored(value, value.shape, None)
+    if is_dtensor(value):
+        return _stored_shard(value) if has_parts(local(value)) else value
+    if type(value) is dict:
+        return {key: as_stored(one) for key, one in cast("dict[Any, Any]", value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(as_stored(one) for one in cast("list[Any]", value))
+    return value
+
+
+def _stored_shard(value: Any) -> Any:
+    """Return the plain form of a state whose local shard is made of several tensors, if that can be divided."""
+    shard = local(value)
+    block_size, span = _layout(shard).block_size, _span(value)
+    if not block_size or span is None or span[0] % block_size or span[1] % block_size:
+        return value
+    return _stored(shard, value.shape, value)
+
+
+@torch.no_grad()
+def _stored(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, Any]:
+    names, context = tensor.__tensor_flatten__()
+    layout = _layout(tensor)
+    parts: dict[str, Any] = {}
+    for name, count in layout.per_block.items():
+        flat = getattr(tensor, name).detach().reshape(-1)
+        parts[name] = flat
+        if sharded is not None:
+            span = _span(sharded)
+            assert span is not None
+            start, size = span[0] // layout.block_size * count, shape.numel() // layout.block_size * count
+            parts[name] = BlockPart(sharded, flat, start=start, size=size)
+    return {
+        _CLASS: f"{type(tensor).__module__}:{type(tensor).__qualname__}",
+        "shape": shape,
+        "context": [
+            _SHAPE
+            if isinstance(one, tuple) and tuple(cast("tuple[Any, ...]", one)) == tuple(tensor.shape)
+            else one
+            for one in context
+        ],
+        "shaped": [name for name in names if getattr(tensor, name).shape == tensor.shape],
+        "block_size": layout.block_size,
+        "parts": parts,
+        "shared": {name: getattr(tensor, name).detach() for name in names if name not in parts},
+    }
+
+
+def _layout(tensor: Any) -> _Layout:
+    """Return how a tensor's parts follow its blocks."""
+    names, _ = tensor.__tensor_flatten__()
+    block_size = getattr(tensor, "block_size", 0)
+    whole = {name: getattr(tensor, name).numel() for name in names}
+    if not isinstance(block_size, int) or not 0 < block_size < tensor.numel() or tensor.numel() % block_size:
+        return _Layout(0, {})
+    block = tensor.detach().view(-1)[:block_size]
+    counts = {name: getattr(block, name).numel() for name in names}
+    divided = {name: count for name, count in counts.items() if count != whole[name]}
+    num_blocks = tensor.numel() // block_size
+    if any(count * num_blocks != whole[name] for name, count in divided.items()):
+        return _Layout(0, {})
+    return _Layout(block_size, divided)
+
+
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the range of elements that this rank holds, in row-major order; None if they are no range."""
+    if not is_dtensor(tensor):
+        return 0, tensor.numel()
+    return box_of_dtensor(tensor).flat_range(tensor.shape)
+
+
+def is_stored(value: object) -> bool:
+    """Return whether a value is the plain form of a tensor made of several."""
+    return isinstance(value, Mapping) and _CLASS in value
+
+
+class Restored:
+    """Restores the states of an optimizer from their plain form, and counts those that came back in another form.
+
+    Args:
+        optimizer: The optimizer that is to take them.
+
+    Attributes:
+        num_cut: States of which a new shard would cut a block: their values are kept in floating point.
+        num_foreign: States of a class that the optimizer's own library does not have: likewise.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+        self.num_cut = 0
+        self.num_foreign = 0
+
+    def restore(self, value: Any, parameter: Tensor | None) -> Any:
+        """Return a value of a state with all plain forms restored, sharded like the parameter if of its shape."""
+        if is_stored(value):
+            return self._tensor(value, parameter)
+        if type(value) is dict:
+            return {key: self.restore(one, parameter) for key, one in cast("dict[Any, Any]", value).items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.restore(one, parameter) for one in cast("list[Any]", value))
+        return value
+
+    def notes(self) -> list[str]:
+        """Return what a user should know of the states that came back in another form."""
+        notes: list[str] = []
+        if self.num_cut:
+            notes.append(
+                f"{self.num_cut} states are kept in floating point now, with the values they had: the shards of this "
+                "number of ranks would cut their blocks"
+            )
+        if self.num_foreign:
+            notes.append(
+                f"{self.num_foreign} states of another library's optimizer were dequantised into floating point"
+            )
+        return notes
+
+    def _tensor(self, stored: Mapping[str, Any], parameter: Tensor | None) -> Tensor:
+        like = parameter if parameter is not None and parameter.shape == stored["shape"] else None
+        span = (0, prod(stored["shape"])) if like is None else _span(like)
+        shape = torch.Size(stored["shape"]) if like is None else local(like).shape
+        block_size = stored["block_size"]
+        is_foreign = stored[_CLASS].partition(".")[0] not in self._packages
+        is_cut = not block_size and is_dtensor(like)
+        is_empty = span is not None and span[0] == span[1]
+        if block_size:
+            is_cut = span is None or is_empty or any(end % block_size for end in span)
+        self.num_foreign += is_foreign
+        self.num_cut += is_cut and not is_foreign and not is_empty
+        value = (
+            _values(stored, like) if is_foreign or is_cut or span is None else _rebuilt(stored, shape, span)
+        )
+        return value if like is None else _sharded_like(value, like)
+
+
+def as_values(value: Any) -> Any:
+    """Return a value of a state with all plain forms as whole tensors in floating point."""
+    if is_stored(value):
+        return _values(value, None)
+    if isinstance(value, Mapping):
+        return {key: as_values(one) for key, one in cast("Mapping[Any, Any]", value).items()}
+    return value
+
+
+@torch.no_grad()
+def values_of_shard(tensor: Any, dtype: torch.dtype) -> Tensor:
+    """Return a sharded state whose local shard is in floating point, dequantised where it was made of several."""
+    shard = local(tensor)
+    value = shard.dequantize() if has_parts(shard) else shard
+    return _sharded_like(value.to(dtype), tensor)
+
+
+def _sharded_like(value: Tensor, like: Any) -> Tensor:
+    """Return a local shard as a tensor that is sharded like another, on its device."""
+    value = value.to(local(like).device)
+    if not is_dtensor(like):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    sharded = DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return sharded.to(like.device)  # offloaded: from_local moves a shard to the device of the mesh
+
+
+@torch.no_grad()
+def _values(stored: Mapping[str, Any], like: Tensor | None) -> Tensor:
+    """Return the values of a stored tensor in floating point: those of a parameter's shard, or all of them."""
+    shape = torch.Size(stored["shape"]) if like is None else local(like).shape
+    span = (0, prod(stored["shape"])) if like is None else _span(like)
+    block_size = stored["block_size"]
+    if block_size and span is not None:
+        if span[0] == span[1]:
+            return torch.zeros(shape)
+        first, last = span[0] // block_size, -(-span[1] // block_size)
+        covering = (first * block_size, last * block_size)
+        blocks = _dequantized(_rebuilt(stored, torch.Size((covering[1] - covering[0],)), covering))
+        return blocks.reshape(-1)[span[0] - covering[0] : span[1] - covering[0]].reshape(shape)
+    whole = torch.Size(stored["shape"])
+    values = _dequantized(_rebuilt(stored, whole, (0, whole.numel())))
+    return values if not is_dtensor(like) else values[box_of_dtensor(like).slices()].contiguous()
+
+
+def _dequantized(tensor: Any) -> Tensor:
+    if not hasattr(tensor, "dequantize"):
+        raise ValueError(
+            f"the checkpoint's optimizer state is of {type(tensor).__name__}, which does not dequantize(): load it "
+            "with as many ranks and the kind of optimizer that saved it"
+        )
+    return tensor.dequantize()
+
+
+def _rebuilt(stored: Mapping[str, Any], shape: torch.Size, span: tuple[int, int]) -> Tensor:
+    """Return a range of whole blocks as a tensor of the stored class, of the given shape."""
+    parts: dict[str, Tensor] = dict(stored["shared"])
+    size = prod(stored["shape"])
+    for name, leaf in stored["parts"].items():
+        start, stop = (end * prod(leaf.shape) // size for end in span)
+        flat = _elements(leaf, start, stop)
+        parts[name] = flat.view(shape) if name in stored["shaped"] else flat
+    context = [shape if one == _SHAPE else one for one in stored["context"]]
+    kind = _class_named(stored[_CLASS])
+    stride = torch.empty(shape, device="meta").stride()
+    return kind.__tensor_unflatten__(parts, context, shape, stride)
+
+
+def _elements(leaf: Any, start: int, stop: int) -> Tensor:
+    """Return a copy of a range of a part's elements; those that were not read, of cut blocks, are zeros."""
+    if not hasattr(leaf, "flat_range"):
+        return leaf[start:stop].clone()
+    first, held = leaf.flat_range()
+    found = torch.zeros(stop - start, dtype=held.dtype, device=held.device)
+    low, high = max(start, first), min(stop, first + held.numel())
+    if low < high:
+        found[low - start : high - start] = held[low - first : high - first]
+    return found
+
+
+def _class_named(name: str) -> Any:
+    """Return a tensor class of an imported module: a checkpoint must not be able to have modules imported.
+
+    Raises:
+        ValueError: No such class is imported.
+    """
+    module, _, path = name.partition(":")
+    kind: Any = sys.modules.get(module)
+    for each in path.split("."):
+        kind = getattr(kind, each, None)
+    if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise ValueError(
+            f"the checkpoint holds optimizer states of {name}, which is not imported here: build the optimizer that "
+            f"was saved, or import {module} before load_state()"
+        )
+    return kind
