@@ -1,7 +1,7 @@
 """Choose a precision: map a mode and a device to a frozen policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,7 @@ class Policy:
         scaling: The settings of the loss scale, which fp16's narrow exponent requires; None in other modes.
         reason: The reason for the choice, as a sentence for the effective plan.
         recipe: How linear layers compute in 8 bits or fewer; None in other modes.
+        settings: The whole section, for what holds in every mode, such as the limit of skipped steps.
     """
 
     mode: str
@@ -32,6 +33,7 @@ class Policy:
     scaling: PrecisionSettings | None
     reason: str
     recipe: Fp8Recipe | None = None
+    settings: PrecisionSettings = field(default_factory=PrecisionSettings)
 
 
 def choose_policy(
@@ -47,7 +49,7 @@ def choose_policy(
         mode: The mode: "no" (fp32), "fp16", "bf16", "fp8" or "auto" (the first of bf16, fp16 and fp32 that the
             hardware supports natively).
         device: The device that training runs on.
-        settings: The settings of fp16's loss scale and of fp8.
+        settings: The settings of fp16's loss scale, of skipped steps and of fp8.
         recipe: The recipe of mode "fp8"; None for the one that the settings name.
 
     Returns:
@@ -97,9 +99,19 @@ def _fp8_policy(
     if bf16.level == "none":
         raise PrecisionError(f"mixed_precision='fp8': other layers compute in bf16, and {bf16.reason}")
     reason = f"{chosen.name}: {chosen.support(device).reason}"
-    return Policy(mode="fp8", autocast_dtype=torch.bfloat16, scaling=None, reason=reason, recipe=chosen)
+    return Policy(
+        mode="fp8",
+        autocast_dtype=torch.bfloat16,
+        scaling=None,
+        reason=reason,
+        recipe=chosen,
+        settings=settings,
+    )
 
 
 def _policy(mode: str, settings: PrecisionSettings | None, reason: str) -> Policy:
-    scaling = (settings or PrecisionSettings()) if mode == "fp16" else None
-    return Policy(mode=mode, autocast_dtype=_DTYPES.get(mode), scaling=scaling, reason=reason)
+    settings = settings or PrecisionSettings()
+    scaling = settings if mode == "fp16" else None
+    return Policy(
+        mode=mode, autocast_dtype=_DTYPES.get(mode), scaling=scaling, reason=reason, settings=settings
+    )

@@ -1,12 +1,17 @@
 """The `precision` section: the settings of fp16's loss scale and of fp8."""
 
+"""The `precision` section: the settings of fp16's loss scale, and of steps that are skipped."""
+
 from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSettings:
-    """The initial value and the updates of the loss scale of fp16 training; bf16 and fp32 have no loss scale."""
+    """The loss scale of fp16 training, and what ends a run whose steps are skipped, in any precision.
+
+    bf16 and fp32 have no loss scale. Their steps are skipped with `run.nonfinite_gradients="skip"` alone.
+    """
 
     initial_scale: float = field(
         default=65536.0, metadata={"help": "Loss scale of the first step; halved at each overflow."}
@@ -50,6 +55,29 @@ class PrecisionSettings:
         default=True,
         metadata={"help": "Whether a model's first and last linear layer stay in bf16 under fp8."},
     )
+    # Below 1, small gradients underflow that would not without a scale: apart from losses that are huge sums, an
+    # overflow there comes from the model. DeepSpeed and Megatron have the same floor.
+    min_scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "Smallest loss scale; gradients that overflow at it in two steps one after another end the run."
+        },
+    )
+    # From 2**16 to the floor are 16 halvings; 64 leave room for a scale that has grown, and for slower backoffs.
+    max_skipped_steps: int | None = field(
+        default=64,
+        metadata={
+            "help": "Optimizer steps skipped one after another, as their gradients are not finite, that end the run; "
+            "unset: any number."
+        },
+    )
+    watch_underflow: int | None = field(
+        default=None,
+        metadata={
+            "help": "Count by layer the gradients that underflow, and log the table every so many optimizer steps; "
+            "costs several passes over all activations. Unset: not counted."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -67,3 +95,14 @@ class PrecisionSettings:
             raise ValueError(f"growth_interval={self.growth_interval!r}: must be at least 1")
         if self.fp8_fallback not in ("none", "bf16"):
             raise ValueError(f"fp8_fallback={self.fp8_fallback!r}: must be one of none, bf16")
+        if not self.min_scale > 0:
+            raise ValueError(f"min_scale={self.min_scale!r}: must be above 0")
+        if self.min_scale > self.initial_scale:
+            raise ValueError(
+                f"min_scale={self.min_scale!r}: must be at most initial_scale={self.initial_scale!r}, which is where "
+                "the scale begins"
+            )
+        for name in ("max_skipped_steps", "watch_underflow"):
+            value: int | None = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r}: must be at least 1, or None")

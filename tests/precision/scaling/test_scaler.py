@@ -63,3 +63,8 @@ def test_a_saved_scale_is_taken_up() -> None:
     scaler = LossScaler(CPU)
     scaler.load_state_dict({"scale": 32.0, "growth_tracker": 7})
     assert scaler.state_dict() == {"scale": 32.0, "growth_tracker": 7}
+
+
+def test_a_saved_scale_below_the_floor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale of 0\.5 is below precision\.min_scale=1\.0: set min_scale"):
+        LossScaler(CPU).load_state_dict({"scale": 0.5, "growth_tracker": 0})

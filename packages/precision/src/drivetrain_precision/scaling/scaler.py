@@ -18,7 +18,8 @@ class LossScaler:
     """The loss scale of one training run.
 
     A step is: `scale` the loss, run backward, `unscale` the gradients (once for each parameter group), check
-    `overflowed`, step or skip, then `update` before scaling the first loss of the next accumulation window.
+    `overflowed`, step or skip, then `update` before scaling the first loss of the next accumulation window. The scale
+    never falls below the settings' `min_scale`; `SkippedSteps` ends a run that overflows there.
 
     Args:
         device: The device of the gradients, which holds the scale.
@@ -31,6 +32,8 @@ class LossScaler:
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._unscaled = False
+        # Whether an overflow since the last update is known to the host; None while it has not read all checks.
+        self._overflow_known: bool | None = False
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the current scale, in at least fp32."""
@@ -61,6 +64,7 @@ class LossScaler:
             unscale(group, found_inf, inverse)
         self._found_inf = torch.maximum(self._found_inf, found_inf)
         self._unscaled = True
+        self._overflow_known = self._overflow_known or None
         return found_inf
 
     @property
@@ -69,14 +73,23 @@ class LossScaler:
         return self._scale.item()
 
     def observe(self, *, overflowed: bool) -> None:
-        """Record whether a step overflowed whose gradients an external engine unscaled."""
+        """Record whether gradients overflowed: those of the last `unscale`, or those that an engine unscaled.
+
+        It spares `update` a kernel that is needed after an overflow only.
+        """
         if overflowed:
             self._found_inf.fill_(1.0)
+        self._overflow_known = bool(self._overflow_known or overflowed)
         self._unscaled = True
+
+    def can_fall(self) -> bool:
+        """Return whether an overflow leaves a smaller scale to try. Synchronises with the device."""
+        return self.value > self.settings.min_scale
 
     def overflowed(self) -> bool:
         """Return whether a gradient since the last `update` held an infinity or NaN. Synchronises with the device."""
-        return bool(self._found_inf.item())
+        self._overflow_known = bool(self._found_inf.item())
+        return self._overflow_known
 
     def update(self) -> None:
         """Lower the scale if a gradient overflowed since the last update; raise it after a long run without overflow.
@@ -94,19 +107,30 @@ class LossScaler:
             backoff_factor=s.backoff_factor,
             growth_interval=s.growth_interval,
         )
+        if self._overflow_known is not False:
+            self._scale.clamp_(min=s.min_scale)
         self._found_inf.zero_()
-        self._unscaled = False
+        self._unscaled = self._overflow_known = False
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the scale and the number of steps since it last changed. Synchronises with the device."""
         return {"scale": self._scale.item(), "growth_tracker": int(self._growth_tracker.item())}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Load the scale of a saved run."""
+        """Load the scale of a saved run.
+
+        Raises:
+            ValueError: The scale is below the settings' `min_scale`, or not a number above 0.
+        """
+        if not state["scale"] >= self.settings.min_scale:
+            raise ValueError(
+                f"the checkpoint's loss scale of {state['scale']!r} is below precision.min_scale="
+                f"{self.settings.min_scale!r}: set min_scale to that of the saved run, or lower"
+            )
         self._scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
         self._found_inf.zero_()
-        self._unscaled = False
+        self._unscaled = self._overflow_known = False
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
