@@ -60,8 +60,8 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run_with_the_layers_name() -
     assert (error.num_skipped, error.scale, error.layer) == (3, 2.0, "0")
     assert str(error) == (
         "the gradients of Sequential were not finite in 3 steps one after another, the last at a loss scale of 2.0, "
-        "so that nothing was stepped, and the loss scale is at its smallest, precision.min_scale=2.0. The first value "
-        "that is not finite is the output of 0 (Linear, float16), whose inputs were finite. Train in "
+        "so that nothing was stepped, and the loss scale is at its smallest, precision.min_scale=2.0. The first "
+        "value that is not finite is the output of 0 (Linear, float16), whose inputs were finite. Train in "
         "mixed_precision='bf16', which has the range of fp32; if training went well before, lower the learning rate, "
         "and go on from a checkpoint; else look at the weights and the inputs of that layer"
     )

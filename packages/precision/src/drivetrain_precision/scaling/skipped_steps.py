@@ -150,10 +150,7 @@ class SkippedSteps:
         most = self._settings.max_skipped_steps
         if most is not None and self.num_skipped + 1 >= most:
             return True
-        if self._scaler is None:
-            return False
-        settings = self._scaler.settings
-        return self._scaler.value * settings.backoff_factor <= settings.min_scale
+        return self._scaler is not None and not self._scaler.can_fall(after_overflows=1)
 
     def _error(self, limit: str, gather: Gather | None) -> SkippedStepsError:
         assert self._watch is not None
