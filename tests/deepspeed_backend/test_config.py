@@ -274,6 +274,9 @@ def test_a_given_loss_scale_must_be_the_runs() -> None:
         EngineConfigError, match=r"fp16.loss_scale_window=1000 contradicts precision.growth_interval=2000"
     ):
         config({"fp16": same | {"loss_scale_window": 1000}}, run=FP16)
+    assert config({"fp16": same | {"min_loss_scale": 1}}, run=FP16) == config(run=FP16)
+    with pytest.raises(EngineConfigError, match=r"fp16.min_loss_scale=2 contradicts precision.min_scale=1.0"):
+        config({"fp16": same | {"min_loss_scale": 2}}, run=FP16)
     with pytest.raises(EngineConfigError, match=r"fp16.hysteresis=2 contradicts a loss scale that falls"):
         config({"fp16": same | {"hysteresis": 2}}, run=FP16)
 

@@ -6,6 +6,7 @@ from torch.optim import SGD
 
 from deepspeed_backend.engines import Weights, backend, weights
 from drivetrain_backends import NonFiniteGradientError
+from drivetrain_precision import SkippedStepsError
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -35,6 +36,32 @@ def test_losses_are_scaled_and_an_overflow_is_skipped(run_ranks, stage: int) -> 
     assert skipped[4] == 1.0
     assert third[:3] == pytest.approx([-1.0, -3.0, -5.0])
     assert scale == [512.0]
+
+
+def never_finite(stage: int) -> tuple[int, str]:
+    """The steps before the error of a run whose loss overflows at every scale, and that error."""
+    num_skipped = 0
+    with backend(stage=stage, scale=4.0) as one:
+        model = Weights()
+        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
+        try:
+            for _ in range(9):
+                one.window.begin()
+                prepared.backward(prepared.model(X * torch.inf))
+                prepared.optimizers[0].step()
+                num_skipped += prepared.optimizers[0].was_skipped
+                prepared.optimizers[0].zero_grad()
+        except SkippedStepsError as error:
+            return num_skipped, str(error)
+    return num_skipped, ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_overflows_at_the_smallest_scale_ends_with_the_layers_name(run_ranks, stage: int) -> None:
+    for num_skipped, said in run_ranks(never_finite, stage, num_processes=2):
+        assert num_skipped == 2
+        assert "precision.min_scale=1.0. The first value that is not finite is the input of the model" in said
+        assert "on ranks 0, 1" in said
 
 
 def guarded(stage: int, nonfinite: str, mode: str) -> list[object]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain_precision import compat
 
@@ -128,3 +130,33 @@ def test_the_wrapper_of_the_compiler_names_the_model_in_it() -> None:
     compiled = torch.compile(model, backend="eager")
     assert compat.compiler_is_imported()
     assert compat.COMPILED_PREFIX + "0" in dict(compiled.named_modules())
+
+
+def test_a_backward_is_told_from_what_runs_outside() -> None:
+    told: list[bool] = []
+    value = torch.ones(2, requires_grad=True)
+    value.register_hook(lambda _: told.append(compat.is_in_backward()))
+    value.sum().backward()
+    assert (compat.is_in_backward(), told) == (False, [True])
+
+
+def test_an_observers_operations_are_unseen_by_modes() -> None:
+    with FlopCounterMode(display=False) as counter, compat.unseen_by_modes():
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert counter.get_total_flops() == 0
+
+
+def test_what_is_compiled_of_a_module_is_told() -> None:
+    plain, by_call, by_forward = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    by_call.compile(backend="eager")
+    by_forward.forward = torch.compile(by_forward.forward, backend="eager")
+    wrapper = torch.compile(plain, backend="eager")
+    told = [compat.compiled_part(module) for module in (plain, by_call, by_forward, wrapper)]
+    assert told == [None, "call", "forward", "forward"]
+
+
+def test_the_values_of_a_sparse_gradient_are_read() -> None:
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1, 3])).sum().backward()
+    assert layer.weight.grad is not None
+    assert compat.values_of_sparse(layer.weight.grad).tolist() == [[1.0, 1.0]] * 2

@@ -22,6 +22,11 @@ def test_fp16_scales_as_the_settings_say() -> None:
     assert (policy.autocast_dtype, policy.scaling) == (torch.float16, settings)
 
 
+def test_every_mode_has_the_section_whose_limits_hold_without_a_loss_scale_too() -> None:
+    settings = PrecisionSettings(max_skipped_steps=3)
+    assert choose_policy("bf16", CPU, settings).settings is settings
+
+
 def test_auto_takes_the_best_native_mode_and_says_why() -> None:
     support = supported_modes(CPU)
     expected = next(mode for mode in ("bf16", "fp16", "no") if support[mode].level == "native")

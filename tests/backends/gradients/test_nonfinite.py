@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, NonFiniteGradientError
 from drivetrain_backends.gradients.nonfinite import holds_nonfinite, nonfinite_error
-from drivetrain_precision import PrecisionSettings, choose_policy
+from drivetrain_precision import PrecisionSettings, SkippedStepsError, choose_policy
 from drivetrain_state import StateSettings, connect
 from single_process import backend
 
@@ -158,8 +158,11 @@ def test_fp16_lowers_its_scale_before_an_overflow_is_an_error(what: str) -> None
     for scale in (4.0, 2.0, 1.0):
         prepared.backward(model(torch.ones(1, 2)).float().sum() * INFINITY)
         assert single.scaler.value == scale
-        refused = pytest.raises(NonFiniteGradientError, match=r"of 0\.weight holds")
-        with refused if (what, scale) == ("raise", 1.0) else nullcontext():
+        error = NonFiniteGradientError if what == "raise" else SkippedStepsError
+        refused = pytest.raises(
+            error, match=r"The first value that (was|is) not finite is .* or from the loss"
+        )
+        with refused if scale == 1.0 else nullcontext():
             prepared.optimizers[0].step()
             assert prepared.optimizers[0].was_skipped
         prepared.optimizers[0].zero_grad()

@@ -2,9 +2,10 @@
 
 `choose_policy` takes a device and a mode ("bf16", "fp16", "auto" or "no") and returns the dtype to compute in and the
 reason, or raises an error that lists what the device supports; it never falls back silently. `autocast` applies the
-policy, and `LossScaler` keeps fp16 gradients from underflowing. `convert_model` lets linear layers compute in 8 bits
-or fewer by a recipe, and reports on each layer. A `DtypePolicy` says what parameters are held in, gradients
-reduced in and outputs returned in; `Bf16Updates` steps weights that are held in bf16.
+policy, and `LossScaler` keeps fp16 gradients from underflowing. `SkippedSteps` ends a run that never steps and names
+the layer that overflows first; `watch_gradients` counts by layer what underflows. `convert_model` lets linear layers
+compute in 8 bits or fewer by a recipe, and reports on each layer. A `DtypePolicy` says what
+parameters are held in, gradients reduced in and outputs returned in; `Bf16Updates` steps weights held in bf16.
 """
 
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.dtypes.fp32_islands import keep_in_fp32 as keep_in_fp32
     from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
     from drivetrain_precision.errors import PrecisionError as PrecisionError
+    from drivetrain_precision.errors import SkippedStepsError as SkippedStepsError
     from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
     from drivetrain_precision.fp8.conversion import convert_model as convert_model
     from drivetrain_precision.fp8.conversion import load_recipe_state as load_recipe_state
@@ -48,7 +50,13 @@ if TYPE_CHECKING:
     from drivetrain_precision.optim.optimizer_states import optimizer_states as optimizer_states
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
-    from drivetrain_precision.scaler import LossScaler as LossScaler
+    from drivetrain_precision.scaling.gradient_report import GradientReport as GradientReport
+    from drivetrain_precision.scaling.gradient_report import LayerGradients as LayerGradients
+    from drivetrain_precision.scaling.gradient_report import NonFiniteValue as NonFiniteValue
+    from drivetrain_precision.scaling.gradient_watch import GradientWatch as GradientWatch
+    from drivetrain_precision.scaling.gradient_watch import watch_gradients as watch_gradients
+    from drivetrain_precision.scaling.scaler import LossScaler as LossScaler
+    from drivetrain_precision.scaling.skipped_steps import SkippedSteps as SkippedSteps
     from drivetrain_precision.settings import PrecisionSettings as PrecisionSettings
     from drivetrain_precision.support import Support as Support
     from drivetrain_precision.support import supported_modes as supported_modes
@@ -61,12 +69,16 @@ _MODULES = {
     "DtypePolicy": "dtypes.dtype_policy",
     "Fp8Recipe": "fp8.protocol",
     "GathersInFp8": "fp8.protocol",
+    "GradientReport": "scaling.gradient_report",
+    "GradientWatch": "scaling.gradient_watch",
     "HalfOperation": "checks.half_precision",
     "HalfOperations": "checks.half_precision",
     "HalfPrecisionWarning": "errors",
     "LayerFilter": "fp8.layer_filter",
-    "LossScaler": "scaler",
+    "LayerGradients": "scaling.gradient_report",
+    "LossScaler": "scaling.scaler",
     "NoAutocast": "casting",
+    "NonFiniteValue": "scaling.gradient_report",
     "OptimizerStates": "optim.optimizer_states",
     "Policy": "policy",
     "PrecisionError": "errors",
@@ -74,6 +86,8 @@ _MODULES = {
     "Products": "fp8.protocol",
     "RecordedAutocast": "checks.autocast_record",
     "Requirements": "fp8.protocol",
+    "SkippedSteps": "scaling.skipped_steps",
+    "SkippedStepsError": "errors",
     "Support": "support",
     "TorchaoRecipe": "fp8.torchao_recipes",
     "TransformerEngineRecipe": "fp8.transformer_engine_recipe",
@@ -95,6 +109,7 @@ _MODULES = {
     "recipe_state": "fp8.conversion",
     "restore_model": "fp8.conversion",
     "supported_modes": "support",
+    "watch_gradients": "scaling.gradient_watch",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

@@ -6,12 +6,12 @@ one to what is relied on, and docs/platforms.md lists them.
 
 import sys
 from collections.abc import Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -236,3 +236,35 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has hooks that run before or after each of its steps."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(getattr(optimizer, name, ()) for name in names)
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward, as when a checkpointed forward is computed again."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def unseen_by_modes() -> AbstractContextManager[object]:
+    """Return a context whose operations on plain tensors no dispatch mode sees.
+
+    Selective checkpointing replays the operations that its mode saw, and others count them; an observer's own must
+    not be among them.
+    """
+    return torch._C._DisableTorchDispatch()  # pyright: ignore[reportPrivateUsage]
+
+
+def compiled_part(module: nn.Module) -> str | None:
+    """Return what of a module torch.compile or TorchScript compiles.
+
+    Returns:
+        "call" if its call with all hooks is compiled, "forward" if hooks run around a compiled forward, or None.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage]
+        return "call"
+    if "_orig_mod" in module._modules or hasattr(module.forward, "_torchdynamo_orig_callable"):  # pyright: ignore[reportPrivateUsage]
+        return "forward"
+    return None
+
+
+def values_of_sparse(gradient: Tensor) -> Tensor:
+    """Return the values of a sparse tensor without a copy; those of one place may stand there in several parts."""
+    return gradient._values()  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Exceptions raised when a precision is chosen, and warnings of how it is used."""
+"""Exceptions raised when a precision is chosen or training in it fails, and warnings of how it is used."""
 
 
 class PrecisionError(ValueError):
@@ -7,3 +7,20 @@ class PrecisionError(ValueError):
 
 class HalfPrecisionWarning(UserWarning):
     """Code computes in half precision what needs fp32."""
+
+
+class SkippedStepsError(RuntimeError):
+    """Steps are skipped one after another, and neither a smaller loss scale nor another batch helps.
+
+    Args:
+        message: The message, which says what happened and what to do.
+        num_skipped: The number of steps skipped one after another.
+        scale: The loss scale of the last one; None without a loss scale.
+        layer: The name of the layer that overflowed first; None if it could not be told.
+    """
+
+    def __init__(self, message: str, *, num_skipped: int, scale: float | None, layer: str | None) -> None:
+        super().__init__(message)
+        self.num_skipped = num_skipped
+        self.scale = scale
+        self.layer = layer

@@ -27,6 +27,7 @@ class Policy:
         reason: The reason for the choice, as a sentence for the effective plan.
         recipe: How linear layers compute in 8 bits or fewer; None in other modes.
         dtypes: The dtypes that models are held, reduced and returned in.
+        settings: The whole section, for what holds in every mode, such as the limit of skipped steps.
     """
 
     mode: str
@@ -35,6 +36,7 @@ class Policy:
     reason: str
     recipe: Fp8Recipe | None = None
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
+    settings: PrecisionSettings = field(default_factory=PrecisionSettings)
 
 
 def choose_policy(
@@ -50,7 +52,8 @@ def choose_policy(
         mode: The mode: "no" (fp32), "fp16", "bf16", "fp8" or "auto" (the first of bf16, fp16 and fp32 that the
             hardware supports natively).
         device: The device that training runs on.
-        settings: The settings of fp16's loss scale, of fp8, and of the dtypes that models are held in.
+        settings: The settings of fp16's loss scale, of skipped steps, of fp8, and of the dtypes that models are held
+            in.
         recipe: The recipe of mode "fp8"; None for the one that the settings name.
 
     Returns:
@@ -107,6 +110,7 @@ def _fp8_policy(
         scaling=None,
         reason=reason,
         recipe=chosen,
+        settings=settings,
         dtypes=choose_dtypes("fp8", device, settings),
     )
 
@@ -118,5 +122,6 @@ def _policy(mode: str, device: torch.device, settings: PrecisionSettings | None,
         autocast_dtype=_DTYPES.get(mode),
         scaling=settings if mode == "fp16" else None,
         reason=reason,
+        settings=settings,
         dtypes=choose_dtypes(mode, device, settings),
     )

@@ -1,4 +1,4 @@
-"""The `precision` section: fp16's loss scale, fp8, and the dtypes that models are held and returned in."""
+"""The `precision` section: fp16's loss scale, skipped steps, fp8, and the dtypes that models are held in."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,7 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSettings:
-    """The loss scale of fp16 training, and the dtypes that are not the one a model computes in."""
+    """The loss scale of fp16 training, what ends a run whose steps are skipped, fp8, and the dtypes of a model.
+
+    bf16 and fp32 have no loss scale. Their steps are skipped with `run.nonfinite_gradients="skip"` alone.
+    """
 
     initial_scale: float = field(
         default=65536.0, metadata={"help": "Loss scale of the first step; halved at each overflow."}
@@ -84,6 +87,29 @@ class PrecisionSettings:
             "random, kahan keeps what was rounded off; unset: kahan with param_dtype=bf16."
         },
     )
+    # Below 1, small gradients underflow that would not without a scale: apart from losses that are huge sums, an
+    # overflow there comes from the model. DeepSpeed and Megatron have the same floor.
+    min_scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "Smallest loss scale; gradients that overflow at it in two steps one after another end the run."
+        },
+    )
+    # From 2**16 to the floor are 16 halvings; 64 leave room for a scale that has grown, and for slower backoffs.
+    max_skipped_steps: int | None = field(
+        default=64,
+        metadata={
+            "help": "Optimizer steps skipped one after another, as their gradients are not finite, that end the run; "
+            "unset: any number."
+        },
+    )
+    watch_underflow: int | None = field(
+        default=None,
+        metadata={
+            "help": "Count by layer the gradients that underflow, and log the table every so many optimizer steps; "
+            "costs several passes over all activations. Unset: not counted."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -101,6 +127,17 @@ class PrecisionSettings:
             raise ValueError(f"growth_interval={self.growth_interval!r}: must be at least 1")
         if self.fp8_fallback not in ("none", "bf16"):
             raise ValueError(f"fp8_fallback={self.fp8_fallback!r}: must be one of none, bf16")
+        if not self.min_scale > 0:
+            raise ValueError(f"min_scale={self.min_scale!r}: must be above 0")
+        if self.min_scale > self.initial_scale:
+            raise ValueError(
+                f"min_scale={self.min_scale!r}: must be at most initial_scale={self.initial_scale!r}, which is where "
+                "the scale begins"
+            )
+        for name in ("max_skipped_steps", "watch_underflow"):
+            value: int | None = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r}: must be at least 1, or None")
         _check_dtypes(self)
 
 

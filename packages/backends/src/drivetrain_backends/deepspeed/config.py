@@ -224,7 +224,7 @@ def _scaling_keys(scaling: PrecisionSettings) -> dict[str, Key]:
         ),
         "hysteresis": (1, "a loss scale that falls at each overflow"),
         "consecutive_hysteresis": (False, "a loss scale that falls at each overflow"),
-        "min_loss_scale": (0, "a loss scale without a lower bound"),
+        "min_loss_scale": (scaling.min_scale, f"precision.min_scale={scaling.min_scale}"),
         "auto_cast": (False, "autocast inside the model, which casts inputs"),
     }
     return {f"fp16.{name}": Key(value=value, said=said) for name, (value, said) in own.items()}

@@ -75,8 +75,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self.optimizers.append(kind(optimizer, self))
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step the engine if the window is closed. Called on all ranks."""
-        del optimizer
+        """Step the engine if the window is closed; see `TorchPrepared.step`. Called on all ranks."""
         if not self._window.closing:
             return OPEN
         group = self.group
@@ -98,6 +97,7 @@ class DeepSpeedPrepared(TorchPrepared):
         if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):
             self._gradients.discard()
             self._reached.forget()
+            self._note_skipped(optimizer)
             return StepResult(stepped=False, skipped=True, grad_norm=group.final.norm)
         self.engine.step()
         self._reached.forget()
@@ -106,6 +106,10 @@ class DeepSpeedPrepared(TorchPrepared):
         self._gradients.used()
         if self._tracker.scaler is not None:
             self._tracker.scaler.observe(overflowed=not stepped)
+        if not stepped:
+            self._note_skipped(optimizer)
+        elif group.skips.is_active:
+            group.skips.stepped(optimizer, gather=self._gather)
         return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.final.norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:

@@ -115,6 +115,5 @@ class ShardedGradients(ParameterGradients):
             found = torch.maximum(found, unscale_on_host(offloaded, inverse).to(found.device))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         overflowed = bool(found.item())
-        if overflowed:
-            scaler.observe(overflowed=True)
+        scaler.observe(overflowed=overflowed)
         return overflowed

@@ -42,4 +42,6 @@ def group_models(
         raise AccumulationError(
             "prepare() while gradients are on their way to a step; call it between two windows"
         )
+    for group in kept.values():
+        group.skips.close()
     return [groups[mark] for mark in label]

@@ -15,9 +15,6 @@ from drivetrain_backends.errors import NonFiniteGradientError
 from drivetrain_backends.gradients.multi_tensor import norms, stored_values
 from drivetrain_state import Context, gather, reduce
 
-# An overflow at a larger loss scale may come from the scale; below it, from the gradients themselves.
-SMALLEST_LOSS_SCALE = 1.0
-
 
 def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
     """Return whether a gradient is not finite. Called on all ranks; synchronises with the device.
@@ -42,6 +39,7 @@ def nonfinite_error(
     step: int,
     bad_loss: bool = False,
     alone: bool = False,
+    layer: str | None = None,
 ) -> NonFiniteGradientError:
     """Return an error that names the first non-finite gradient and its ranks. Called on all ranks.
 
@@ -52,6 +50,7 @@ def nonfinite_error(
         step: The optimizer step of the gradients, counted from 1.
         bad_loss: Whether a loss of this rank was not finite.
         alone: Whether other ranks do not make this call, so that there is no gather.
+        layer: The first value that was not finite in the model's execution, as a clause; None if it is not known.
 
     Returns:
         The error, for the caller to raise.
@@ -67,9 +66,13 @@ def nonfinite_error(
     where = "" if len(holders) == len(table) else f" on {_ranks(holders)}"
     cause = f"; a loss of {_ranks(lost)} was not finite" if lost else ""
     which = f"of {names[first]}" if first < len(names) else "of a parameter"
+    if layer is None:
+        found = "precision.watch_underflow names the layer that overflows first"
+    else:
+        found = f"The first value that was not finite is {layer}"
     return NonFiniteGradientError(
         f"the gradient {which} holds an infinity or NaN{where} at optimizer step {step}{cause}. Nothing was stepped. "
-        "torch.autograd.set_detect_anomaly(True) finds where; nonfinite_gradients='skip' leaves such steps out"
+        f"{found}; nonfinite_gradients='skip' leaves such steps out"
     )
 
 

@@ -75,7 +75,9 @@ class ParameterGradients:
             return False
         gradients = [stored_values(p.grad) for p in trainable_parameters(models) if p.grad is not None]
         if self.scaler is not None:
-            return bool(self.scaler.unscale(gradients, factor=1.0 if factor is None else factor).item())
+            found = bool(self.scaler.unscale(gradients, factor=1.0 if factor is None else factor).item())
+            self.scaler.observe(overflowed=found)
+            return found
         if factor is not None:
             multiply(gradients, factor)
         return False

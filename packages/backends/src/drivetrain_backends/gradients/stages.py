@@ -26,6 +26,7 @@ from drivetrain_backends.gradients.accumulation import total_count
 from drivetrain_backends.gradients.edits import EditWatch
 from drivetrain_backends.gradients.nonfinite import holds_nonfinite
 from drivetrain_backends.gradients.snapshot import is_nonzero
+from drivetrain_precision import SkippedSteps
 
 if TYPE_CHECKING:
     from drivetrain_backends.gradients.tracker import GradientTracker
@@ -81,6 +82,7 @@ class GradientGroup:
         losses: The losses that the gradients hold.
         last_window: The number of the window of the last loss; -1 before the first.
         final: The properties of the gradients, once they are final.
+        skips: The steps skipped one after another.
     """
 
     def __init__(self, models: Sequence[nn.Module], tracker: "GradientTracker") -> None:
@@ -90,6 +92,7 @@ class GradientGroup:
         self.losses = _NO_LOSSES
         self.last_window = -1
         self.final = _UNCHECKED
+        self.skips = SkippedSteps(self.models, tracker.precision, scaler=tracker.scaler)
         self._cleared: set[int] = set()  # the optimizers cleared since the last loss
         self._num_failed = 0  # failed micro-batches that left nothing in these gradients
         # Cached: walking through modules takes longer than a pass over small gradients.

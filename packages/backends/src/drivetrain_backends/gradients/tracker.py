@@ -16,6 +16,7 @@ from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
+from drivetrain_precision import PrecisionSettings
 from drivetrain_state import Context
 
 
@@ -26,12 +27,14 @@ class GradientTracker:
         context: The ranks and the device.
         window: The accumulation window.
         reducer: The object that runs backwards and reduces their gradients.
+        precision: The limits of skipped steps; the defaults if None.
 
     Attributes:
         context: The ranks and the device.
         window: The accumulation window.
         reducer: The object that runs backwards and reduces their gradients.
         scaler: The loss scale, for fp16.
+        precision: The limits of skipped steps.
         is_plain: Whether backwards leave the final mean gradients of a full window, with nothing to correct and no
             loss to record.
         reference: The divisor of counted losses before backward.
@@ -40,11 +43,18 @@ class GradientTracker:
         has_stepped: Whether an optimizer stepped since the loss scale was last updated.
     """
 
-    def __init__(self, context: Context, window: AccumulationWindow, reducer: GradientReducer) -> None:
+    def __init__(
+        self,
+        context: Context,
+        window: AccumulationWindow,
+        reducer: GradientReducer,
+        precision: PrecisionSettings | None = None,
+    ) -> None:
         self.context = context
         self.window = window
         self.reducer = reducer
         self.scaler = reducer.scaler
+        self.precision = precision or PrecisionSettings()
         is_watched = window.nonfinite_gradients == "raise"
         self.is_plain = self.scaler is None and type(reducer) is ParameterGradients and not is_watched
         # Weak: a group holds the tracker, and models are to be freed with their last reference.

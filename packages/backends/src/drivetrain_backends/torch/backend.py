@@ -66,7 +66,7 @@ class TorchBackend:
         self.window = window
         self.settings: Any = self.settings_or_defaults(settings)
         self._tracker = GradientTracker(
-            context, window, reducer or ParameterGradients(loss_scaler(context, policy))
+            context, window, reducer or ParameterGradients(loss_scaler(context, policy)), policy.settings
         )
         self.scaler = self._tracker.scaler
         self._prepared: list[TorchPrepared] = []
@@ -238,6 +238,8 @@ class TorchBackend:
 
     def close(self) -> None:
         """Restore every model to its own class and forget all models."""
+        for group in self._tracker.groups:
+            group.skips.close()
         for prepared in self._prepared:
             prepared.release()
             for optimizer in prepared.optimizers:
@@ -271,6 +273,7 @@ class TorchBackend:
             prepared.group = group
         self._tracker.groups = dict.fromkeys(groups)
         for group in self._tracker.groups:
+            group.skips.watch_always()
             group.optimizers = [o.optimizer for p in self._prepared if p.group is group for o in p.optimizers]
         self._trained = [group for group in self._tracker.groups if group.optimizers]
         self._tracker.first_losses.renew()

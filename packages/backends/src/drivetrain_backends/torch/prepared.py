@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.clipping import check_clip
-from drivetrain_backends.gradients.nonfinite import SMALLEST_LOSS_SCALE, nonfinite_error
+from drivetrain_backends.gradients.nonfinite import nonfinite_error
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
@@ -24,7 +24,7 @@ from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers
 from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
 from drivetrain_precision import Bf16Updates, is_low_bit, optimizer_states
 from drivetrain_precision.optim.bf16_updates import forget_updates
-from drivetrain_state import Context
+from drivetrain_state import Context, gather_object
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,12 @@ class TorchPrepared:
         return nullcontext()
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed. Called on all ranks."""
+        """Step one optimizer if the window is closed. Called on all ranks.
+
+        Raises:
+            SkippedStepsError: See `SkippedSteps.skipped`.
+            NonFiniteGradientError: A gradient is not finite, and the settings end the run there.
+        """
         if not self._window.closing:
             return OPEN
         group = self.group
@@ -93,6 +98,7 @@ class TorchPrepared:
         self._progress.mark("optimizer step")
         final = group.final
         if final.overflowed:
+            self._note_skipped(optimizer)
             return StepResult(stepped=False, skipped=True, grad_norm=final.norm)
         if self.updates is None:
             optimizer.step()
@@ -100,6 +106,8 @@ class TorchPrepared:
             self.updates.step(optimizer)
         if optimizer in self._untold:
             self._tell_states(optimizer)
+        if group.skips.is_active:
+            group.skips.stepped(optimizer, gather=self._gather)
         return (
             STEPPED if final.norm is None else StepResult(stepped=True, skipped=False, grad_norm=final.norm)
         )
@@ -263,20 +271,36 @@ class TorchPrepared:
         if self._window.nonfinite_gradients != "raise" or not groups:
             return
         scaler = self._tracker.scaler
-        if scaler is not None and scaler.value > SMALLEST_LOSS_SCALE:
+        if scaler is not None and scaler.can_fall():
             return
         models = [model for group in groups for model in group.models]
         names = parameter_names({str(i): model for i, model in enumerate(models)})
+        layers = [group.skips.first_nonfinite(gather=self._gather) for group in groups]
         bad_losses = [bad for group in groups if (bad := group.losses.is_bad) is not None]
         raise nonfinite_error(
             self._context,
             {name: self._gradient_of(p) for p, name in names.items() if p.requires_grad},
             step=1 + max((o.num_steps for o in self.optimizers), default=0),
             bad_loss=any(bool(bad.item()) for bad in bad_losses),
-            # Unaveraged gradients may be bad on this rank alone, and a rank without batches does not step: no
-            # collective.
-            alone=self._tracker.reducer.is_joined or not self.steps_together,
+            alone=self._is_alone,
+            layer=next((layer for layer in layers if layer is not None), None),
         )
+
+    def _note_skipped(self, optimizer: Optimizer) -> None:
+        """Record a step that is skipped; raise if it is one too many, see `SkippedSteps.skipped`."""
+        self.group.skips.skipped(optimizer, gather=self._gather)
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if other ranks may not be at this step, so that no collective may be called.
+
+        Unaveraged gradients may be bad on this rank alone, and a rank without batches does not step.
+        """
+        return self._tracker.reducer.is_joined or not self.steps_together
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Gather a value from the ranks that step together into a list. Called on all of them."""
+        return [value] if self._is_alone else gather_object(self._context, value)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return the reduced gradient of a parameter, or this rank's part. Called on all ranks."""

@@ -13,12 +13,15 @@ from torch import Tensor
 from drivetrain_precision.compat import unscale, update_scale
 from drivetrain_precision.settings import PrecisionSettings
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class LossScaler:
     """The loss scale of one training run.
 
     A step is: `scale` the loss, run backward, `unscale` the gradients (once for each parameter group), check
-    `overflowed`, step or skip, then `update` before scaling the first loss of the next accumulation window.
+    `overflowed`, step or skip, then `update` before scaling the first loss of the next accumulation window. The scale
+    never falls below the settings' `min_scale`; `SkippedSteps` ends a run that overflows there.
 
     Args:
         device: The device of the gradients, which holds the scale.
@@ -27,10 +30,17 @@ class LossScaler:
 
     def __init__(self, device: torch.device, settings: PrecisionSettings | None = None) -> None:
         self.settings = settings or PrecisionSettings()
+        self._floor = torch.tensor(
+            self.settings.min_scale, dtype=torch.float32
+        ).item()  # as the scale can be equal to
         self._scale = torch.full((), self.settings.initial_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._unscaled = False
+        # Whether an overflow since the last update is known to the host; None while it has not read all checks.
+        self._overflow_known: bool | None = False
+        # The scale, and the steps since it changed, as the host computes them; None after a step it knows nothing of.
+        self._on_host: tuple[float, int] | None = (self.settings.initial_scale, 0)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the current scale, in at least fp32."""
@@ -61,6 +71,7 @@ class LossScaler:
             unscale(group, found_inf, inverse)
         self._found_inf = torch.maximum(self._found_inf, found_inf)
         self._unscaled = True
+        self._overflow_known = self._overflow_known or None
         return found_inf
 
     @property
@@ -69,14 +80,34 @@ class LossScaler:
         return self._scale.item()
 
     def observe(self, *, overflowed: bool) -> None:
-        """Record whether a step overflowed whose gradients an external engine unscaled."""
+        """Record whether gradients overflowed: those of the last `unscale`, or those that an engine unscaled.
+
+        It spares `update` a kernel that is needed after an overflow only.
+        """
         if overflowed:
             self._found_inf.fill_(1.0)
+        self._overflow_known = bool(self._overflow_known or overflowed)
         self._unscaled = True
+
+    def can_fall(self, *, after_overflows: int = 0) -> bool:
+        """Return whether an overflow leaves a smaller scale to try.
+
+        It does not synchronise with the device while the host knows whether each step overflowed.
+
+        Args:
+            after_overflows: The number of further overflows before that one.
+        """
+        if self._on_host is None:
+            self._on_host = self.value, int(self._growth_tracker.item())
+        scale = self._on_host[0]
+        for _ in range(after_overflows):
+            scale *= self.settings.backoff_factor
+        return scale > self._floor
 
     def overflowed(self) -> bool:
         """Return whether a gradient since the last `update` held an infinity or NaN. Synchronises with the device."""
-        return bool(self._found_inf.item())
+        self._overflow_known = bool(self._found_inf.item())
+        return self._overflow_known
 
     def update(self) -> None:
         """Lower the scale if a gradient overflowed since the last update; raise it after a long run without overflow.
@@ -94,19 +125,45 @@ class LossScaler:
             backoff_factor=s.backoff_factor,
             growth_interval=s.growth_interval,
         )
+        if self._overflow_known is not False:
+            self._scale.clamp_(min=self._floor)
+        self._on_host = self._next_on_host()
         self._found_inf.zero_()
-        self._unscaled = False
+        self._unscaled = self._overflow_known = False
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the scale and the number of steps since it last changed. Synchronises with the device."""
         return {"scale": self._scale.item(), "growth_tracker": int(self._growth_tracker.item())}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Load the scale of a saved run."""
+        """Load the scale of a saved run.
+
+        Raises:
+            ValueError: The scale is below the settings' `min_scale`, or not a number above 0.
+        """
+        if not state["scale"] >= self._floor:
+            raise ValueError(
+                f"the checkpoint's loss scale of {state['scale']!r} is below precision.min_scale="
+                f"{self.settings.min_scale!r}: set min_scale to that of the saved run, or lower"
+            )
         self._scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
+        self._on_host = float(state["scale"]), int(state["growth_tracker"])
         self._found_inf.zero_()
-        self._unscaled = False
+        self._unscaled = self._overflow_known = False
+
+    def _next_on_host(self) -> tuple[float, int] | None:
+        """Return what `update` makes of the scale and the steps since it changed; None if the host cannot know."""
+        s = self.settings
+        if self._on_host is None or self._overflow_known is None:
+            return None
+        scale, num_steps = self._on_host
+        if self._overflow_known:
+            return max(scale * s.backoff_factor, self._floor), 0
+        if num_steps + 1 < s.growth_interval:
+            return scale, num_steps + 1
+        grown = scale * s.growth_factor  # as on the device: not beyond the range of fp32
+        return (grown if grown <= _LARGEST else scale), 0
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

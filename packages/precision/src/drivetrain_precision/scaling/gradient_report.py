@@ -1,0 +1,166 @@
+"""The findings of a watch: the share of gradients that underflow by layer, and the first value that is not finite."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from drivetrain_precision.scaling.layer_counts import LayerTotals
+
+Where = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFiniteValue:
+    """The first infinity or NaN of some micro-batches: in the order of the forward, then of the backward.
+
+    Attributes:
+        layer: The name of the module; empty for the model itself.
+        layer_type: The class of the module.
+        where: The place of the value. An "input" and an "output gradient" come from outside the module.
+        dtype: The dtype of the values.
+        parameter: The name of the parameter in the module, of a parameter's gradient; else None.
+        parent: The name of the module that holds the module, and calls it; None for the model itself.
+        call: The number of the module's call in one forward, from 1.
+        order: The number of tensors that the watch had looked at before.
+        ranks: The ranks on which it is the first one.
+    """
+
+    layer: str
+    layer_type: str
+    where: Where
+    dtype: str
+    parameter: str | None
+    parent: str | None
+    call: int
+    order: int
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def inputs_are_finite(self) -> bool:
+        """True if the module itself computed the value, as what came to it was finite."""
+        return self.where not in ("input", "output gradient")
+
+    def __str__(self) -> str:
+        """Return a clause that says what it is and where it comes from."""
+        name = f"{self.layer or 'the model'} ({self.layer_type}, {self.dtype}{_call(self.call)})"
+        parent = f"the forward of {self.parent or 'the model'}"
+        ranks = (
+            f", on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        )
+        if self.where == "output":
+            said = f"the output of {name}, whose inputs were finite"
+        elif self.where == "input":
+            source = "the batch" if self.parent is None else f"{parent} before it"
+            said = f"the input of {name}: it comes from {source}"
+        elif self.where == "output gradient":
+            source = "the loss" if self.parent is None else f"{parent} after it, or from the loss"
+            said = f"the gradient that reaches the output of {name}: it comes from {source}"
+        elif self.where == "input gradient":
+            said = f"the gradient of the input of {name}, of whose output it was finite"
+        else:
+            said = f"the gradient of {self.parameter} of {name}, of whose output it was finite"
+        return said + ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGradients:
+    """The gradients of one layer: those of its outputs and of its own parameters, as they are scaled.
+
+    Attributes:
+        name: The name of the module.
+        layer_type: The class of the module.
+        dtype: The dtype that the layer computes in.
+        totals: The counts, summed over the ranks.
+    """
+
+    name: str
+    layer_type: str
+    dtype: str
+    totals: LayerTotals
+
+    @property
+    def zero_share(self) -> float:
+        """The share of gradient values that are zero."""
+        return self.totals.zeros / max(self.totals.values, 1)
+
+    @property
+    def subnormal_share(self) -> float:
+        """The share of gradient values that are not zero and below the dtype's smallest normal number."""
+        return self.totals.subnormals / max(self.totals.values, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientReport:
+    """The layers of a model, those with the largest share of zero and subnormal gradients first.
+
+    `str(report)` is a table.
+
+    Attributes:
+        layers: The layers that have no children or parameters of their own.
+        first_nonfinite: The first infinity or NaN; None without one.
+        not_watched: The modules that torch.compile or TorchScript compiles, by name, in which nothing was seen.
+    """
+
+    layers: tuple[LayerGradients, ...]
+    first_nonfinite: NonFiniteValue | None
+    not_watched: tuple[str, ...]
+
+    def table(self, most: int | None = None) -> str:
+        """Return the layers as a table.
+
+        Args:
+            most: The number of rows; all if None.
+        """
+        shown = self.layers[:most]
+        rows = [_HEADER, *(_row(layer) for layer in shown)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        lines = ["  ".join(_cell(cell, widths[i], i) for i, cell in enumerate(row)).rstrip() for row in rows]
+        if len(shown) < len(self.layers):
+            lines.append(f"and {len(self.layers) - len(shown)} layers with smaller shares")
+        if self.not_watched:
+            lines.append(
+                f"compiled, so not watched: {', '.join(name or 'the model' for name in self.not_watched)}"
+            )
+        if self.first_nonfinite is not None:
+            lines.append(f"first value that is not finite: {self.first_nonfinite}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return self.table()
+
+
+def first_of_ranks(found: Sequence[NonFiniteValue | None]) -> NonFiniteValue | None:
+    """Return the earliest of each rank's first value that is not finite, with the ranks where it is the first."""
+    known = {rank: value for rank, value in enumerate(found) if value is not None}
+    if not known:
+        return None
+    first = min(known.values(), key=lambda value: value.order)
+    ranks = tuple(rank for rank, value in known.items() if replace(value, order=first.order) == first)
+    return replace(first, ranks=ranks if len(found) > 1 else ())
+
+
+_HEADER = ("layer", "type", "dtype", "gradients", "zero", "subnormal", "not finite", "activations not finite")
+_NUM_LEFT = 3  # columns of words
+
+
+def _row(layer: LayerGradients) -> tuple[str, ...]:
+    totals = layer.totals
+    return (
+        layer.name or "the model",
+        layer.layer_type,
+        layer.dtype,
+        f"{totals.values}",
+        f"{layer.zero_share:.2%}",
+        f"{layer.subnormal_share:.2%}",
+        f"{totals.nonfinite_gradients}",
+        f"{totals.nonfinite_activations}",
+    )
+
+
+def _cell(text: str, width: int, column: int) -> str:
+    return text.ljust(width) if column < _NUM_LEFT else text.rjust(width)
+
+
+def _call(number: int) -> str:
+    return "" if number <= 1 else f", call {number}"

@@ -1,0 +1,345 @@
+"""Look at the values that pass between the modules of a model: what underflows in which, and what overflows first.
+
+Hooks see what goes into each module and comes out, and the gradients of both. They count on the device; a watched
+step computes the same bits as one that is not watched.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_precision.compat import is_in_backward
+from drivetrain_precision.scaling.gradient_report import (
+    GradientReport,
+    LayerGradients,
+    NonFiniteValue,
+    Where,
+    first_of_ranks,
+)
+from drivetrain_precision.scaling.layer_counts import LayerCounts, LayerTotals
+from drivetrain_precision.scaling.watched_layers import tensors_in, watched_layers
+
+Gather = Callable[[Any], list[Any]]
+_HALF = (torch.float16, torch.bfloat16)
+_MOST_CALLS = 100  # told apart in one forward; a recurrent layer may have thousands
+
+
+class _Event(NamedTuple):
+    """The identity of a tensor that was looked at."""
+
+    layer: int
+    where: Where
+    dtype: torch.dtype
+    parameter: str | None
+    call: int
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of a module.
+
+    Attributes:
+        layer: The index of the module.
+        number: The number of the call in its forward, from 1.
+        is_counted: Whether the call belongs to a training forward, and is not one that backward computes again.
+        is_reached: Whether the gradient of its output has come, as far as one is awaited.
+    """
+
+    layer: int
+    number: int
+    is_counted: bool
+    is_reached: bool = field(default=True)
+
+
+class GradientWatch:
+    """Hooks on all modules of some models, which count by layer on the device; see `watch_gradients`.
+
+    Args:
+        models: The models by a prefix of their layers' names.
+        underflow: Whether to count underflow; otherwise the watch only finds the first value that is not finite.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], *, underflow: bool = True) -> None:
+        self._layers, self._not_watched = watched_layers(models)
+        self._counts = LayerCounts(len(self._layers))
+        self._underflow = underflow
+        self._events: list[_Event] = []
+        self._ids: dict[_Event, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}  # of each layer's outputs
+        self._open: dict[int, _Call] = {}
+        self._num_calls = [0] * len(self._layers)
+        self._is_training_forward = False
+        self._is_closed = False
+        self._hooked = WeakIdKeyDictionary()  # parameters, with their handles
+        self._handles: list[RemovableHandle] = []
+        for index, layer in enumerate(self._layers):
+            self._handles += [
+                layer.module.register_forward_pre_hook(_Hook(self.enter, index), with_kwargs=True),
+                layer.module.register_forward_hook(_Hook(self.leave, index), with_kwargs=True),
+            ]
+
+    def __enter__(self) -> "GradientWatch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks; what was counted can still be reported."""
+        self._is_closed = True
+        for handle in [*self._handles, *self._hooked.values()]:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    @property
+    def has_seen(self) -> bool:
+        """True if a value was looked at, so that a training forward has run through a watched module."""
+        return self._counts.num_events > 0
+
+    def forget_first(self) -> None:
+        """Look for the first value that is not finite anew, as for the next step; the other counts stay."""
+        self._counts.forget_first()
+
+    def reset(self) -> None:
+        """Count anew, as for the next report."""
+        self._counts.reset()
+
+    def first_nonfinite(self, *, gather: Gather | None = None) -> NonFiniteValue | None:
+        """Return the first value that is not finite, in order of execution, on any rank.
+
+        Called on all ranks. Synchronises with the device.
+
+        Args:
+            gather: A function that gathers a value of each rank into a list on all; torch.distributed's if None. One
+                that returns `[value]` makes this a call of one rank.
+        """
+        return first_of_ranks((gather or _gather)(self._own_first()))
+
+    def report(self, *, gather: Gather | None = None) -> GradientReport:
+        """Return the counts so far, summed over the ranks. Called on all ranks. Synchronises with the device.
+
+        Args:
+            gather: The gathering function, as for `first_nonfinite`.
+        """
+        found = (gather or _gather)((self._counts.totals(), self._own_first()))
+        sums = [LayerTotals()] * len(self._layers)
+        for totals, _ in found:
+            sums = [mine.plus(theirs) for mine, theirs in zip(sums, totals, strict=True)]
+        rows = [
+            LayerGradients(
+                name=layer.name,
+                layer_type=type(layer.module).__name__,
+                dtype=_short(self._dtypes.get(index)),
+                totals=total,
+            )
+            for index, (layer, total) in enumerate(zip(self._layers, sums, strict=True))
+            if total.values and _computes(layer.module)
+        ]
+        rows.sort(key=lambda row: -row.zero_share - row.subnormal_share)
+        return GradientReport(
+            layers=tuple(rows),
+            first_nonfinite=first_of_ranks([first for _, first in found]),
+            not_watched=self._not_watched,
+        )
+
+    def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Look at a module's inputs, and have their gradients looked at; a forward pre-hook."""
+        if self._is_closed:
+            return None
+        call = self._open[index] = self._begin(index)
+        if call.is_counted:
+            for tensor in tensors_in((args, kwargs)):
+                self._counts.add_activation(
+                    index, tensor, self._id(call, "input", tensor.dtype), is_input=True
+                )
+        if not torch.is_grad_enabled():
+            return None
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked[parameter] = parameter.register_hook(self._of_parameter(index, name))
+        return self._seen_by_backward(call, args, kwargs)
+
+    def leave(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Look at a module's outputs, and have their gradients looked at; a forward hook."""
+        del module, args, kwargs
+        call = self._open.pop(index, None)
+        if self._is_closed or call is None:
+            return
+        for tensor in tensors_in(output):
+            self._dtypes[index] = tensor.dtype
+            if call.is_counted:
+                self._counts.add_activation(
+                    index, tensor, self._id(call, "output", tensor.dtype), is_input=False
+                )
+            if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+                call.is_reached = False
+                tensor.register_hook(self._of_output(call))
+
+    def _begin(self, index: int) -> _Call:
+        """Return the record of a call that begins."""
+        if is_in_backward():  # a checkpointed forward, whose activations were counted when it first ran
+            return _Call(index, 1, is_counted=False)
+        is_training = torch.is_grad_enabled()
+        if self._layers[index].parent is None:
+            self._is_training_forward = is_training
+            self._num_calls = [0] * len(self._layers)
+        self._num_calls[index] += 1
+        # Reentrant checkpointing turns gradients off in the first forward of a module, but not in the model's.
+        return _Call(index, self._num_calls[index], is_counted=is_training or self._is_training_forward)
+
+    def _seen_by_backward(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with an alias of each tensor whose gradient then is that of this module alone.
+
+        A tensor's own gradient is the sum over all modules that use it. Only tensors in tuples are exchanged: a list
+        or a dict may be one that the module is to change. Equal arguments stay equal, as attention compares them.
+        """
+        aliases: dict[int, Tensor] = {}
+
+        def alias(value: Any) -> Any:
+            if type(value) is tuple:
+                return tuple(alias(one) for one in cast("tuple[Any, ...]", value))
+            if not isinstance(value, Tensor) or not value.requires_grad or not value.is_floating_point():
+                return value
+            if id(value) not in aliases:
+                aliases[id(value)] = seen = value[...]
+                seen.register_hook(self._of_input(call))
+            return aliases[id(value)]
+
+        return alias(args), {name: alias(value) for name, value in kwargs.items()}
+
+    def _of_output(self, call: _Call) -> Callable[[Tensor], None]:
+        @unserializable_hook
+        def reached(gradient: Tensor) -> None:
+            call.is_reached = True
+            self._look(call, "output gradient", gradient, counts=True)
+
+        return reached
+
+    def _of_input(self, call: _Call) -> Callable[[Tensor], None]:
+        @unserializable_hook
+        def left(gradient: Tensor) -> None:
+            # A module that returns its input has one tensor for both, whose gradient comes from outside.
+            where = "input gradient" if call.is_reached else "output gradient"
+            self._look(call, where, gradient, counts=False)
+
+        return left
+
+    def _of_parameter(self, index: int, name: str) -> Callable[[Tensor], None]:
+        @unserializable_hook
+        def computed(gradient: Tensor) -> None:
+            call = _Call(index, 1, is_counted=True)
+            self._look(call, "parameter gradient", gradient, counts=True, parameter=name)
+
+        return computed
+
+    def _look(
+        self, call: _Call, where: Where, gradient: Tensor, *, counts: bool, parameter: str | None = None
+    ) -> None:
+        if self._is_closed:
+            return
+        dtype = gradient.dtype
+        if parameter is not None and (half := self._dtypes.get(call.layer)) in _HALF:
+            dtype = (
+                half  # in which a weight's gradient is computed, before it is cast to the weight's own dtype
+            )
+        smallest = torch.finfo(dtype).tiny if counts and self._underflow else None
+        event = self._id(call, where, dtype, parameter)
+        self._counts.add_gradient(call.layer, gradient, event, smallest=smallest)
+
+    def _id(self, call: _Call, where: Where, dtype: torch.dtype, parameter: str | None = None) -> int:
+        event = _Event(call.layer, where, dtype, parameter, min(call.number, _MOST_CALLS))
+        if event not in self._ids:
+            self._ids[event] = len(self._events)
+            self._events.append(event)
+        return self._ids[event]
+
+    def _own_first(self) -> NonFiniteValue | None:
+        found = self._counts.first_event()
+        if found is None:
+            return None
+        order, number = found
+        event = self._events[number]
+        layer = self._layers[event.layer]
+        return NonFiniteValue(
+            layer=layer.name,
+            layer_type=type(layer.module).__name__,
+            where=event.where,
+            dtype=_short(event.dtype),
+            parameter=event.parameter,
+            parent=layer.parent,
+            call=event.call,
+            order=order,
+        )
+
+
+def watch_gradients(model: nn.Module, *, underflow: bool = True) -> GradientWatch:
+    """Watch a model: count by layer which gradients underflow, and find the first value that is not finite.
+
+        with watch_gradients(model) as watch:
+            ...  # some training steps
+        print(watch.report())
+
+    Counted are the gradients of each module's outputs and of its parameters, as they are scaled, against the dtype
+    that the module computes in; activations of forwards that train; on recomputed activations nothing twice. The
+    counts stay on the device, and no step waits for them; each costs several passes over all activations. In modules
+    that torch.compile compiles nothing is seen, and the report lists them: watch the plain model.
+
+    Args:
+        model: The model, plain or prepared, on one device or several; under FSDP2 the sharded one.
+        underflow: Whether to count underflow; otherwise the watch only finds the first value that is not finite.
+
+    Returns:
+        The watch, which is a context manager: at its end, or at `close`, the hooks are removed.
+    """
+    return GradientWatch({"": model}, underflow=underflow)
+
+
+class _Hook:
+    """A module's hook, which a copy or pickle of the module leaves behind."""
+
+    def __init__(self, call: Callable[..., Any], index: int) -> None:
+        self._call = call
+        self._index = index
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(self._index, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
+
+
+def _left_behind() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: object) -> None:
+    """Stand for the hook in a copy of a watched module."""
+
+
+def _computes(module: nn.Module) -> bool:
+    """Return whether a module has parameters of its own, or holds no others: the rest only passes values on."""
+    own = next(module.parameters(recurse=False), None)
+    return own is not None or next(module.children(), None) is None
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return "?" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _gather(value: Any) -> list[Any]:
+    """Gather a value of each rank, where torch.distributed has a group. Called on all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -1,0 +1,148 @@
+"""Counts by layer that stay on the device: a pass over some values adds to them, and nothing waits for the result."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drivetrain_precision.compat import unseen_by_modes, values_of_sparse
+
+_ID_BITS = 24  # of an event's number: what it is; the bits above say when it came
+_NEVER = 2**63 - 1
+
+
+class LayerTotals(NamedTuple):
+    """The counts of one layer, of values that its own dtype holds.
+
+    Attributes:
+        values: The gradient values looked at.
+        zeros: The values that are zero.
+        subnormals: The values that are not zero, and smaller than the dtype's smallest normal number.
+        nonfinite_gradients: The gradient values that are infinite or NaN.
+        nonfinite_activations: The activations that are infinite or NaN.
+    """
+
+    values: int = 0
+    zeros: int = 0
+    subnormals: int = 0
+    nonfinite_gradients: int = 0
+    nonfinite_activations: int = 0
+
+    def plus(self, other: "LayerTotals") -> "LayerTotals":
+        """Return the sums of the counts, as of two ranks."""
+        return LayerTotals(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class _DeviceTable(NamedTuple):
+    """The counts on one device: (num_layers, 4) by layer, and the number of the first event that is not finite."""
+
+    counts: Tensor
+    first: Tensor
+
+
+class LayerCounts:
+    """The counts of some layers, on the device of the values.
+
+    Args:
+        num_layers: The number of layers.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._tables: dict[torch.device, _DeviceTable] = {}
+        self._num_values = [0] * num_layers
+        self._num_events = 0
+
+    def add_gradient(self, layer: int, gradient: Tensor, event: int, *, smallest: float | None) -> None:
+        """Count a gradient.
+
+        Args:
+            layer: The index of the layer.
+            gradient: The gradient, of any shape, dense or sparse.
+            event: The number of what a value that is not finite would be, below 2**24.
+            smallest: The smallest normal number of the layer's dtype; None to count no underflow.
+        """
+        with torch.no_grad(), unseen_by_modes():
+            values = _plain(gradient)
+            bad = values.isfinite().logical_not_().sum()
+            counted = [bad] if smallest is None else [*_underflow(values, smallest), bad]
+            table = self._table(values.device)
+            table.counts[layer, 3 - len(counted) : 3].add_(torch.stack(counted))
+            self._note(table, bad, event)
+        if smallest is not None:
+            self._num_values[layer] += values.numel()
+
+    def add_activation(self, layer: int, activation: Tensor, event: int, *, is_input: bool) -> None:
+        """Look for values that are not finite in an activation; count those of outputs.
+
+        Negative infinities count only where a gradient flows: elsewhere they are the masks of attention.
+        """
+        with torch.no_grad(), unseen_by_modes():
+            values = _plain(activation)
+            flows = activation.requires_grad
+            bad = (
+                values.isfinite().logical_not_() if flows else values.isnan() | (values == torch.inf)
+            ).sum()
+            table = self._table(values.device)
+            if not is_input:
+                table.counts[layer, 3].add_(bad)
+            self._note(table, bad, event)
+
+    def first_event(self) -> tuple[int, int] | None:
+        """Return when the first value that is not finite came, and what it was; None without one. Synchronises."""
+        first = min((int(table.first.item()) for table in self._tables.values()), default=_NEVER)
+        return None if first == _NEVER else divmod(first, 2**_ID_BITS)
+
+    def forget_first(self) -> None:
+        """Look for the first value that is not finite anew."""
+        for table in self._tables.values():
+            table.first.fill_(_NEVER)
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.forget_first()
+        self._num_values = [0] * self._num_layers
+        for table in self._tables.values():
+            table.counts.zero_()
+
+    def totals(self) -> list[LayerTotals]:
+        """Return the counts of each layer. Synchronises with the device."""
+        sums = torch.zeros(self._num_layers, 4, dtype=torch.int64)
+        for table in self._tables.values():
+            sums += table.counts.cpu()
+        rows: list[list[int]] = sums.tolist()
+        return [LayerTotals(values, *row) for values, row in zip(self._num_values, rows, strict=True)]
+
+    @property
+    def num_events(self) -> int:
+        """The number of tensors looked at so far."""
+        return self._num_events
+
+    def _note(self, table: _DeviceTable, bad: Tensor, event: int) -> None:
+        number = (self._num_events << _ID_BITS) | event
+        self._num_events += 1
+        torch.minimum(table.first, torch.where(bad > 0, number, _NEVER), out=table.first)
+
+    def _table(self, device: torch.device) -> _DeviceTable:
+        if device not in self._tables:
+            counts = torch.zeros(self._num_layers, 4, dtype=torch.int64, device=device)
+            first = torch.full((), _NEVER, dtype=torch.int64, device=device)
+            self._tables[device] = _DeviceTable(counts, first)
+        return self._tables[device]
+
+
+def _underflow(values: Tensor, smallest: float) -> list[Tensor]:
+    """Return how many values are zero, and how many others lie below the smallest normal number; both of shape ()."""
+    below = (values.abs() < smallest).sum()
+    zeros = (values == 0).sum()
+    return [zeros, below - zeros]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the values that this rank holds, as a plain dense tensor of a dtype that can be compared."""
+    values = tensor.detach()
+    if hasattr(values, "to_local"):  # a DTensor, whose own class is costly to import
+        values: Tensor = values.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    if values.is_sparse:
+        values = values_of_sparse(values)
+    return values.float() if values.element_size() == 1 else values

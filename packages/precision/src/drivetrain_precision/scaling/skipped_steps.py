@@ -1,0 +1,188 @@
+"""Steps that are skipped one after another: find the layer that overflows first, and end a run that never steps."""
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from drivetrain_precision.errors import SkippedStepsError
+from drivetrain_precision.scaling.gradient_watch import Gather, GradientWatch
+from drivetrain_precision.scaling.scaler import LossScaler
+from drivetrain_precision.settings import PrecisionSettings
+
+logger = logging.getLogger(__name__)
+
+# One skipped step is how a scale that has grown too far falls again; two one after another are rare but at the start.
+_WATCHED_AFTER = 2
+_MOST_ROWS = 20  # of a logged table
+
+
+class SkippedSteps:
+    """The steps of some models that were skipped since the last one that was not.
+
+    The layer that overflows is found by hooks (`GradientWatch`). They are attached once two steps one after another
+    were skipped, or the next skipped one would be an error: a step without trouble pays nothing for them. A run
+    whose loss scale is at its floor from the start therefore has one more step before its error, with hooks.
+
+    Args:
+        models: The models that step together.
+        settings: The limits; the defaults if None.
+        scaler: The loss scale, for fp16.
+
+    Attributes:
+        num_skipped: The number of steps skipped one after another.
+        is_active: Whether `stepped` has something to do.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        settings: PrecisionSettings | None = None,
+        *,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.num_skipped = 0
+        self.is_active = False
+        self._models = tuple(models)
+        self._settings = settings or PrecisionSettings()
+        self._scaler = scaler
+        self._watch: GradientWatch | None = None
+        self._steppers: set[object] = set()  # that skipped the last step
+        self._num_stepped = 0  # since the last report
+
+    def watch_always(self) -> None:
+        """Attach the hooks for good if the settings ask for a report of underflow; once the models are placed."""
+        if self._settings.watch_underflow is not None and self._watch is None:
+            self._attach(underflow=True)
+            self.is_active = True
+
+    def skipped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
+        """Record a step that is skipped because a gradient is not finite. Called on all ranks.
+
+        With a `gather` of one rank alone it may be called on that rank only.
+
+        Args:
+            stepper: The optimizer that would have stepped, where several share the gradients.
+            gather: The gathering function, as for `GradientWatch.first_nonfinite`.
+
+        Raises:
+            SkippedStepsError: The gradients overflow at the smallest loss scale, or in as many steps one after
+                another as the settings allow. The message names the layer that overflowed first.
+        """
+        if not self._is_new_step(stepper):
+            return
+        self.num_skipped += 1
+        self.is_active = True
+        limit = self._reached_limit()
+        if limit is not None and self._watch is not None:
+            raise self._error(limit, gather)
+        if self._watch is not None:
+            self._watch.forget_first()
+        elif limit is not None or self.num_skipped >= _WATCHED_AFTER or self._is_last():
+            self._attach(underflow=False)
+
+    def stepped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
+        """Record a step that was not skipped; needed while `is_active`. Called on all ranks, as `skipped` is.
+
+        Where the settings ask for it, every so many steps the counts of the ranks are summed, and rank 0 logs them.
+        """
+        self.num_skipped = 0
+        every = self._settings.watch_underflow
+        if every is None or self._watch is None:
+            self._steppers.clear()
+            self.close()
+            return
+        if not self._is_new_step(stepper):
+            return
+        self._watch.forget_first()
+        self._num_stepped += 1
+        if self._num_stepped == every:
+            self._num_stepped = 0
+            report = self._watch.report(gather=gather)
+            self._watch.reset()
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.warning(
+                    "gradients of the last %d steps by layer (precision.watch_underflow):\n%s",
+                    every,
+                    report.table(_MOST_ROWS),
+                )
+
+    def first_nonfinite(self, *, gather: Gather | None = None) -> str | None:
+        """Return the name of the layer that overflowed first, and how; None if no hooks were attached or none saw it.
+
+        Called on all ranks, as `skipped` is.
+        """
+        found = None if self._watch is None else self._watch.first_nonfinite(gather=gather)
+        return None if found is None else str(found)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.is_active = False
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _is_new_step(self, stepper: object) -> bool:
+        """Return whether a step begins, rather than another optimizer's part of the last one."""
+        if self._steppers and stepper not in self._steppers:
+            self._steppers.add(stepper)
+            return False
+        self._steppers = {stepper}
+        return True
+
+    def _attach(self, *, underflow: bool) -> None:
+        alone = len(self._models) == 1
+        models = {"" if alone else str(index): model for index, model in enumerate(self._models)}
+        self._watch = GradientWatch(models, underflow=underflow)
+
+    def _reached_limit(self) -> str | None:
+        """Return which limit the skipped steps have reached, as a clause; None if they may go on."""
+        most = self._settings.max_skipped_steps
+        if self._scaler is not None and not self._scaler.can_fall():
+            return f"the loss scale is at its smallest, precision.min_scale={self._scaler.settings.min_scale}"
+        if most is not None and self.num_skipped >= most:
+            return f"no more are allowed, precision.max_skipped_steps={most}"
+        return None
+
+    def _is_last(self) -> bool:
+        """Return whether the next skipped step would reach a limit."""
+        most = self._settings.max_skipped_steps
+        if most is not None and self.num_skipped + 1 >= most:
+            return True
+        return self._scaler is not None and not self._scaler.can_fall(after_overflows=1)
+
+    def _error(self, limit: str, gather: Gather | None) -> SkippedStepsError:
+        assert self._watch is not None
+        found = self._watch.first_nonfinite(gather=gather)
+        scale = None if self._scaler is None else self._scaler.value
+        names = " and ".join(type(model).__name__ for model in self._models)
+        if found is not None:
+            said, layer = f"The first value that is not finite is {found}", found.layer or found.layer_type
+        else:
+            layer = None
+            said = (
+                "No module's activations or gradients held one: ranks' gradients overflow as they are summed"
+                if self._watch.has_seen
+                else "Which layer overflows first is not known: no forward of the model itself ran since the last "
+                "step, or torch.compile compiles all of it; run it uncompiled"
+            )
+        skipped = f"{self.num_skipped} step{'s' * (self.num_skipped > 1)} one after another"
+        at = "" if scale is None else f", the last at a loss scale of {scale}"
+        return SkippedStepsError(
+            f"the gradients of {names} were not finite in {skipped}{at}, so that nothing was stepped, and {limit}. "
+            f"{said}. {_ADVICE if scale is None else _ADVICE_FP16}",
+            num_skipped=self.num_skipped,
+            scale=scale,
+            layer=layer,
+        )
+
+
+_ADVICE = (
+    "Look at the weights and the inputs of that layer; if training went well before, lower the learning rate, and go "
+    "on from a checkpoint"
+)
+_ADVICE_FP16 = (
+    "Train in mixed_precision='bf16', which has the range of fp32; if training went well before, lower the learning "
+    "rate, and go on from a checkpoint; else look at the weights and the inputs of that layer"
+)

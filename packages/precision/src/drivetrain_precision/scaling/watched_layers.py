@@ -1,0 +1,80 @@
+"""The modules of a model that can be watched, and the tensors in what they take and return."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain_precision.compat import compiled_part
+
+
+class Layer(NamedTuple):
+    """A watched module.
+
+    Attributes:
+        name: The module's name in the model; empty for the model itself.
+        module: The module, whose hooks are set.
+        parent: The name of the module that holds it; None for a model itself.
+    """
+
+    name: str
+    module: nn.Module
+    parent: str | None
+
+
+def watched_layers(models: Mapping[str, nn.Module]) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+    """Return the modules of models to hook, each once, and the names of those that are compiled.
+
+    Args:
+        models: The models by a prefix of their layers' names.
+    """
+    layers: dict[nn.Module, Layer] = {}
+    compiled: list[str] = []
+    for prefix, model in models.items():
+        _add(_inner(model), prefix, None, layers, compiled)
+    return tuple(layers.values()), tuple(compiled)
+
+
+def _add(
+    module: nn.Module, name: str, parent: str | None, layers: dict[nn.Module, Layer], compiled: list[str]
+) -> None:
+    if module in layers:
+        return
+    part = compiled_part(module)
+    if part is not None:
+        compiled.append(name)
+    if part != "call":
+        layers[module] = Layer(name, module, parent)
+    if part is None:
+        for child, inner in module.named_children():
+            _add(inner, f"{name}.{child}" if name else child, name, layers, compiled)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the user's module inside the wrappers of backends, which call it `module`."""
+    while isinstance(model, DistributedDataParallel) or (
+        [name for name, _ in model.named_children()] == ["module"]
+        and next(model.parameters(recurse=False), None) is None
+    ):
+        model = cast("nn.Module", model.module)
+    return model
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of floating-point numbers in nested containers, each once."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop(0)
+        if isinstance(one, Tensor):
+            if id(one) not in seen and one.is_floating_point() and not one.is_meta:
+                seen.add(id(one))
+                yield one
+        elif isinstance(one, Mapping):
+            left += cast("Mapping[Any, Any]", one).values()
+        elif isinstance(one, Sequence) and not isinstance(one, (str, bytes)):
+            left += cast("Sequence[Any]", one)
+        elif is_dataclass(one) and not isinstance(one, type):
+            left += [getattr(one, each.name, None) for each in fields(one)]
