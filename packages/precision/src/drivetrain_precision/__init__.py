@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.dtypes.fp32_islands import find_islands as find_islands
     from drivetrain_precision.dtypes.fp32_islands import keep_in_fp32 as keep_in_fp32
     from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
+    from drivetrain_precision.errors import NothingConvertedError as NothingConvertedError
     from drivetrain_precision.errors import PrecisionError as PrecisionError
     from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
     from drivetrain_precision.fp8.conversion import convert_model as convert_model
@@ -64,6 +65,7 @@ _MODULES = {
     "DtypePolicy": "dtypes.dtype_policy",
     "LossScaler": "scaler",
     "NoAutocast": "casting",
+    "NothingConvertedError": "errors",
     "Policy": "policy",
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",

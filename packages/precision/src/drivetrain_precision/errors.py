@@ -7,3 +7,7 @@ class PrecisionError(ValueError):
 
 class HalfPrecisionWarning(UserWarning):
     """Code computes in half precision what needs fp32."""
+
+
+class NothingConvertedError(PrecisionError):
+    """A recipe can convert no layer of a model."""
