@@ -64,7 +64,7 @@ class FirstStepProducts:
         elif label in ("forward done", "backward done") and self._open:
             self._open.pop()
             if not any(self._open):
-                self._stop()
+                self._stop()  # an evaluation around it goes on uncounted
 
     def _stop(self) -> None:
         if self._counting is not None:

@@ -116,6 +116,10 @@ class Fp8Training:
         if (counts := self._products.end_step()) is not None:
             self._tell(counts)
 
+    def release(self) -> None:
+        """Give all models their plain layers back and forget them, once the backend has released them."""
+        self._undo(0)
+
     def close(self) -> None:
         """Stop counting, and forget what the plan is told by. May be called on any rank."""
         self._on_count = None
