@@ -359,8 +359,10 @@ WAYS: list[tuple[str, dict[str, Any]]] = [("ddp", {}), ("fsdp", {}), *STAGES]
     ],
 )
 def test_every_backend_trains_as_one_process_does(
-    run_ranks, num_processes: int, way: tuple[str, dict[str, Any]], scaling: Any
+    run_ranks, request, num_processes: int, way: tuple[str, dict[str, Any]], scaling: Any
 ) -> None:
+    if way[0] == "deepspeed":
+        request.getfixturevalue("deepspeed_operators")
     recipe = TorchaoRecipe(scaling=scaling, layers=EVERYWHERE)
     alone = trained("single", {}, recipe)
     ran = run_ranks(trained, *way, recipe, num_processes=num_processes, timeout_seconds=170)
