@@ -103,7 +103,9 @@ def _legend(top: int) -> Iterator[str]:
         left = _LEFT + place * 100
         yield _box(left, top, 14, 14, _COLOURS[bits])
         yield _text(left + 20, top + 12, meaning)
-    yield _text(_LEFT + 330, top + 12, "sums in fp32; other layers, attention and norms in bf16", fill="#606060")
+    yield _text(
+        _LEFT + 330, top + 12, "sums in fp32; other layers, attention and norms in bf16", fill="#606060"
+    )
 
 
 def _bits(formats: str) -> str:

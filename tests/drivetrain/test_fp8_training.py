@@ -76,7 +76,9 @@ def test_the_plan_tells_the_layers_at_once_and_the_products_after_the_first_step
         assert "fp8 products" not in accelerator.plan.facts
         train(accelerator, model, optimizer, range(2))
         told = accelerator.plan.facts["fp8 products"]
-        assert told.startswith("3 of 8 matrix products of the first step ran in torchao_rowwise; a CPU computes")
+        assert told.startswith(
+            "3 of 8 matrix products of the first step ran in torchao_rowwise; a CPU computes"
+        )
 
 
 def test_the_stored_plan_has_the_products(tmp_path: Path) -> None:
@@ -177,9 +179,7 @@ def test_without_a_fallback_composing_is_an_error() -> None:
 
 
 def test_settings_choose_the_recipe_and_the_layers() -> None:
-    sections = {
-        "precision": {"fp8_recipe": "torchao_rowwise", "fp8_skip_ends": False, "fp8_exclude": ["2"]}
-    }
+    sections = {"precision": {"fp8_recipe": "torchao_rowwise", "fp8_skip_ends": False, "fp8_exclude": ["2"]}}
     with make(sections=sections) as accelerator:
         model = accelerator.unwrap_model(prepared(accelerator)[0])
         assert accelerator.plan.facts["fp8 layers"] == "1 of 3 linear layers in torchao_rowwise"
@@ -295,7 +295,8 @@ def run_of(name: str, folder: Path) -> Accelerator:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("rowwise", "rowwise"), ("rowwise", "mxfp8"), ("rowwise", "bf16"), ("bf16", "mxfp8")]
+    ("saved", "loaded"),
+    [("rowwise", "rowwise"), ("rowwise", "mxfp8"), ("rowwise", "bf16"), ("bf16", "mxfp8")],
 )
 def test_a_checkpoint_loads_into_any_recipe(saved: str, loaded: str, tmp_path: Path) -> None:
     with run_of(saved, tmp_path) as accelerator:

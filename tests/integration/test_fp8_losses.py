@@ -39,7 +39,11 @@ def losses(mode: str, recipe: Any = None, steps: int = STEPS) -> list[float]:
     """The loss of each step."""
     sections = {"run": {"show_plan": False}}
     with Accelerator(
-        cpu=True, seed=0, mixed_precision=mode, fp8_recipe=recipe, sections=sections  # pyright: ignore[reportArgumentType]
+        cpu=True,
+        seed=0,
+        mixed_precision=mode,
+        fp8_recipe=recipe,
+        sections=sections,  # pyright: ignore[reportArgumentType]
     ) as accelerator:
         model = example().GPT(block_size=BLOCK, width=64, num_layers=2)
         model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), 3e-3))

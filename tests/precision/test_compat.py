@@ -139,7 +139,11 @@ def test_recorded_operations_say_who_called_them_forward_and_backward() -> None:
     assert {"aten::linear", "aten::mm", "aten::sum"} <= set(names)
     linear = events[names.index("aten::linear")]
     assert linear.calls({"aten::mm"}, "none::") or linear.calls({"aten::addmm"}, "none::")
-    product = next(event for event in events if event.name == "aten::mm" and event.caller is linear or event in linear.called)
+    product = next(
+        event
+        for event in events
+        if (event.name == "aten::mm" and event.caller is linear) or event in linear.called
+    )
     assert product.is_called_by("aten::linear")
     assert not linear.is_called_by("aten::")
 

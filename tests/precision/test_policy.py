@@ -72,7 +72,9 @@ def test_a_recipe_given_in_code_is_that_of_the_policy() -> None:
 
 def test_fp8_where_it_cannot_run_is_an_error_and_bf16_must_be_asked_for() -> None:
     settings = PrecisionSettings(fp8_recipe="torchao_nvfp4")
-    with pytest.raises(PrecisionError, match=r"mixed_precision='fp8': recipe 'torchao_nvfp4': .* fp8_fallback='bf16'"):
+    with pytest.raises(
+        PrecisionError, match=r"mixed_precision='fp8': recipe 'torchao_nvfp4': .* fp8_fallback='bf16'"
+    ):
         choose_policy("fp8", CPU, settings)
     policy = choose_policy("fp8", CPU, replace(settings, fp8_fallback="bf16"))
     assert (policy.mode, policy.recipe) == ("bf16", None)

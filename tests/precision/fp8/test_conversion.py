@@ -95,7 +95,9 @@ def test_a_frozen_layer_hands_gradients_on_and_gets_none(scaling: str) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_copy_of_a_converted_model_computes_the_same_and_is_restored_alone(copied: Any, scaling: str) -> None:
+def test_a_copy_of_a_converted_model_computes_the_same_and_is_restored_alone(
+    copied: Any, scaling: str
+) -> None:
     model = net()
     convert_model(model, recipe(scaling))
     twin = copied(model)

@@ -28,14 +28,18 @@ def test_a_missing_library_is_named_with_its_extra() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "is_old"), [("1.9", True), ("1.10.0.dev1", True), ("1.10", False), ("2.0+cu132", False)])
+@pytest.mark.parametrize(
+    ("version", "is_old"), [("1.9", True), ("1.10.0.dev1", True), ("1.10", False), ("2.0+cu132", False)]
+)
 def test_a_library_that_is_too_old_is_told_with_both_versions(
     version: str, is_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, version)
     monkeypatch.syspath_prepend(tmp_path)
     missing = check_library(needs("eight-bits", "1.10"))
-    told = f"eight-bits {version} is too old, 1.10 has it: pip install 'drivetrain-precision[torchao]' --upgrade"
+    told = (
+        f"eight-bits {version} is too old, 1.10 has it: pip install 'drivetrain-precision[torchao]' --upgrade"
+    )
     assert missing == (told if is_old else None)
 
 
@@ -46,7 +50,7 @@ def test_a_recipe_whose_library_is_too_old_converts_nothing(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert TorchaoRecipe().support(CPU).reason.startswith("torchao 0.1 is too old, 0.9 has it")
+    assert TorchaoRecipe().support(CPU).reason.startswith("torchao 0.1 is too old, 0.18 has it")
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
     with pytest.raises(PrecisionError, match=r"recipe torchao_tensorwise: torchao 0\.1 is too old"):
         convert_model(model, TorchaoRecipe())

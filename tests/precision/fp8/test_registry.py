@@ -32,7 +32,9 @@ def test_the_recipes_of_torchao_are_registered_by_their_names() -> None:
 
 
 def test_an_unknown_name_lists_all() -> None:
-    with pytest.raises(PrecisionError, match=r"fp8_recipe='te_fast': there is no such recipe; there are .*torchao_rowwise"):
+    with pytest.raises(
+        PrecisionError, match=r"fp8_recipe='te_fast': there is no such recipe; there are .*torchao_rowwise"
+    ):
         load_recipe("te_fast")
 
 
@@ -56,9 +58,7 @@ def test_auto_on_a_cpu_takes_the_cheapest_emulation() -> None:
 
 
 def test_the_settings_say_which_layers_stay() -> None:
-    settings = PrecisionSettings(
-        fp8_recipe="torchao_rowwise", fp8_exclude=("*.router",), fp8_skip_ends=False
-    )
+    settings = PrecisionSettings(fp8_recipe="torchao_rowwise", fp8_exclude=("*.router",), fp8_skip_ends=False)
     recipe, _ = choose_recipe(CPU, settings)
     layers = LayerFilter(exclude=("*.router",), skip_first=False, skip_last=False)
     assert recipe == TorchaoRecipe(scaling="rowwise", layers=layers)
@@ -84,7 +84,9 @@ def test_where_no_recipe_runs_auto_says_of_each_why() -> None:
 def test_settings_that_a_recipe_given_in_code_would_leave_unheard_are_an_error() -> None:
     given = TorchaoRecipe(scaling="rowwise")
     assert choose_recipe(CPU, PrecisionSettings(fp8_recipe=given.name), given) == (given, "")
-    with pytest.raises(PrecisionError, match=r"fp8_recipe='torchao_mxfp8', and fp8_recipe='torchao_rowwise' is given"):
+    with pytest.raises(
+        PrecisionError, match=r"fp8_recipe='torchao_mxfp8', and fp8_recipe='torchao_rowwise' is given"
+    ):
         choose_recipe(CPU, PrecisionSettings(fp8_recipe="torchao_mxfp8"), given)
     for settings in (PrecisionSettings(fp8_exclude=("*.up",)), PrecisionSettings(fp8_skip_ends=False)):
         with pytest.raises(PrecisionError, match=r"layers=LayerFilter\(exclude="):

@@ -51,7 +51,9 @@ def test_no_rows_give_no_rows_and_gradients_of_zero(scaling: str) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("shape", [(), (5,), (32,), (2, 3), (2, 16), (2, 3, 4), (2, 4, 8)])
-def test_inputs_of_any_number_of_dims_give_what_the_plain_layer_gives(scaling: str, shape: tuple[int, ...]) -> None:
+def test_inputs_of_any_number_of_dims_give_what_the_plain_layer_gives(
+    scaling: str, shape: tuple[int, ...]
+) -> None:
     made = layer(scaling)
     rows = torch.randn(*shape, 32)
     output = made(rows)

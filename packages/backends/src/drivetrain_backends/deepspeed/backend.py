@@ -227,7 +227,11 @@ class DeepSpeedBackend(TorchBackend):
     def _nonfinite_gradients(self) -> object:
         """Return how non-finite gradients are treated."""
         asked = self.window.nonfinite_gradients
-        if asked == "ignore" and self.config["zero_optimization"]["stage"] and self.policy.mode_beside_recipe != "bf16":
+        if (
+            asked == "ignore"
+            and self.config["zero_optimization"]["stage"]
+            and self.policy.mode_beside_recipe != "bf16"
+        ):
             return AutoValue(value="skip", reason="ZeRO leaves such steps out by itself")
         return asked
 
