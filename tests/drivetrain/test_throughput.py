@@ -214,7 +214,7 @@ def test_the_live_line_follows_the_steps(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_off_nothing_is_observed_and_the_error_says_how_to_turn_it_on() -> None:
     with make({}) as accelerator:
-        assert accelerator.context.progress.observer is None
+        assert accelerator.context.progress.observers == ()
         with pytest.raises(
             RuntimeError, match=r"is not measured: .*\"throughput\": True.*throughput_every_steps"
         ):

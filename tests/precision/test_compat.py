@@ -1,4 +1,4 @@
-"""Each private name of torch is what precision relies on: these tests tell when a new torch changes one."""
+"""Each private name of torch and torchao is what precision relies on: these tests tell when a new torch changes one."""
 
 import inspect
 import math
@@ -160,3 +160,56 @@ def test_the_values_of_a_sparse_gradient_are_read() -> None:
     layer(torch.tensor([1, 3])).sum().backward()
     assert layer.weight.grad is not None
     assert compat.values_of_sparse(layer.weight.grad).tolist() == [[1.0, 1.0]] * 2
+
+
+def test_recorded_operations_say_who_called_them_forward_and_backward() -> None:
+    with compat.record_operations() as events:
+        x = torch.ones(2, 3, requires_grad=True)
+        torch.nn.functional.linear(x, torch.ones(4, 3)).sum().backward()
+    assert events is not None
+    names = [event.name for event in events]
+    assert {"aten::linear", "aten::mm", "aten::sum"} <= set(names)
+    linear = events[names.index("aten::linear")]
+    assert linear.calls({"aten::mm"}, "none::") or linear.calls({"aten::addmm"}, "none::")
+    product = next(
+        event
+        for event in events
+        if (event.name == "aten::mm" and event.caller is linear) or event in linear.called
+    )
+    assert product.is_called_by("aten::linear")
+    assert not linear.is_called_by("aten::")
+
+
+def test_operations_are_not_recorded_beside_another_profiler_which_goes_on() -> None:
+    with torch.profiler.profile() as other:
+        with compat.record_operations() as events:
+            torch.ones(2) + 1
+        torch.ones(2) * 2
+    assert events is None
+    assert any(event.key == "aten::mul" for event in other.key_averages())
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_torchao_multiplies_in_mxfp8_and_computes_both_gradients(plain: bool) -> None:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    torch.manual_seed(0)
+    rows, weight = torch.randn(32, 64, requires_grad=True), torch.randn(96, 64, requires_grad=True)
+    product = compat.mxfp8_product(
+        rows,
+        weight,
+        kernels=KernelPreference.EMULATED,
+        scales=ScaleCalculationMode.RCEIL,
+        plain_weight_gradient=plain,
+    )
+    upstream = torch.randn(32, 96)
+    product.backward(upstream)
+    expected = (rows @ weight.T, upstream @ weight, upstream.T @ rows)
+    assert rows.grad is not None and weight.grad is not None
+    errors = [
+        ((ours - theirs).norm() / theirs.norm()).item()
+        for ours, theirs in zip((product, rows.grad, weight.grad), expected, strict=True)
+    ]
+    assert all(0 < error < 0.06 for error in errors[:2]), errors
+    assert (errors[2] < 1e-6) == plain

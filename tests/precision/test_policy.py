@@ -1,7 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from drivetrain_precision import PrecisionError, PrecisionSettings, choose_policy, supported_modes
+from drivetrain_precision import (
+    PrecisionError,
+    PrecisionSettings,
+    TorchaoRecipe,
+    choose_policy,
+    supported_modes,
+)
 
 CPU = torch.device("cpu")
 
@@ -50,3 +58,40 @@ def test_a_device_of_an_unknown_kind_computes_in_fp32_alone() -> None:
     assert choose_policy("auto", torch.device("meta")).mode == "no"
     with pytest.raises(PrecisionError, match="it can do 'no'"):
         choose_policy("bf16", torch.device("meta"))
+
+
+def test_fp8_computes_the_rest_in_bf16_and_says_by_which_recipe() -> None:
+    policy = choose_policy("fp8", CPU)
+    assert policy.recipe is not None
+    assert (policy.mode, policy.mode_beside_recipe, policy.autocast_dtype) == ("fp8", "bf16", torch.bfloat16)
+    assert policy.reason == f"{policy.recipe.name}: {policy.recipe.support(CPU).reason}"
+    assert choose_policy("fp16", CPU).mode_beside_recipe == "fp16"
+
+
+def test_a_recipe_given_in_code_is_that_of_the_policy() -> None:
+    recipe = TorchaoRecipe(scaling="rowwise")
+    assert choose_policy("fp8", CPU, recipe=recipe).recipe is recipe
+    with pytest.raises(PrecisionError, match="fp8_recipe='torchao_rowwise' with mixed_precision='bf16': say"):
+        choose_policy("bf16", CPU, recipe=recipe)
+
+
+def test_fp8_where_it_cannot_run_is_an_error_and_bf16_must_be_asked_for() -> None:
+    settings = PrecisionSettings(fp8_recipe="torchao_nvfp4")
+    with pytest.raises(
+        PrecisionError, match=r"mixed_precision='fp8': recipe 'torchao_nvfp4': .* fp8_fallback='bf16'"
+    ):
+        choose_policy("fp8", CPU, settings)
+    policy = choose_policy("fp8", CPU, replace(settings, fp8_fallback="bf16"))
+    assert (policy.mode, policy.recipe) == ("bf16", None)
+    assert policy.reason.startswith("fp8_fallback: recipe 'torchao_nvfp4': it needs a Blackwell")
+
+
+@pytest.mark.parametrize("kind", ["meta", "mps"])
+def test_a_device_that_no_recipe_runs_on_names_what_each_needs(kind: str) -> None:
+    with pytest.raises(PrecisionError, match=r"no recipe runs here \(.*torchao_rowwise: it needs a Hopper"):
+        choose_policy("fp8", torch.device(kind))
+
+
+def test_the_fallback_must_be_one_that_there_is() -> None:
+    with pytest.raises(ValueError, match="fp8_fallback='fp16': must be one of none, bf16"):
+        PrecisionSettings(fp8_fallback="fp16")  # pyright: ignore[reportArgumentType]

@@ -33,10 +33,42 @@ def test_a_watch_holds_nothing_else() -> None:
 
 
 def test_an_observer_gets_every_label_and_notes_change_nothing_else() -> None:
-    record, seen = ProgressRecord(), []
+    record, seen = ProgressRecord(), list[str]()
     record.note("nobody listens")
-    record.observer = seen.append
+    record.add_observer(seen.append)
     record.mark("gather")
     record.note("forward")
     assert seen == ["gather", "forward"]
     assert (record.count, record.label) == (1, "gather")
+
+
+def test_several_observers_hear_in_their_order_and_one_leaves_alone() -> None:
+    record, seen = ProgressRecord(), list[tuple[str, str]]()
+
+    def first(label: str) -> None:
+        seen.append(("first", label))
+
+    def second(label: str) -> None:
+        seen.append(("second", label))
+
+    record.add_observer(first)
+    record.add_observer(second)
+    record.mark("gather")
+    record.remove_observer(first)
+    record.remove_observer(first)  # one that does not follow is left as it is
+    record.note("forward")
+    assert seen == [("first", "gather"), ("second", "gather"), ("second", "forward")]
+
+
+def test_an_observer_may_leave_while_it_is_told() -> None:
+    record, seen = ProgressRecord(), list[str]()
+
+    def once(label: str) -> None:
+        seen.append(label)
+        record.remove_observer(once)
+
+    record.add_observer(once)
+    record.add_observer(seen.append)
+    record.mark("gather")
+    record.mark("reduce")
+    assert seen == ["gather", "gather", "reduce"]

@@ -341,6 +341,9 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         """
         with ExitStack() as stack:  # runs every callback even if one fails, the last first
             stack.callback(self._parts.context.close)
+            if self._parts.fp8 is not None:
+                stack.callback(self._parts.fp8.close)
+                stack.callback(self._parts.fp8.release)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
             if self._parts.watch is not None:
@@ -373,6 +376,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         """
         self._parts.checkpointers.wait_for_copies()
         self._parts.backend.close()
+        if self._parts.fp8 is not None:
+            self._parts.fp8.release()
         self._parts.prepared.clear()
         return free_memory(*objects)
 

@@ -69,7 +69,7 @@ def _reasons(parts: Parts) -> dict[str, str]:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
     if parts.settings.backend == "auto":
         reasons["run.backend"] = "one process" if world_size == 1 else f"{world_size} processes"
-    if parts.settings.mixed_precision == "auto":
+    if parts.settings.mixed_precision in ("auto", "fp8"):  # fp8 falls back where the settings say so
         reasons["run.mixed_precision"] = parts.policy.reason
     if parts.resolved["state"].value.device == "auto":
         reasons["state.device"] = "the best that this machine has"

@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from threading import get_ident
 from typing import Any
 
-import torch
 from torch import nn
 
+from drivetrain.first_step_products import FirstStepProducts
 from drivetrain_backends import unwrap_compiled
 from drivetrain_precision import (
     ConversionReport,
     GathersInFp8,
+    NothingConvertedError,
     PrecisionError,
     convert_model,
     load_recipe_state,
@@ -44,10 +43,8 @@ class Fp8Training:
         self._recipe, self._context = recipe, context
         self._on_count: Callable[[dict[str, str]], None] | None = on_count
         self._models: list[nn.Module] = []
-        self._counting: AbstractContextManager[ProductCounts] | None = None
-        self._counts: list[ProductCounts] = []
-        self._depth = 0
-        self._thread = get_ident()
+        self._reports: list[ConversionReport] = []
+        self._products = FirstStepProducts(context.progress, recipe.counting)
 
     def convert(self, models: Sequence[nn.Module]) -> dict[str, str]:
         """Convert models in place, before a backend prepares them. Called on all ranks.
@@ -56,33 +53,32 @@ class Fp8Training:
             The fact of the plan.
 
         Raises:
-            PrecisionError: No layer of any of them can be converted; all are left as they were.
+            PrecisionError: No layer of any model of the run can be converted, or a model cannot be converted as the
+                recipe says; all of them are left as they were.
         """
-        plain = [unwrap_compiled(model) for model in models]
-        reports: list[ConversionReport] = []
-        errors: list[PrecisionError] = []
-        for model in plain:
-            try:
-                reports.append(convert_model(model, self._recipe))
-                self._models.append(model)
-            except PrecisionError as error:
-                errors.append(error)
-        if errors and not reports:
-            raise errors[0]
-        if not plain:
-            return {}
-        if not self._counts:
-            self._context.progress.add_observer(self._observe)
-        for report in reports:
+        before = len(self._models)
+        refused: list[NothingConvertedError] = []
+        try:
+            for model in map(unwrap_compiled, models):
+                try:
+                    self._reports.append(convert_model(model, self._recipe))
+                    self._models.append(model)
+                except NothingConvertedError as error:
+                    refused.append(error)
+            if refused and not self._models:
+                raise refused[0]
+        except BaseException:
+            self._undo(before)
+            raise
+        for report in self._reports[before:]:
             logger.info("%s", report)
-        for error in errors:
+        for error in refused:
             logger.warning("a model stays in bf16: %s", error)
-        converted = sum(len(report.converted) for report in reports)
-        linear = sum(
-            each.converts or not each.reason.endswith("not nn.Linear")
-            for report in reports
-            for each in report.layers
-        )
+        if not self._models:
+            return {}
+        self._products.begin()
+        converted = sum(len(report.converted) for report in self._reports)
+        linear = sum(each.is_linear for report in self._reports for each in report.layers)
         return {LAYERS: f"{converted} of {linear} linear layers in {self._recipe.name}"}
 
     def check(self) -> None:
@@ -101,9 +97,13 @@ class Fp8Training:
 
     def undo(self, models: Sequence[nn.Module]) -> None:
         """Give models their plain layers back, after a preparation that failed."""
-        for model in map(unwrap_compiled, models):
-            restore_model(model, self._recipe)
-            self._models = [each for each in self._models if each is not model]
+        given = list(map(unwrap_compiled, models))
+        self._undo(
+            next(
+                (at for at, one in enumerate(self._models) if any(one is each for each in given)),
+                len(self._models),
+            )
+        )
 
     def end_step(self) -> None:
         """Prepare the scales of the next step; after the first one, tell what ran. Called on all ranks.
@@ -113,20 +113,33 @@ class Fp8Training:
         """
         for model in self._models:
             self._recipe.after_step(model)
-        counted = [each for each in self._counts if each.is_counted]
-        if not counted:  # another profiler recorded: the next step may tell
-            self._counts.clear()
-            return
-        self._context.progress.remove_observer(self._observe)
-        self._counts.clear()
-        scaled, others = sum(each.scaled for each in counted), sum(each.others for each in counted)
-        told = f"{scaled} of {scaled + others} matrix products of the first step ran in {self._recipe.name}"
+        if (counts := self._products.end_step()) is not None:
+            self._tell(counts)
+
+    def release(self) -> None:
+        """Give all models their plain layers back and forget them, once the backend has released them."""
+        self._undo(0)
+
+    def close(self) -> None:
+        """Stop counting, and forget what the plan is told by. May be called on any rank."""
+        self._on_count = None
+        self._products.close()
+
+    def _undo(self, first: int) -> None:
+        """Give the models that were converted last their plain layers back."""
+        for model in self._models[first:]:
+            restore_model(model, self._recipe)
+        del self._models[first:], self._reports[first:]
+
+    def _tell(self, counts: ProductCounts) -> None:
+        total = counts.scaled + counts.others
+        told = f"{counts.scaled} of {total} matrix products of the first step ran in {self._recipe.name}"
         support = self._recipe.support(self._context.device)
         if support.level == "emulated":
             told += f"; {support.reason}"
-        elif not scaled:
+        elif not counts.scaled:
             raise PrecisionError(
-                f"mixed_precision='fp8': none of the {others} matrix products of the first step ran in "
+                f"mixed_precision='fp8': none of the {total} matrix products of the first step ran in "
                 f"{self._recipe.name}: the converted layers ({len(self._models)} models) were not called, or other "
                 "code replaced their forward; look at accelerator.plan, or train in bf16"
             )
@@ -153,25 +166,3 @@ class Fp8Training:
                 saved or "another precision than fp8",
                 self._recipe.name,
             )
-
-    def close(self) -> None:
-        """Stop counting, and forget what the plan is told by. May be called on any rank."""
-        self._on_count = None
-        self._context.progress.remove_observer(self._observe)
-
-    def _observe(self, label: str) -> None:
-        """Count inside forwards and backwards of the first step."""
-        if get_ident() != self._thread:
-            return
-        if label in ("forward", "backward"):
-            if label == "forward" and not torch.is_grad_enabled():
-                return
-            self._depth += 1
-            if self._depth == 1:
-                self._counting = self._recipe.counting()
-                self._counts.append(self._counting.__enter__())
-        elif label in ("forward done", "backward done") and self._depth:
-            self._depth -= 1
-            if self._depth == 0 and self._counting is not None:
-                self._counting.__exit__(None, None, None)
-                self._counting = None

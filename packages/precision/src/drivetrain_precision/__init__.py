@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.dtypes.fp32_islands import find_islands as find_islands
     from drivetrain_precision.dtypes.fp32_islands import keep_in_fp32 as keep_in_fp32
     from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
+    from drivetrain_precision.errors import NothingConvertedError as NothingConvertedError
     from drivetrain_precision.errors import PrecisionError as PrecisionError
     from drivetrain_precision.errors import SkippedStepsError as SkippedStepsError
     from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
@@ -79,6 +80,7 @@ _MODULES = {
     "LossScaler": "scaling.scaler",
     "NoAutocast": "casting",
     "NonFiniteValue": "scaling.gradient_report",
+    "NothingConvertedError": "errors",
     "OptimizerStates": "optim.optimizer_states",
     "Policy": "policy",
     "PrecisionError": "errors",

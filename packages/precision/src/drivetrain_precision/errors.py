@@ -24,3 +24,7 @@ class SkippedStepsError(RuntimeError):
         self.num_skipped = num_skipped
         self.scale = scale
         self.layer = layer
+
+
+class NothingConvertedError(PrecisionError):
+    """A recipe can convert no layer of a model."""

@@ -38,6 +38,11 @@ class Policy:
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     settings: PrecisionSettings = field(default_factory=PrecisionSettings)
 
+    @property
+    def mode_beside_recipe(self) -> str:
+        """The precision of all that no recipe computes: "bf16" in mode "fp8", else the mode."""
+        return "bf16" if self.mode == "fp8" else self.mode
+
 
 def choose_policy(
     mode: str,

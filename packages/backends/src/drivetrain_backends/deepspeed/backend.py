@@ -227,7 +227,11 @@ class DeepSpeedBackend(TorchBackend):
     def _nonfinite_gradients(self) -> object:
         """Return how non-finite gradients are treated."""
         asked = self.window.nonfinite_gradients
-        if asked == "ignore" and self.config["zero_optimization"]["stage"] and self.policy.mode != "bf16":
+        if (
+            asked == "ignore"
+            and self.config["zero_optimization"]["stage"]
+            and self.policy.mode_beside_recipe != "bf16"
+        ):
             return AutoValue(value="skip", reason="ZeRO leaves such steps out by itself")
         return asked
 
@@ -236,7 +240,7 @@ class DeepSpeedBackend(TorchBackend):
             world_size=self.context.topology.world_size,
             gradient_accumulation_steps=self.window.next_num_micro_batches,
             micro_batch_size=self.window.micro_batch_size,
-            mode=self.policy.mode,
+            mode=self.policy.mode_beside_recipe,
             scaling=self.policy.scaling,
             reduce=_name_of(self.policy.dtypes.said().get("reduce_dtype")),
             num_elements=None if model is None else _num_elements(model),

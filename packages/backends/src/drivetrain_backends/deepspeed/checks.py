@@ -24,7 +24,7 @@ def check_device(policy: Policy) -> None:
     """
     device = accelerator()
     able = {"fp16": device.is_fp16_supported(), "bf16": device.is_bf16_supported()}
-    if not able.get(policy.mode, True):
+    if not able.get(policy.mode_beside_recipe, True):
         others = ", ".join(repr(mode) for mode, has in {"no": True, **able}.items() if has)
         raise PrecisionError(
             f"mixed_precision={policy.mode!r}: DeepSpeed does not compute in it on {device.device_name()}; "

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.errors import NothingConvertedError, PrecisionError
 from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.fp8.hardware_check import check_library
 from drivetrain_precision.fp8.layer_filter import LayerFilter
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 
@@ -55,18 +56,21 @@ def convert_model(
         The report of every module with parameters of its own.
 
     Raises:
-        PrecisionError: Nothing would be converted, a pattern matches nothing, the recipe's library is missing, or a
-            layer is converted already. The model is left as it was.
+        NothingConvertedError: No layer can be converted. The model is left as it was.
+        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already.
+            The model is left as it was.
     """
     if (first := next(_converted(model, recipe), None)) is not None:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
             "plain layers back"
         )
+    if (missing := check_library(recipe.requirements)) is not None:
+        raise PrecisionError(f"recipe {recipe.name}: {missing}")
     decisions = plan_conversion(model, recipe, filter or recipe.layers)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
     if not report.converted:
-        raise PrecisionError(_nothing(model, report))
+        raise NothingConvertedError(_nothing(model, report))
     for name in report.converted:
         _replace(model, name, recipe.convert)
     return report
@@ -129,7 +133,7 @@ def _replace(model: nn.Module, name: str, change: Callable[[nn.Module], nn.Modul
 
 
 def _nothing(model: nn.Module, report: ConversionReport) -> str:
-    linear = [each for each in report.layers if not each.reason.endswith("not nn.Linear")]
+    linear = [each for each in report.layers if each.is_linear]
     shown = "; ".join(f"{each.name or type(model).__name__} {each.reason}" for each in linear[:8])
     more = f"; and {len(linear) - 8} more" if len(linear) > 8 else ""
     return (

@@ -18,12 +18,14 @@ class LayerDecision:
         name: Its first name in the model.
         kind: The name of its class.
         shape: The shape of its weight, (out_features, in_features) for a linear layer; empty without a weight.
+        is_linear: Whether it is an nn.Linear or of a subclass.
         reason: Why it stays as it is; empty if it is converted.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
+    is_linear: bool
     reason: str = ""
 
     @property
@@ -57,7 +59,13 @@ def plan_conversion(model: nn.Module, recipe: Fp8Recipe, layers: LayerFilter) ->
         if skips and names and not reasons[names[at]]:
             reasons[names[at]] = f"is the {place} linear layer (skip_{place})"
     return tuple(
-        LayerDecision(name=name, kind=type(module).__name__, shape=_shape(module), reason=reasons[name])
+        LayerDecision(
+            name=name,
+            kind=type(module).__name__,
+            shape=_shape(module),
+            is_linear=name in linear,
+            reason=reasons[name],
+        )
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
     )

@@ -37,8 +37,14 @@ def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool
         return Support(level="none", reason=f"it needs {needed.hardware}, and the device is {device}")
     if torch.version.hip is not None:
         return Support(level="none", reason="ROCm is not tried yet; it needs CUDA")
-    found = torch.cuda.get_device_capability(device)
-    shown = f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}"
+    return check_capability(
+        needed, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    )
+
+
+def check_capability(needed: Requirements, found: tuple[int, int], name: str) -> Support:
+    """Return whether a CUDA device of a compute capability and a name can run a recipe."""
+    shown = f"{name} has compute capability {found[0]}.{found[1]}"
     if found < needed.capability:
         least = ".".join(map(str, needed.capability))
         return Support(level="none", reason=f"it needs {needed.hardware} ({least}), and {shown}")

@@ -1,5 +1,6 @@
 """Find recipes by name: ours and those of installed packages, registered under `drivetrain.fp8_recipes`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -13,16 +14,16 @@ from drivetrain_precision.settings import PrecisionSettings
 ENTRY_POINT_GROUP = "drivetrain.fp8_recipes"
 # Accuracy before speed: scales of small blocks, then of rows, then of tensors.
 _BEST_FIRST = (
-    *(
-        "te_mxfp8",
-        "torchao_mxfp8",
-        "te_block",
-        "torchao_rowwise",
-        "te_current",
-        "torchao_tensorwise",
-        "te_delayed",
-    ),
+    "te_mxfp8",
+    "torchao_mxfp8",
+    "te_block",
+    "torchao_rowwise",
+    "te_current",
+    "torchao_tensorwise",
+    "te_delayed",
 )
+# Emulation costs the less the simpler the scales are, and is there to try a program out.
+_EMULATED_FIRST = ("torchao_tensorwise", "torchao_rowwise")
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -54,8 +55,10 @@ def choose_recipe(
         given: A recipe given in code, which comes before the settings.
 
     Raises:
-        PrecisionError: The settings name no recipe.
+        PrecisionError: The settings name no recipe, or another one than the one given, or layers that it leaves out.
     """
+    if given is not None:
+        _check_agrees(given, settings)
     if given is None and settings.fp8_recipe == "auto":
         able = _able(device)
         if not able:
@@ -80,12 +83,29 @@ def choose_recipe(
 
 def _able(device: torch.device) -> list[Fp8Recipe]:
     """Return the recipes that a device can run, the best first; those in hardware before those that are emulated."""
-    names = recipe_names()
-    order = (*_BEST_FIRST, *(name for name in names if name not in _BEST_FIRST))
-    known = [load_recipe(name) for name in order if name in names]
-    native = [recipe for recipe in known if recipe.support(device).level == "native"]
-    # Emulation costs the less the simpler the scales are, and is there to try a program out.
-    return native + [recipe for recipe in reversed(known) if recipe.support(device).level == "emulated"]
+    levels = {name: load_recipe(name).support(device).level for name in recipe_names()}
+    native = _in_order([name for name, level in levels.items() if level == "native"], _BEST_FIRST)
+    emulated = _in_order([name for name, level in levels.items() if level == "emulated"], _EMULATED_FIRST)
+    return [load_recipe(name) for name in (*native, *emulated)]
+
+
+def _in_order(names: Sequence[str], first: Sequence[str]) -> list[str]:
+    """Return names with those of `first` before the others, in its order."""
+    return [*(name for name in first if name in names), *(name for name in names if name not in first)]
+
+
+def _check_agrees(given: Fp8Recipe, settings: PrecisionSettings) -> None:
+    """Check that the settings say nothing that a recipe given in code would leave unheard."""
+    if settings.fp8_recipe not in ("auto", given.name):
+        raise PrecisionError(
+            f"precision.fp8_recipe={settings.fp8_recipe!r}, and fp8_recipe={given.name!r} is given in code; say one"
+        )
+    if settings.fp8_exclude or not settings.fp8_skip_ends:
+        said = f"precision.fp8_exclude={settings.fp8_exclude!r}, fp8_skip_ends={settings.fp8_skip_ends!r}"
+        raise PrecisionError(
+            f"{said}: the recipe given in code has a filter of its own; say the same by "
+            "layers=LayerFilter(exclude=..., skip_first=..., skip_last=...) of the recipe"
+        )
 
 
 def _with_settings(recipe: Fp8Recipe, settings: PrecisionSettings) -> Fp8Recipe:

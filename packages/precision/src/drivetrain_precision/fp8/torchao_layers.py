@@ -49,13 +49,14 @@ class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
 
     def product(self, rows: Tensor) -> Tensor:
         """Return the output; weights are cast to the rows' dtype first, as under autocast."""
+        values = rows.float() if rows.dtype == torch.float16 else rows  # torchao converts no fp16
         output = mxfp8_product(
-            rows,
-            self.weight.to(rows.dtype),
-            kernels=self.kernel_preference,
+            values,
+            self.weight.to(values.dtype),
+            kernels=KernelPreference.EMULATED if rows.device.type == "cpu" else self.kernel_preference,
             scales=self.scale_calculation_mode,
             plain_weight_gradient=self.wgrad_with_hp,
-        )
+        ).to(rows.dtype)
         bias = cast("Tensor | None", self.bias)
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -109,11 +110,10 @@ def to_mxfp8(module: nn.Linear, *, weight_gradient: bool) -> None:
         module: The layer.
         weight_gradient: Whether the gradient of the weight is computed in MXFP8 too.
     """
-    on_cpu = module.weight.device.type == "cpu"
     with torch.device("meta"):
         made = BlockedMXFP8Linear(
             *(1, 1, False),
-            kernel_preference=KernelPreference.EMULATED if on_cpu else KernelPreference.AUTO,
+            kernel_preference=KernelPreference.AUTO,
             wgrad_with_hp=not weight_gradient,
         )
     exchange_class(module, made)

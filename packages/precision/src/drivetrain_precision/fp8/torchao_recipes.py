@@ -35,7 +35,7 @@ _ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
 _E4M3, _E5M2, _MX = "e4m3 x e4m3", "e5m2 x e4m3", "mxfp8 x mxfp8"
 _FACTS: Mapping[str, _Facts] = {
     "tensorwise": _Facts(
-        version="0.9",
+        version="0.18",
         capability=_ADA,
         hardware="an Ada, Hopper or newer GPU",
         products=Products(
@@ -44,14 +44,14 @@ _FACTS: Mapping[str, _Facts] = {
         multiple=16,
     ),
     "rowwise": _Facts(
-        version="0.9",
+        version="0.18",
         capability=_HOPPER,
         hardware="a Hopper or newer GPU",
         products=Products(forward=_E4M3, input_gradient=_E4M3, weight_gradient=_E4M3, all_gather="bf16"),
         multiple=16,
     ),
     "rowwise_with_gw_hp": _Facts(
-        version="0.9",
+        version="0.18",
         capability=_HOPPER,
         hardware="a Hopper or newer GPU",
         products=Products(

@@ -1,0 +1,103 @@
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_precision import (
+    LayerFilter,
+    PrecisionError,
+    PrecisionSettings,
+    TorchaoRecipe,
+    load_recipe,
+    recipe_names,
+)
+from drivetrain_precision.fp8.registry import choose_recipe
+
+CPU = torch.device("cpu")
+
+
+def test_the_recipes_of_torchao_are_registered_by_their_names() -> None:
+    own = [name for name in recipe_names() if name.startswith("torchao_")]
+    assert own == [
+        "torchao_mxfp8",
+        "torchao_mxfp8_with_gw_hp",
+        "torchao_nvfp4",
+        "torchao_rowwise",
+        "torchao_rowwise_with_gw_hp",
+        "torchao_tensorwise",
+    ]
+    assert [load_recipe(name).name for name in own] == own
+    assert load_recipe("torchao_rowwise") == TorchaoRecipe(scaling="rowwise")
+
+
+def test_an_unknown_name_lists_all() -> None:
+    with pytest.raises(
+        PrecisionError, match=r"fp8_recipe='te_fast': there is no such recipe; there are .*torchao_rowwise"
+    ):
+        load_recipe("te_fast")
+
+
+def test_a_package_brings_a_recipe_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fast_fp8.py").write_text(
+        "from drivetrain_precision import TorchaoRecipe\n\ndef fast():\n    return TorchaoRecipe(round_scales=True)\n"
+    )
+    info = tmp_path / "fast_fp8-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-fp8\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[drivetrain.fp8_recipes]\nfast = fast_fp8:fast\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "fast" in recipe_names()
+    assert load_recipe("fast") == TorchaoRecipe(round_scales=True)
+
+
+def test_auto_on_a_cpu_takes_the_cheapest_emulation() -> None:
+    recipe, why_not = choose_recipe(CPU, PrecisionSettings())
+    assert recipe is not None
+    assert (recipe.name, why_not) == ("torchao_tensorwise", "")
+
+
+def test_the_settings_say_which_layers_stay() -> None:
+    settings = PrecisionSettings(fp8_recipe="torchao_rowwise", fp8_exclude=("*.router",), fp8_skip_ends=False)
+    recipe, _ = choose_recipe(CPU, settings)
+    layers = LayerFilter(exclude=("*.router",), skip_first=False, skip_last=False)
+    assert recipe == TorchaoRecipe(scaling="rowwise", layers=layers)
+
+
+def test_a_recipe_that_cannot_run_here_names_the_nearest_that_can() -> None:
+    recipe, why_not = choose_recipe(CPU, PrecisionSettings(fp8_recipe="torchao_nvfp4"))
+    assert recipe is None
+    assert why_not == (
+        "recipe 'torchao_nvfp4': it needs a Blackwell or newer GPU, and the device is cpu; the nearest that runs here "
+        "is 'torchao_tensorwise'; fp8_fallback='bf16' trains in bf16 instead"
+    )
+
+
+def test_where_no_recipe_runs_auto_says_of_each_why() -> None:
+    recipe, why_not = choose_recipe(torch.device("mps"), PrecisionSettings())
+    assert recipe is None
+    assert why_not.startswith("no recipe runs here (")
+    for name in recipe_names():
+        assert f"{name}: " in why_not
+
+
+def test_settings_that_a_recipe_given_in_code_would_leave_unheard_are_an_error() -> None:
+    given = TorchaoRecipe(scaling="rowwise")
+    assert choose_recipe(CPU, PrecisionSettings(fp8_recipe=given.name), given) == (given, "")
+    with pytest.raises(
+        PrecisionError, match=r"fp8_recipe='torchao_mxfp8', and fp8_recipe='torchao_rowwise' is given"
+    ):
+        choose_recipe(CPU, PrecisionSettings(fp8_recipe="torchao_mxfp8"), given)
+    for settings in (PrecisionSettings(fp8_exclude=("*.up",)), PrecisionSettings(fp8_skip_ends=False)):
+        with pytest.raises(PrecisionError, match=r"layers=LayerFilter\(exclude="):
+            choose_recipe(CPU, settings, given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named(TorchaoRecipe):
+    pass
+
+
+def test_a_recipe_of_a_class_of_ones_own_is_taken_as_it_is() -> None:
+    given = replace(Named(), scaling="mxfp8")
+    assert choose_recipe(CPU, PrecisionSettings(), given)[0] is given
