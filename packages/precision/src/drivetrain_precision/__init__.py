@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from drivetrain_precision.errors import HalfPrecisionWarning as HalfPrecisionWarning
     from drivetrain_precision.errors import NothingConvertedError as NothingConvertedError
     from drivetrain_precision.errors import PrecisionError as PrecisionError
-    from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
-    from drivetrain_precision.fp8.conversion import convert_model as convert_model
-    from drivetrain_precision.fp8.conversion import load_recipe_state as load_recipe_state
-    from drivetrain_precision.fp8.conversion import recipe_state as recipe_state
-    from drivetrain_precision.fp8.conversion import restore_model as restore_model
+    from drivetrain_precision.fp8.layer_conversion import ConversionReport as ConversionReport
+    from drivetrain_precision.fp8.layer_conversion import convert_model as convert_model
+    from drivetrain_precision.fp8.layer_conversion import load_recipe_state as load_recipe_state
+    from drivetrain_precision.fp8.layer_conversion import recipe_state as recipe_state
+    from drivetrain_precision.fp8.layer_conversion import restore_model as restore_model
     from drivetrain_precision.fp8.layer_filter import LayerFilter as LayerFilter
     from drivetrain_precision.fp8.protocol import Fp8Recipe as Fp8Recipe
     from drivetrain_precision.fp8.protocol import GathersInFp8 as GathersInFp8
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _MODULES = {
     "AutocastOperation": "checks.autocast_record",
-    "ConversionReport": "fp8.conversion",
+    "ConversionReport": "fp8.layer_conversion",
     "Fp8Recipe": "fp8.protocol",
     "GathersInFp8": "fp8.protocol",
     "HalfOperation": "checks.half_precision",
@@ -79,15 +79,15 @@ _MODULES = {
     "autocast_rules": "checks.autocast_rules",
     "choose_policy": "policy",
     "chunked_cross_entropy": "losses.chunked_head",
-    "convert_model": "fp8.conversion",
+    "convert_model": "fp8.layer_conversion",
     "cross_entropy": "losses.existing_logits",
     "find_half_operations": "checks.half_precision",
     "fp32_operations": "checks.autocast_rules",
     "load_recipe": "fp8.registry",
-    "load_recipe_state": "fp8.conversion",
+    "load_recipe_state": "fp8.layer_conversion",
     "recipe_names": "fp8.registry",
-    "recipe_state": "fp8.conversion",
-    "restore_model": "fp8.conversion",
+    "recipe_state": "fp8.layer_conversion",
+    "restore_model": "fp8.layer_conversion",
     "find_islands": "dtypes.fp32_islands",
     "keep_in_fp32": "dtypes.fp32_islands",
     "supported_modes": "support",
