@@ -2,8 +2,8 @@
 
     uv run python tools/draw_fp8.py
 
-It writes docs/images/fp8_products.svg and the table in docs/howto/fp8.md, both from what the recipes say of themselves;
-a test holds the files against it.
+It writes docs/images/fp8_products.svg and the table in docs/howto/fp8.md, both from what the recipes say of
+themselves; a test holds the files against it.
 """
 
 import sys

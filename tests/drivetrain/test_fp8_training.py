@@ -150,7 +150,7 @@ def test_no_product_on_a_device_that_has_the_units_is_an_error() -> None:
         model, optimizer = prepared(accelerator)
         with pytest.raises(
             PrecisionError,
-            match=r"none of the 8 matrix products of the first step ran in torchao_mxfp8: the converted layers \(1 models\)",
+            match=r"none of the 8 matrix products of the first step ran in torchao_mxfp8: the .* \(1 models\)",
         ):
             train(accelerator, model, optimizer, range(1))
 

@@ -22,7 +22,8 @@ STEPS, BATCH, BLOCK = 200, 8, 32
 def example() -> ModuleType:
     file = Path(__file__).parents[2] / "examples" / "train_bytes.py"
     spec = importlib.util.spec_from_file_location("train_bytes", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Each private name of torch and torchao is what precision relies on: these tests tell when a new torch changes one."""
+"""Each private name of torch and torchao is what precision relies on: these tests tell when a release changes one."""
 
 import inspect
 import math
@@ -206,7 +206,8 @@ def test_torchao_multiplies_in_mxfp8_and_computes_both_gradients(plain: bool) ->
     upstream = torch.randn(32, 96)
     product.backward(upstream)
     expected = (rows @ weight.T, upstream @ weight, upstream.T @ rows)
-    assert rows.grad is not None and weight.grad is not None
+    assert rows.grad is not None
+    assert weight.grad is not None
     errors = [
         ((ours - theirs).norm() / theirs.norm()).item()
         for ours, theirs in zip((product, rows.grad, weight.grad), expected, strict=True)

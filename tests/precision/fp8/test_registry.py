@@ -68,8 +68,8 @@ def test_a_recipe_that_cannot_run_here_names_the_nearest_that_can() -> None:
     recipe, why_not = choose_recipe(CPU, PrecisionSettings(fp8_recipe="torchao_nvfp4"))
     assert recipe is None
     assert why_not == (
-        "recipe 'torchao_nvfp4': it needs a Blackwell or newer GPU, and the device is cpu; the nearest that runs here "
-        "is 'torchao_tensorwise'; fp8_fallback='bf16' trains in bf16 instead"
+        "recipe 'torchao_nvfp4': it needs a Blackwell or newer GPU, and the device is cpu; the nearest that runs "
+        "here is 'torchao_tensorwise'; fp8_fallback='bf16' trains in bf16 instead"
     )
 
 
@@ -84,9 +84,7 @@ def test_where_no_recipe_runs_auto_says_of_each_why() -> None:
 def test_settings_that_a_recipe_given_in_code_would_leave_unheard_are_an_error() -> None:
     given = TorchaoRecipe(scaling="rowwise")
     assert choose_recipe(CPU, PrecisionSettings(fp8_recipe=given.name), given) == (given, "")
-    with pytest.raises(
-        PrecisionError, match=r"fp8_recipe='torchao_mxfp8', and fp8_recipe='torchao_rowwise' is given"
-    ):
+    with pytest.raises(PrecisionError, match=r"fp8_recipe='torchao_mxfp8', and .*'torchao_rowwise' is given"):
         choose_recipe(CPU, PrecisionSettings(fp8_recipe="torchao_mxfp8"), given)
     for settings in (PrecisionSettings(fp8_exclude=("*.up",)), PrecisionSettings(fp8_skip_ends=False)):
         with pytest.raises(PrecisionError, match=r"layers=LayerFilter\(exclude="):

@@ -22,7 +22,9 @@ def gradients(made: nn.Linear, rows: Tensor, num_rows: int) -> list[Tensor]:
     rows = rows.detach().requires_grad_()
     made.zero_grad()
     made(rows)[:num_rows].square().sum().backward()
-    assert made.weight.grad is not None and made.bias.grad is not None and rows.grad is not None
+    assert made.weight.grad is not None
+    assert made.bias.grad is not None
+    assert rows.grad is not None
     return [rows.grad[:num_rows], made.weight.grad.clone(), made.bias.grad.clone()]
 
 
@@ -74,7 +76,8 @@ def test_outputs_and_gradients_have_the_dtypes_of_a_plain_layer(
         output = made(rows)
     assert output.dtype == (autocast or dtype)
     output.float().square().sum().backward()
-    assert made.weight.grad is not None and rows.grad is not None
+    assert made.weight.grad is not None
+    assert rows.grad is not None
     assert made.weight.grad.dtype == made.bias.grad.dtype == rows.grad.dtype == dtype  # pyright: ignore[reportOptionalMemberAccess]
 
 

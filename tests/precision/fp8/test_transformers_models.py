@@ -101,6 +101,6 @@ def test_one_step_is_near_that_of_the_plain_model_and_the_model_comes_back_bit_f
 
 def test_layers_of_gpt2_are_no_linear_layers_and_the_error_says_what_they_are() -> None:
     model, _ = gpt2()
-    with pytest.raises(ValueError, match="lm_head shares its weight with transformer.wte.weight"):
+    with pytest.raises(ValueError, match=r"lm_head shares its weight with transformer\.wte\.weight"):
         convert_model(model, TorchaoRecipe(layers=LayerFilter(skip_first=False, skip_last=False)))
     assert cast("nn.Module", model).lm_head.weight is model.transformer.wte.weight

@@ -32,7 +32,7 @@ class Fp8Training:
     """The recipe of a run, from the conversion of its models to the scales of each step.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe of the run.
         context: The ranks and the device.
         on_count: A function that gets the facts of the plan once the first step has been counted.
     """

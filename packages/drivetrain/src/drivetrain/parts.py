@@ -33,7 +33,7 @@ class Parts:
         checkpointers: The checkpointers used so far.
         trackers: The trackers that the run logs to.
         watch: The stopwatch of steps; None if no setting has the throughput measured.
-        fp8: What converts models to fp8; None in other precisions.
+        fp8: The conversion of models to fp8; None in other precisions.
         facts: Further facts for the plan, added as they become known.
     """
 

@@ -42,7 +42,7 @@ class RunState:
         loaders: The prepared loaders, in the order they were prepared.
         registered: The objects registered for checkpointing.
         seed: The seed for generators whose saved state does not fit the number of ranks.
-        fp8: What trains the models in fp8; None in other precisions.
+        fp8: The training of the models in fp8; None in other precisions.
         dtypes: The dtypes that the run holds its models in.
     """
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from drivetrain_precision.errors import NothingConvertedError as NothingConvertedError
     from drivetrain_precision.errors import PrecisionError as PrecisionError
     from drivetrain_precision.errors import SkippedStepsError as SkippedStepsError
-    from drivetrain_precision.fp8.conversion import ConversionReport as ConversionReport
-    from drivetrain_precision.fp8.conversion import convert_model as convert_model
-    from drivetrain_precision.fp8.conversion import load_recipe_state as load_recipe_state
-    from drivetrain_precision.fp8.conversion import recipe_state as recipe_state
-    from drivetrain_precision.fp8.conversion import restore_model as restore_model
+    from drivetrain_precision.fp8.layer_conversion import ConversionReport as ConversionReport
+    from drivetrain_precision.fp8.layer_conversion import convert_model as convert_model
+    from drivetrain_precision.fp8.layer_conversion import load_recipe_state as load_recipe_state
+    from drivetrain_precision.fp8.layer_conversion import recipe_state as recipe_state
+    from drivetrain_precision.fp8.layer_conversion import restore_model as restore_model
     from drivetrain_precision.fp8.layer_filter import LayerFilter as LayerFilter
     from drivetrain_precision.fp8.protocol import Fp8Recipe as Fp8Recipe
     from drivetrain_precision.fp8.protocol import GathersInFp8 as GathersInFp8
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AutocastOperation": "checks.autocast_record",
     "Bf16Updates": "optim.bf16_updates",
-    "ConversionReport": "fp8.conversion",
+    "ConversionReport": "fp8.layer_conversion",
     "DtypePolicy": "dtypes.dtype_policy",
     "Fp8Recipe": "fp8.protocol",
     "GathersInFp8": "fp8.protocol",
@@ -97,7 +97,7 @@ _MODULES = {
     "autocast_rules": "checks.autocast_rules",
     "choose_policy": "policy",
     "chunked_cross_entropy": "losses.chunked_head",
-    "convert_model": "fp8.conversion",
+    "convert_model": "fp8.layer_conversion",
     "cross_entropy": "losses.existing_logits",
     "find_half_operations": "checks.half_precision",
     "find_islands": "dtypes.fp32_islands",
@@ -105,11 +105,11 @@ _MODULES = {
     "is_low_bit": "optim.optimizer_states",
     "keep_in_fp32": "dtypes.fp32_islands",
     "load_recipe": "fp8.registry",
-    "load_recipe_state": "fp8.conversion",
+    "load_recipe_state": "fp8.layer_conversion",
     "optimizer_states": "optim.optimizer_states",
     "recipe_names": "fp8.registry",
-    "recipe_state": "fp8.conversion",
-    "restore_model": "fp8.conversion",
+    "recipe_state": "fp8.layer_conversion",
+    "restore_model": "fp8.layer_conversion",
     "supported_modes": "support",
     "watch_gradients": "scaling.gradient_watch",
 }

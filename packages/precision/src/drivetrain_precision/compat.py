@@ -153,6 +153,11 @@ def mxfp8_product(
     )
 
 
+def rounding_seed(layer: nn.Module) -> Tensor:
+    """Return the seed of stochastic rounding that torchao 0.18's NVFP4 layer keeps, of shape (1,) in int64."""
+    return layer.get_buffer("_sr_seed")
+
+
 def weight_version(weight: Any) -> int:
     """Return the number of writes to the shard of a weight that torchao 0.18 gathers in float8."""
     # Not by `to_local`, which returns another object than the one that FSDP gathers.
@@ -169,7 +174,7 @@ class OperationEvent:
     """An operation that ran.
 
     Attributes:
-        name: Its name, such as "aten::mm".
+        name: The operation's name, such as "aten::mm".
         caller: The operation that ran it; None for the outermost.
         called: The operations that it ran.
     """

@@ -25,7 +25,7 @@ class Policy:
         autocast_dtype: The dtype of matrix products under autocast; None without autocast.
         scaling: The settings of the loss scale, which fp16's narrow exponent requires; None in other modes.
         reason: The reason for the choice, as a sentence for the effective plan.
-        recipe: How linear layers compute in 8 bits or fewer; None in other modes.
+        recipe: The recipe by which linear layers compute in 8 bits or fewer; None in other modes.
         dtypes: The dtypes that models are held, reduced and returned in.
         settings: The whole section, for what holds in every mode, such as the limit of skipped steps.
     """

@@ -14,7 +14,7 @@ _RECORD = "fp8_exchange"
 
 @dataclass(frozen=True, slots=True)
 class ClassExchange:
-    """What an exchange changed, kept by the layer.
+    """The record of what an exchange changed, kept by the layer.
 
     Attributes:
         plain: The class before.

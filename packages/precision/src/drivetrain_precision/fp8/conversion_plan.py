@@ -12,14 +12,14 @@ from drivetrain_precision.fp8.protocol import Fp8Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDecision:
-    """What becomes of a module that has parameters of its own.
+    """The decision about a module that has parameters of its own.
 
     Attributes:
-        name: Its first name in the model.
+        name: The module's first name in the model.
         kind: The name of its class.
         shape: The shape of its weight, (out_features, in_features) for a linear layer; empty without a weight.
         is_linear: Whether it is an nn.Linear or of a subclass.
-        reason: Why it stays as it is; empty if it is converted.
+        reason: The reason why it stays as it is; empty if it is converted.
     """
 
     name: str
@@ -30,7 +30,7 @@ class LayerDecision:
 
     @property
     def converts(self) -> bool:
-        """Whether the module is converted."""
+        """True if the module is converted."""
         return not self.reason
 
 

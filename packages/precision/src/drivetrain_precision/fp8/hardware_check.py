@@ -1,4 +1,4 @@
-"""Whether a device and the installed libraries can run a recipe."""
+"""Check whether a device and the installed libraries can run a recipe."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -25,7 +25,7 @@ def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool
     """Return how far a device can run a recipe whose library is there.
 
     Args:
-        needed: What the recipe needs.
+        needed: The requirements of the recipe.
         device: The device that training runs on.
         emulates: Whether the library computes the same numbers on a CPU, without the speed.
     """

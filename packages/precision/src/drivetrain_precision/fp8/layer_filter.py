@@ -1,4 +1,4 @@
-"""Which linear layers to convert: by name, by type, by size, by place, or by a function."""
+"""Choose the linear layers to convert: by name, by type, by size, by place, or by a function."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class LayerFilter:
 
         Args:
             name: The name of the layer in its model.
-            module: The layer.
+            module: The linear layer itself.
             is_inside: Whether it is one of the types of `inside`, or lies in one.
         """
         if not any(fnmatchcase(name, pattern) for pattern in self.include):

@@ -1,4 +1,4 @@
-"""What a recipe is: a way to compute the matrix products of linear layers in 8 bits or fewer."""
+"""The protocol of a recipe: a way to compute the matrix products of linear layers in 8 bits or fewer."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -34,7 +34,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a recipe needs, for checks and for the table in the docs.
+    """The requirements of a recipe, for checks and for the table in the docs.
 
     Attributes:
         library: The distribution that computes.
@@ -82,7 +82,7 @@ class Fp8Recipe(Protocol):
 
     @property
     def requirements(self) -> Requirements:
-        """What the recipe needs."""
+        """The library and the hardware that the recipe needs."""
         ...
 
     @property

@@ -18,7 +18,7 @@ from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_lin
 from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from drivetrain_precision.compat import mxfp8_product
+from drivetrain_precision.compat import mxfp8_product, rounding_seed
 from drivetrain_precision.fp8.class_exchange import exchange_class
 from drivetrain_precision.fp8.row_blocks import RowBlocks
 
@@ -75,7 +75,7 @@ class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncom
             None if bias is None else bias.bfloat16(),
             sign_vector=self.rht_sign_vector,
             kernel_preference=self.kernel_preference,
-            sr_seed=self._buffers["_sr_seed"],
+            sr_seed=rounding_seed(self),
         )
 
 
@@ -88,7 +88,7 @@ def to_float8(module: nn.Linear, *, scaling: str, round_scales: bool, all_gather
     """Let a layer compute in float8, in place.
 
     Args:
-        module: The layer.
+        module: The plain linear layer.
         scaling: The name of torchao's recipe.
         round_scales: Whether scales are rounded down to powers of 2.
         all_gather: Whether FSDP2 gathers the weight in float8.
@@ -107,7 +107,7 @@ def to_mxfp8(module: nn.Linear, *, weight_gradient: bool) -> None:
     """Let a layer compute in MXFP8, in place.
 
     Args:
-        module: The layer.
+        module: The plain linear layer.
         weight_gradient: Whether the gradient of the weight is computed in MXFP8 too.
     """
     with torch.device("meta"):

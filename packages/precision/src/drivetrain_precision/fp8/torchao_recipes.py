@@ -21,7 +21,7 @@ Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What is known of a way to scale: needs, formats, the multiple that a layer's sizes must be."""
+    """The facts about a way to scale: needs, formats, the multiple that a layer's sizes must be."""
 
     version: str
     capability: tuple[int, int]
@@ -94,10 +94,10 @@ class TorchaoRecipe:
     """Train linear layers by torchao, which computes scales anew for each tensor and keeps none between steps.
 
     Attributes:
-        scaling: What shares a scale. "tensorwise": all of a tensor, the fastest. "rowwise": a row, more accurate.
-            "rowwise_with_gw_hp": a row, with the gradient of the weight in the weights' own precision. "mxfp8": 32
-            values, "mxfp8_with_gw_hp": with the gradient of the weight in the weights' own precision. "nvfp4": 16
-            values of 4 bits.
+        scaling: The values that share a scale. "tensorwise": all of a tensor, the fastest. "rowwise": a row, more
+            accurate. "rowwise_with_gw_hp": a row, with the gradient of the weight in the weights' own precision.
+            "mxfp8": 32 values, "mxfp8_with_gw_hp": with the gradient of the weight in the weights' own precision.
+            "nvfp4": 16 values of 4 bits.
         round_scales: Whether scales of float8 are rounded down to powers of 2, which loses less in a product.
         all_gather: Whether FSDP2 gathers weights in float8, half the bytes of bf16; "tensorwise" alone.
         layers: The layers to convert.
@@ -134,7 +134,7 @@ class TorchaoRecipe:
 
     @property
     def requirements(self) -> Requirements:
-        """What the recipe needs."""
+        """The library and the hardware that the recipe needs."""
         facts = _FACTS[self.scaling]
         return Requirements(
             library="torchao",

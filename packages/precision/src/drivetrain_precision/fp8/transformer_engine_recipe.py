@@ -45,9 +45,9 @@ class TransformerEngineRecipe:
     """Train linear layers by Transformer Engine.
 
     Attributes:
-        scaling: What a scale is computed from. "delayed": the largest values of the last steps, which a checkpoint
-            keeps. "current": the tensor's own values. "block": blocks of 128 values. "mxfp8": 32 values. "nvfp4": 16
-            values of 4 bits.
+        scaling: The values that a scale is computed from. "delayed": the largest values of the last steps, which a
+            checkpoint keeps. "current": the tensor's own values. "block": blocks of 128 values. "mxfp8": 32 values.
+            "nvfp4": 16 values of 4 bits.
         options: Further fields of the library's recipe class, such as {"amax_history_len": 16}.
         layers: The layers to convert.
     """
@@ -72,7 +72,7 @@ class TransformerEngineRecipe:
 
     @property
     def requirements(self) -> Requirements:
-        """What the recipe needs."""
+        """The library and the hardware that the recipe needs."""
         capability, hardware, _ = _FACTS[self.scaling]
         return Requirements(
             library="transformer-engine", version="2.20", extra="te", capability=capability, hardware=hardware

@@ -15,7 +15,7 @@ from drivetrain_precision.fp8.protocol import Fp8Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion did with each module that has parameters of its own.
+    """A report of what a conversion did with each module that has parameters of its own.
 
     Attributes:
         recipe: The name of the recipe.
@@ -49,7 +49,7 @@ def convert_model(
 
     Args:
         model: The model; its layers are not divided among ranks yet.
-        recipe: The recipe.
+        recipe: The recipe that layers are to compute in.
         filter: The layers to convert; None for the recipe's own filter.
 
     Returns:
