@@ -1,6 +1,7 @@
 """`prepare_qat`: which layers round, that they stay the objects they were, and what it refuses."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,13 @@ def net() -> nn.Sequential:
 
 def test_layers_round_in_place_and_keep_parameters_names_and_hooks() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    layer, weight, called = model[0], model[0].weight, []
-    layer.register_forward_hook(lambda *_: called.append(1))
+    layer, weight = model[0], model[0].weight
+    called: list[bool] = []
+
+    def note(*_: object) -> None:
+        called.append(True)
+
+    layer.register_forward_hook(note)
     x = torch.randn(2, 64)
     plain = model(x)
     names = list(model.state_dict())
@@ -75,6 +81,6 @@ def test_layers_that_round_already_or_hold_quantised_weights_are_refused() -> No
         ({"group_size": 16}, "group_size=16: must be an even number from 32 on"),
     ],
 )
-def test_schemes_that_do_not_exist_are_refused(fields: dict[str, object], message: str) -> None:
+def test_schemes_that_do_not_exist_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PrecisionError, match=message):
         QuantizedScheme(**fields)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
     from drivetrain_backends.modules.compile import strip_wrapper_prefix as strip_wrapper_prefix
     from drivetrain_backends.modules.compile import unwrap_compiled as unwrap_compiled
+    from drivetrain_backends.modules.packed_weights import is_packed as is_packed
+    from drivetrain_backends.modules.packed_weights import packed_entries as packed_entries
     from drivetrain_backends.optim.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optim.optimizer import StepResult as StepResult
     from drivetrain_backends.optim.scheduler import PreparedScheduler as PreparedScheduler
@@ -54,48 +56,50 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "full_state_dict": "state_dict.full_state_dict",
-    "strip_wrapper_prefix": "modules.compile",
-    "full_tensor": "state_dict.full_state_dict",
-    "AutoValue": "protocol",
-    "DeepSpeedSettings": "settings",
-    "DeepSpeedBackend": "deepspeed.backend",
-    "DriftedReplicasError": "errors",
-    "EngineConfigError": "errors",
-    "OptimizerStateError": "errors",
-    "SchedulerError": "errors",
-    "BackendNotInstalledError": "errors",
     "AccumulationError": "errors",
     "AccumulationWindow": "gradients.accumulation",
+    "AutoValue": "protocol",
     "Backend": "protocol",
     "BackendContract": "testing.contract",
+    "BackendNotInstalledError": "errors",
     "BackendRegistry": "registry",
     "BatchMismatchError": "errors",
     "DDPBackend": "torch.ddp",
     "DDPSettings": "settings",
-    "NonFiniteGradientError": "errors",
+    "DeepSpeedBackend": "deepspeed.backend",
+    "DeepSpeedSettings": "settings",
+    "DriftedReplicasError": "errors",
+    "EngineConfigError": "errors",
     "FSDPBackend": "fsdp.backend",
     "FSDPSettings": "settings",
+    "NonFiniteGradientError": "errors",
+    "OptimizerStateError": "errors",
     "PairingError": "errors",
-    "ReplacedParameterError": "errors",
     "Prepared": "protocol",
-    "ReplicatesWeights": "protocol",
-    "TellsWaits": "protocol",
     "PreparedOptimizer": "optim.optimizer",
     "PreparedScheduler": "optim.scheduler",
+    "ReplacedParameterError": "errors",
+    "ReplicatesWeights": "protocol",
     "Scheduler": "optim.scheduler",
+    "SchedulerError": "errors",
     "SecondDerivativeError": "errors",
     "SingleBackend": "torch.single_device",
     "StepResult": "optim.optimizer",
+    "TellsWaits": "protocol",
     "UnknownBackendError": "errors",
     "UnreducedGradientError": "errors",
     "UnshardedParameterError": "errors",
-    "load_full_state_dict": "state_dict.full_tensors",
-    "tied_weights": "state_dict.full_tensors",
     "full_model": "state_dict.full_tensors",
+    "full_state_dict": "state_dict.full_state_dict",
+    "full_tensor": "state_dict.full_state_dict",
+    "is_packed": "modules.packed_weights",
     "iter_full_tensors": "state_dict.full_tensors",
+    "load_full_state_dict": "state_dict.full_tensors",
+    "packed_entries": "modules.packed_weights",
     "register_backend": "registry",
     "restore_forward": "modules.autocast_forward",
+    "strip_wrapper_prefix": "modules.compile",
+    "tied_weights": "state_dict.full_tensors",
     "unwrap_compiled": "modules.compile",
 }
 
