@@ -122,6 +122,6 @@ def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path: Path) -> None:
         load_quantized(trained(QuantizedScheme()), tmp_path)
     single = nn.Linear(64, 64)
     prepare_qat(single, QuantizedScheme(), LayerFilter(skip_first=False, skip_last=False))
-    with pytest.raises(PrecisionError, match="single linear layer: put it into an nn.Sequential"):
+    with pytest.raises(PrecisionError, match=r"single linear layer: put it into an nn\.Sequential"):
         export_quantized(single, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What a model's state holds for frozen weights that bitsandbytes packed."""
+"""Frozen weights that bitsandbytes packed, and their entries in a model's state."""
 
 from collections.abc import Iterable, Iterator
 
@@ -21,7 +21,7 @@ def packed_entries(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
     keeps the bytes of a packed weight alone, and has no such names.
 
     Args:
-        model: The model.
+        model: The model, as torch.compile returned it or plain.
         names: Plain names of its state.
     """
     tensors = (

@@ -19,10 +19,10 @@ _SCHEME = "quantized_scheme"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QATReport:
-    """What `prepare_qat` did with each module that has parameters of its own.
+    """The decision of `prepare_qat` for each module that has parameters of its own.
 
     Attributes:
-        scheme: How the layers are quantised.
+        scheme: The bits and groups of the layers.
         layers: A decision for each module, in the order of the model.
     """
 
@@ -49,7 +49,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
 
     Args:
         model: The model; its layers are not divided among ranks yet.
-        scheme: How the layers will be quantised.
+        scheme: The bits and groups of the export.
         filter: The layers to quantise; None for all but the last linear layer.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a quantised layer keeps in how many bits."""
+"""The bits and groups of a quantised layer."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ _NEEDED = Requirements(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedScheme:
-    """How linear layers are quantised for inference.
+    """The bits and groups of linear layers in quantised inference.
 
     Weights are symmetric integers with a scale for each group, activations are quantised anew for each token.
 
