@@ -11,7 +11,7 @@ from drivetrain_precision.fp8.layer_filter import LayerFilter
 
 
 class Refuses(Protocol):
-    """What knows which linear layers it cannot convert: a recipe, or a way to quantise."""
+    """A recipe or a way to quantise, which knows the linear layers that it cannot convert."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why a linear layer cannot be converted, or None if it can."""
