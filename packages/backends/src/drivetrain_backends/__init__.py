@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
     from drivetrain_backends.modules.compile import strip_wrapper_prefix as strip_wrapper_prefix
     from drivetrain_backends.modules.compile import unwrap_compiled as unwrap_compiled
+    from drivetrain_backends.modules.packed_weights import is_packed as is_packed
+    from drivetrain_backends.modules.packed_weights import packed_entries as packed_entries
     from drivetrain_backends.optim.optimizer import PreparedOptimizer as PreparedOptimizer
     from drivetrain_backends.optim.optimizer import StepResult as StepResult
     from drivetrain_backends.optim.scheduler import PreparedScheduler as PreparedScheduler
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _MODULES = {
     "full_state_dict": "state_dict.full_state_dict",
+    "is_packed": "modules.packed_weights",
+    "packed_entries": "modules.packed_weights",
     "strip_wrapper_prefix": "modules.compile",
     "full_tensor": "state_dict.full_state_dict",
     "AutoValue": "protocol",

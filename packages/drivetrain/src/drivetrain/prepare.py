@@ -14,6 +14,7 @@ from drivetrain.parts import Parts
 from drivetrain.schedule_length import tell_unsharded_lengths
 from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
 from drivetrain_data import ShardedLoader, is_loader
+from drivetrain_precision.quantized.trained_weights import check_trained_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,8 @@ def prepare_objects(objects: Sequence[object], parts: Parts) -> list[object]:
 
 def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
     """Prepare models with their optimizers and schedulers, converted first if the run trains in fp8."""
+    for model in found.models:
+        check_trained_weights(model)
     if parts.fp8 is None:
         return parts.backend.prepare(found.models, found.optimizers, found.schedulers)
     facts = parts.fp8.convert(found.models)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.divided import as_in, mark_replicas
 from drivetrain.fp8_training import Fp8Training
+from drivetrain.packed_bases import check_packed, scales_of, without_scales
 from drivetrain.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
 from drivetrain.saved_dtypes import check_dtypes
 from drivetrain_backends import (
@@ -81,6 +82,7 @@ def save(
 
     Raises:
         DriftedReplicasError: Ranks hold different weights of a replicated model; nothing was written.
+        ValueError: The model holds packed weights, and they would be saved.
         RuntimeError: Ranks have registered different objects; nothing was written.
     """
     run.context.progress.note("checkpoint")
@@ -91,7 +93,9 @@ def save(
     for name, one in _named(run.prepared).items():
         state = mark_replicas(one.state_dict(), one)
         model = state.pop("model")
-        left_out = frozen_names(one) if trained_only else frozenset[str]()
+        if not trained_only:
+            check_packed(one)
+        left_out = frozen_names(one) | scales_of(one) if trained_only else frozenset[str]()
         models[name] = {key: value for key, value in model.items() if key not in left_out}
         training[name] = state
     custom = {name: obj.state_dict() for name, obj in run.custom.items()}
@@ -200,7 +204,7 @@ def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, A
     """
     if not saved.get("trained_only", False):
         return saved_model
-    own = one.state_dict()["model"]
+    own = without_scales(one)
     missing = own.keys() - saved_model.keys()
     if trained := sorted(missing - frozen_names(one)):
         raise ValueError(

@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     from drivetrain_precision.optim.optimizer_states import optimizer_states as optimizer_states
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
+    from drivetrain_precision.quantized.export import export_quantized as export_quantized
+    from drivetrain_precision.quantized.export import load_quantized as load_quantized
+    from drivetrain_precision.quantized.export import quantized_state as quantized_state
+    from drivetrain_precision.quantized.fake_quantize import QATReport as QATReport
+    from drivetrain_precision.quantized.fake_quantize import prepare_qat as prepare_qat
+    from drivetrain_precision.quantized.fake_quantize import undo_qat as undo_qat
+    from drivetrain_precision.quantized.scheme import QuantizedScheme as QuantizedScheme
     from drivetrain_precision.scaling.gradient_report import GradientReport as GradientReport
     from drivetrain_precision.scaling.gradient_report import LayerGradients as LayerGradients
     from drivetrain_precision.scaling.gradient_report import NonFiniteValue as NonFiniteValue
@@ -86,6 +93,8 @@ _MODULES = {
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
     "Products": "fp8.protocol",
+    "QATReport": "quantized.fake_quantize",
+    "QuantizedScheme": "quantized.scheme",
     "RecordedAutocast": "checks.autocast_record",
     "Requirements": "fp8.protocol",
     "SkippedSteps": "scaling.skipped_steps",
@@ -99,18 +108,23 @@ _MODULES = {
     "chunked_cross_entropy": "losses.chunked_head",
     "convert_model": "fp8.layer_conversion",
     "cross_entropy": "losses.existing_logits",
+    "export_quantized": "quantized.export",
     "find_half_operations": "checks.half_precision",
     "find_islands": "dtypes.fp32_islands",
     "fp32_operations": "checks.autocast_rules",
     "is_low_bit": "optim.optimizer_states",
     "keep_in_fp32": "dtypes.fp32_islands",
+    "load_quantized": "quantized.export",
     "load_recipe": "fp8.registry",
     "load_recipe_state": "fp8.layer_conversion",
     "optimizer_states": "optim.optimizer_states",
+    "prepare_qat": "quantized.fake_quantize",
+    "quantized_state": "quantized.export",
     "recipe_names": "fp8.registry",
     "recipe_state": "fp8.layer_conversion",
     "restore_model": "fp8.layer_conversion",
     "supported_modes": "support",
+    "undo_qat": "quantized.fake_quantize",
     "watch_gradients": "scaling.gradient_watch",
 }
 

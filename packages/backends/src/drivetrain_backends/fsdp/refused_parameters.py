@@ -3,22 +3,25 @@
 import torch
 from torch import nn
 
+from drivetrain_backends.modules.packed_weights import is_packed
 from drivetrain_backends.modules.wrap_policy import class_name
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with trainable parameters whose gradients cannot be sharded.
+    """Refuse a model with trainable parameters whose gradients cannot be sharded, or with weights packed in floats.
 
     Raises:
-        ValueError: A parameter is complex, or gets sparse gradients; the message names it.
+        ValueError: A parameter is complex, gets sparse gradients, or is packed in a floating dtype; the message names
+            it.
     """
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad:
-                continue
             name = f"{prefix}.{attribute}".lstrip(".")
+            if not parameter.requires_grad:
+                _check_packed(name, parameter)
+                continue
             if parameter.is_complex():
                 raise ValueError(
                     f"{class_name(model)}: {name} is complex ({str(parameter.dtype)[6:]}), and FSDP divides and "
@@ -29,3 +32,16 @@ def check_trainable(model: nn.Module) -> None:
                     f"{class_name(model)}: {name} gets sparse gradients ({type(module).__name__}(sparse=True)), "
                     "which FSDP does not reduce: say sparse=False, or use backend='ddp'"
                 )
+
+
+def _check_packed(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a weight of bitsandbytes that would be divided: its layer's forward puts another one in its place."""
+    kind = type(parameter)
+    if is_packed(parameter) and parameter.is_floating_point():
+        raise ValueError(
+            f"{name} is a {kind.__name__} of bitsandbytes held in {str(parameter.dtype)[6:]}: FSDP2 would divide "
+            "it, and the forward of bitsandbytes replaces a weight that was gathered. Build the layer with "
+            "quant_storage=torch.uint8 (bnb_4bit_quant_storage in transformers) and move the model to its device "
+            "before prepare(): packed weights are then kept whole on each rank, and the adapters are divided; or use "
+            "backend='ddp'"
+        )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
+from drivetrain_backends.modules.packed_weights import packed_entries
 from drivetrain_backends.state_dict.dtensor import write
 
 
@@ -22,6 +23,8 @@ def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device)
         ValueError: Names or shapes differ from the model's; nothing was loaded.
     """
     own = plain_state(model)
+    for name in packed_entries(model, own):
+        del own[name]
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     kind = type(model).__name__
     if missing or unexpected:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain_backends.compat import COMPILED_MODULE, has_load_hooks
+from drivetrain_backends.modules.packed_weights import packed_entries
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
@@ -48,6 +49,8 @@ def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     own, saved = plain_state(model), {strip_wrapper_prefix(name): value for name, value in state.items()}
     kind = type(unwrap_compiled(model)).__name__
+    for name in packed_entries(model, own):
+        del own[name]
     if own.keys() != saved.keys() and not any(map(has_load_hooks, model.modules())):
         missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
         raise ValueError(

@@ -20,15 +20,17 @@ class ClassExchange:
         plain: The class before.
         attributes: The names of the attributes that were added.
         buffers: The names of the buffers that were added, which are no part of the layer's state dict.
+        modules: The names of the modules that were added.
     """
 
     plain: type[nn.Module]
     attributes: tuple[str, ...]
     buffers: tuple[str, ...]
+    modules: tuple[str, ...] = ()
 
 
 def exchange_class(module: nn.Module, like: nn.Module) -> None:
-    """Give a module the class of another one, with the attributes and buffers that it does not have.
+    """Give a module the class of another one, with the attributes, buffers and modules that it does not have.
 
     Args:
         module: The module to change.
@@ -42,7 +44,12 @@ def exchange_class(module: nn.Module, like: nn.Module) -> None:
     vars(module).update(attributes)
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer, persistent=False)
-    setattr(module, _RECORD, ClassExchange(type(module), tuple(attributes), tuple(buffers)))
+    held = dict(module.named_children())
+    modules = {name: each for name, each in like.named_children() if name not in held}
+    for name, each in modules.items():
+        module.add_module(name, each.train(module.training))
+    record = ClassExchange(type(module), tuple(attributes), tuple(buffers), tuple(modules))
+    setattr(module, _RECORD, record)
     module.__class__ = type(like)
 
 
@@ -56,6 +63,6 @@ def undo_exchange(module: nn.Module) -> None:
     record = exchange_of(module)
     if record is None:
         return
-    for name in (*record.attributes, *record.buffers, _RECORD):
+    for name in (*record.attributes, *record.buffers, *record.modules, _RECORD):
         delattr(module, name)
     module.__class__ = record.plain

@@ -3,11 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from drivetrain_precision.fp8.layer_filter import LayerFilter
-from drivetrain_precision.fp8.protocol import Fp8Recipe
+
+
+class Refuses(Protocol):
+    """A recipe or a way to quantise, which knows the linear layers that it cannot convert."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why a linear layer cannot be converted, or None if it can."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +42,7 @@ class LayerDecision:
         return not self.reason
 
 
-def plan_conversion(model: nn.Module, recipe: Fp8Recipe, layers: LayerFilter) -> tuple[LayerDecision, ...]:
+def plan_conversion(model: nn.Module, recipe: Refuses, layers: LayerFilter) -> tuple[LayerDecision, ...]:
     """Decide for each module with parameters of its own, in the order of the model.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Training for quantised inference: layers that round their weights as inference will, and their export."""

@@ -1,0 +1,184 @@
+"""Write a model that was trained by `prepare_qat` as quantised inference loads it, and load it."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.quantized.fake_quantize import fake_quantized, scheme_of
+from drivetrain_precision.quantized.scheme import QuantizedScheme
+
+_FILE = "model.safetensors"
+
+
+def quantized_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and buffers of a model that `prepare_qat` prepared, quantised as its layers round them.
+
+    The model stays as it is, and its training can go on. A tensor with several names comes under the first.
+
+    Args:
+        model: The model with its whole weights: on ranks that divide them, in `accelerator.gathered(model)`.
+
+    Returns:
+        The tensors by the names of a plain model; those of quantised layers are torchao's.
+
+    Raises:
+        PrecisionError: No layer rounds its weight, the weights are divided among ranks, or adapters are not merged.
+    """
+    _check(model)
+    schemes = {
+        f"{name}.weight" if name else "weight": scheme_of(module) for name, module in fake_quantized(model)
+    }
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        plain = value.detach()
+        state[name] = _quantize(plain, schemes[name]) if name in schemes else plain
+    return state
+
+
+def export_quantized(model: nn.Module, folder: Path | str) -> Path:
+    """Write a model that `prepare_qat` prepared into a folder that inference loads.
+
+    `load_quantized` reads it. For a model of transformers the folder has a `config.json`, and its `from_pretrained`
+    reads it too. Called on one rank:
+
+        with accelerator.gathered(model):  # on all ranks
+            if accelerator.is_main_process:
+                export_quantized(accelerator.unwrap_model(model), folder)
+
+    Args:
+        model: The model; see `quantized_state`.
+        folder: The destination, created if missing; an earlier export in it is replaced.
+
+    Returns:
+        The file with the weights.
+
+    Raises:
+        PrecisionError: See `quantized_state`.
+    """
+    from safetensors.torch import save_file
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    state = {
+        name: value.contiguous() if type(value) is Tensor else value
+        for name, value in quantized_state(model).items()
+    }
+    flatten: Any = flatten_tensor_state_dict
+    tensors, metadata = flatten(state)
+    path = Path(folder, _FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_config(model, path.parent)
+    unfinished = path.with_suffix(".unfinished")
+    save_file(tensors, unfinished, metadata={"format": "pt", **metadata})
+    unfinished.replace(path)
+    return path
+
+
+def load_quantized(model: nn.Module, folder: Path | str) -> None:
+    """Load an export into a plain model, whose linear layers then hold torchao's tensors and compute with them.
+
+    Its parameters are frozen.
+
+    Args:
+        model: A model as it was built before `prepare_qat`; on the meta device it need not have memory.
+        folder: The folder that `export_quantized` wrote.
+
+    Raises:
+        PrecisionError: Its layers round their weights in training.
+        RuntimeError: Names or shapes are not those of the model.
+    """
+    if any(True for _ in fake_quantized(model)):
+        raise PrecisionError(
+            "load_quantized loads into a plain model: build a new one, or call undo_qat(model) first"
+        )
+    state = _read(Path(folder, _FILE))
+    parameters: dict[int, nn.Parameter] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and name in state:
+            parameters[id(value)] = nn.Parameter(state[name], requires_grad=False)
+        if id(value) in parameters:  # under each name of a tied one
+            state[name] = parameters[id(value)]
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(False)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    with safe_open(path, framework="pt") as file:
+        metadata = cast("dict[str, str]", file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    # torchao 0.18 reads no names without a dot, such as those of a model's own parameters.
+    names: list[str] = json.loads(metadata["tensor_names"])
+    own = {name: tensors.pop(name) for name in names if "." not in name}
+    inner = {**metadata, "tensor_names": json.dumps([name for name in names if "." in name])}
+    unflatten: Any = unflatten_tensor_state_dict
+    return {**own, **unflatten(tensors, inner)[0]}
+
+
+def _quantize(weight: Tensor, scheme: QuantizedScheme) -> Tensor:
+    from torchao.quantization import quantize_
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(linear, scheme.config())
+    return linear.weight.detach()
+
+
+def _check(model: nn.Module) -> None:
+    layers = dict(fake_quantized(model))
+    if not layers:
+        raise PrecisionError(
+            f"no layer of {type(model).__name__} was prepared by prepare_qat, so nothing says how to quantise it"
+        )
+    if "" in layers:
+        raise PrecisionError("the model is a single linear layer: put it into an nn.Sequential")
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            raise PrecisionError(
+                f"{name} has adapters beside its weight: model.merge_and_unload() first adds them to the weights"
+            )
+    for name, value in model.state_dict(keep_vars=True).items():
+        if hasattr(value, "full_tensor"):
+            raise PrecisionError(
+                f"{name} is divided among ranks: export inside `with accelerator.gathered(model):`, on all ranks"
+            )
+
+
+def _write_config(model: nn.Module, folder: Path) -> None:
+    """Write the configuration of a model of transformers, with what its `from_pretrained` must know."""
+    from torchao.core.config import config_to_dict
+
+    plain: Any = getattr(model, "config", None)
+    if not hasattr(plain, "save_pretrained"):
+        return
+    layers = dict(fake_quantized(model))
+    config = deepcopy(plain)
+    # fully_shard derives a class of its own from the model's.
+    config.architectures = [
+        next(each.__name__ for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    ]
+    config.quantization_config = {
+        "quant_method": "torchao",
+        "quant_type": {"default": config_to_dict(scheme_of(next(iter(layers.values()))).config())},
+        "modules_to_not_convert": _left_out(model, layers),
+    }
+    config.save_pretrained(folder)
+
+
+def _left_out(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
+    return [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear | nn.Embedding) and name not in layers
+    ]
