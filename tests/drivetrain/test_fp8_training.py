@@ -277,7 +277,7 @@ def test_the_losses_of_two_runs_are_the_same_bit_for_bit_and_near_those_of_bf16(
     for mode in ("fp8", "fp8", "bf16"):
         with make(mixed_precision=mode) as accelerator:
             model, optimizer = prepared(accelerator)
-            losses.append(train(accelerator, model, optimizer, [0] * 20))
+            losses.append(train(accelerator, model, optimizer, range(20)))
     assert losses[0] == losses[1] != losses[2]
     assert losses[0][-1] == pytest.approx(losses[2][-1], rel=0.05)
 
