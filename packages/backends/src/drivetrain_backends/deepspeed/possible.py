@@ -29,7 +29,7 @@ def check_possible(flat: Mapping[str, Any], mode: str, world_size: int) -> None:
         raise EngineConfigError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")
     if stage == 0 and mode != "no":
         raise EngineConfigError(
-            f"deepspeed.stage=0 with mixed_precision={mode!r}: DeepSpeed adds gradients up in {mode} there; say "
+            f"deepspeed.stage=0 with models that compute in {mode}: DeepSpeed adds gradients up in {mode} there; say "
             "stage 1, which adds them up in fp32, or backend='ddp'"
         )
     for section, instead in _ELSEWHERE.items():
