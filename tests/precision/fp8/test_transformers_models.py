@@ -33,6 +33,7 @@ def t5() -> tuple[Any, dict[str, Tensor]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=32, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2)
+    config.decoder_start_token_id = 0
     return T5ForConditionalGeneration(config), ids()
 
 

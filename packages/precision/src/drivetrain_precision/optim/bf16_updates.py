@@ -10,7 +10,7 @@ An optimizer keeps its states in the dtype of its parameters: they are computed 
 since a decaying average (AdamW's second moment with a beta of 0.999) would otherwise stop to decay.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal
 from zlib import crc32
@@ -157,8 +157,9 @@ def forget_updates(optimizer: Optimizer, rounding: str | None) -> None:
     """
     unused = {"kahan": (), "stochastic": (SUM,)}.get(rounding or "", (SUM, COUNT))
     for state in optimizer.state.values():
-        for key in unused:
-            state.pop(key, None)
+        if isinstance(state, MutableMapping):  # an optimizer may keep anything under a parameter
+            for key in unused:
+                state.pop(key, None)
 
 
 def _parts(
