@@ -44,11 +44,15 @@ def advice_of(ask: Ask | str | None, known: Known) -> Advice | Mapping[str, Any]
     """Return the advice of a field's function; None if it has none, or if nothing is to be asked.
 
     Raises:
-        ConfigError: The place of the function does not exist.
+        ConfigError: The place of the function does not exist, or its advice says what none can.
     """
     if ask is None:
         return None
-    return (_loaded(ask) if isinstance(ask, str) else ask)(known)
+    advice = (_loaded(ask) if isinstance(ask, str) else ask)(known)
+    allowed = Advice.__annotations__
+    if advice is not None and (unknown := sorted(set(advice) - set(allowed))):
+        raise ConfigError(f"{ask}: an advice has no {unknown[0]!r}; it may have {', '.join(allowed)}")
+    return advice
 
 
 def _loaded(place: str) -> Ask:
