@@ -14,10 +14,10 @@ def test_a_function_gives_its_advice_from_what_is_known() -> None:
 
 
 def test_a_word_that_no_advice_has_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no 'recommend'; it may have value, why"):
+    with pytest.raises(ConfigError, match=r"no 'recommend'; it may have value, why"):
         advice_of(lambda _: {"recommend": 3}, {})
 
 
 def test_a_place_without_a_function_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="say package.module:function"):
+    with pytest.raises(ConfigError, match=r"say package\.module:function"):
         advice_of("nowhere_at_all:ask", {})
