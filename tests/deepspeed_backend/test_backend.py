@@ -256,6 +256,16 @@ def constructed() -> list[object]:
         return [*held, whole, before.item() - prepared.model(x).sum().item()]
 
 
+def linear_after_a_run() -> tuple[bool, bool]:
+    plain = torch._C._nn.linear
+    constructed_ones = constructed()
+    return bool(constructed_ones), torch.nn.functional.linear is plain
+
+
+def test_the_process_has_torchs_own_linear_again_once_a_run_is_closed(run_ranks) -> None:
+    assert run_ranks(linear_after_a_run, num_processes=2) == [(True, True)] * 2
+
+
 def test_a_model_built_inside_building_is_never_whole_on_a_rank(run_ranks) -> None:
     for held, part, whole, moved in run_ranks(constructed, num_processes=2):
         assert held == 0

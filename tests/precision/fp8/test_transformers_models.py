@@ -94,7 +94,8 @@ def test_one_step_is_near_that_of_the_plain_model_and_the_model_comes_back_bit_f
     assert loss == pytest.approx(plain_loss, rel=0.02)
     assert gradients.keys() == plain_gradients.keys()
     ours, theirs = (torch.cat([g.flatten() for g in each.values()]) for each in (gradients, plain_gradients))
-    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.15
+    # e5m2 keeps 2 bits of a fraction; T5, which does not divide its scores by a root, loses the most by it.
+    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.25
     assert restore_model(model, recipe) == report.converted
     assert step(model, batch)[0] == plain_loss
     assert [type(each) for each in model.modules()] == [type(each) for each in plain.modules()]

@@ -16,7 +16,7 @@ from drivetrain_backends.deepspeed.checks import (
     check_rounding,
     check_wrapper,
 )
-from drivetrain_backends.deepspeed.compat import num_elements, release_models
+from drivetrain_backends.deepspeed.compat import num_elements, release_models, restore_linear
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
 from drivetrain_backends.deepspeed.engine_backward import EngineReducer
@@ -155,6 +155,7 @@ class DeepSpeedBackend(TorchBackend):
     def close(self) -> None:
         """End the engines and forget all models."""
         release_models(prepared.unwrap() for prepared in self._prepared)
+        restore_linear()
         super().close()
         self.window.fixed_because = None
         self._lifetime.close()

@@ -125,6 +125,19 @@ def release_models(models: Iterable[nn.Module]) -> None:
     getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
+def restore_linear() -> None:
+    """Undo that DeepSpeed 0.19 exchanges `torch.nn.functional.linear` for the whole process, and leaves it so.
+
+    Its own version multiplies by other operations, so that classes of tensors and observers of the process see other
+    calls. An engine of stage 3 that still trains computes the same without it, and holds more memory.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    before = getattr(Patches, "linear_bk", None)
+    if before is not None:
+        torch.nn.functional.linear = before
+
+
 def drop_ended_groups(is_ended: Callable[[Any], bool]) -> None:
     """Make DeepSpeed recreate its process groups if they have ended: it keeps those of a destroyed group."""
     from deepspeed.utils import groups
