@@ -26,7 +26,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("output", "torchrun", marks=pytest.mark.slow),
         pytest.param("backends --only fsdp, shard_grad", "raw", marks=pytest.mark.slow),
         pytest.param("memory", "taken", marks=pytest.mark.slow),
-        pytest.param("chunked_loss", "torch, logits.float()", marks=pytest.mark.slow),
         pytest.param("precision --only optimizer", "drivetrain, torch AdamW", marks=pytest.mark.slow),
         pytest.param("device_map", "drivetrain", marks=pytest.mark.slow),
         pytest.param("track_view --points=100000", "json.loads of each line", marks=pytest.mark.slow),
