@@ -63,12 +63,13 @@ def losses(mode: str, recipe: Any = None, steps: int = STEPS) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "mxfp8"])
-def test_after_200_steps_the_loss_is_within_two_percent_of_that_of_bf16(scaling: Any) -> None:
+def test_after_200_steps_the_loss_is_at_most_two_percent_above_that_of_bf16(scaling: Any) -> None:
     recipe = TorchaoRecipe(scaling=scaling, layers=LayerFilter(skip_first=False, skip_last=False))
     narrow, wide = losses("fp8", recipe), losses("bf16")
     last, expected = sum(narrow[-20:]) / 20, sum(wide[-20:]) / 20
     assert expected < 0.7 * wide[0]
-    assert last == pytest.approx(expected, rel=0.02)
+    # Lower is no fault: a CPU multiplies what it has rounded to fp8 in fp32, and bf16's products round to bf16.
+    assert 0.95 * expected < last < 1.02 * expected
 
 
 @pytest.mark.slow
