@@ -191,6 +191,7 @@ def test_operations_are_not_recorded_beside_another_profiler_which_goes_on() -> 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_torchao_multiplies_in_mxfp8_and_computes_both_gradients(plain: bool) -> None:
+    pytest.importorskip("torchao")
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 

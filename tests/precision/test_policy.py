@@ -1,4 +1,5 @@
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from drivetrain_precision import (
 )
 
 CPU = torch.device("cpu")
+
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="an extra brings it")
 
 
 def test_fp32_needs_neither_autocast_nor_scaling() -> None:
@@ -60,6 +63,7 @@ def test_a_device_of_an_unknown_kind_computes_in_fp32_alone() -> None:
         choose_policy("bf16", torch.device("meta"))
 
 
+@needs_torchao
 def test_fp8_computes_the_rest_in_bf16_and_says_by_which_recipe() -> None:
     policy = choose_policy("fp8", CPU)
     assert policy.recipe is not None
@@ -68,6 +72,7 @@ def test_fp8_computes_the_rest_in_bf16_and_says_by_which_recipe() -> None:
     assert choose_policy("fp16", CPU).mode_beside_recipe == "fp16"
 
 
+@needs_torchao
 def test_a_recipe_given_in_code_is_that_of_the_policy() -> None:
     recipe = TorchaoRecipe(scaling="rowwise")
     assert choose_policy("fp8", CPU, recipe=recipe).recipe is recipe
@@ -75,6 +80,7 @@ def test_a_recipe_given_in_code_is_that_of_the_policy() -> None:
         choose_policy("bf16", CPU, recipe=recipe)
 
 
+@needs_torchao
 def test_fp8_where_it_cannot_run_is_an_error_and_bf16_must_be_asked_for() -> None:
     settings = PrecisionSettings(fp8_recipe="torchao_nvfp4")
     with pytest.raises(
@@ -87,6 +93,7 @@ def test_fp8_where_it_cannot_run_is_an_error_and_bf16_must_be_asked_for() -> Non
 
 
 @pytest.mark.parametrize("kind", ["meta", "mps"])
+@needs_torchao
 def test_a_device_that_no_recipe_runs_on_names_what_each_needs(kind: str) -> None:
     with pytest.raises(PrecisionError, match=r"no recipe runs here \(.*torchao_rowwise: it needs a Hopper"):
         choose_policy("fp8", torch.device(kind))

@@ -2,6 +2,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ def test_only_the_named_dtypes_are_cast() -> None:
 
 
 def test_the_output_of_transformers_keeps_its_kind() -> None:
+    pytest.importorskip("transformers")
     from transformers.modeling_outputs import CausalLMOutput
 
     found = cast_floating(CausalLMOutput(loss=torch.ones(()), logits=torch.ones(2)), torch.bfloat16)

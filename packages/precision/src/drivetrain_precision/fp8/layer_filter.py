@@ -16,7 +16,7 @@ class LayerFilter:
 
     Attributes:
         include: Patterns of the layers' names, as `fnmatch` reads them; one must match.
-        exclude: Patterns of names, of which none may match, such as "*.router".
+        exclude: Patterns of names, of which none may match, such as `"*.router"`.
         inside: Types of modules; a layer must be one of them or lie in one. Empty: anywhere.
         min_features: The least of a layer's `in_features` and `out_features`; small products gain nothing.
         skip_first: Whether to keep the model's first linear layer as it is, which sees the input's full range.

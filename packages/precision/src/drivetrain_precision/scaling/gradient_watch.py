@@ -285,6 +285,8 @@ class GradientWatch:
 def watch_gradients(model: nn.Module, *, underflow: bool = True) -> GradientWatch:
     """Watch a model: count by layer which gradients underflow, and find the first value that is not finite.
 
+    Example::
+
         with watch_gradients(model) as watch:
             ...  # some training steps
         print(watch.report())
