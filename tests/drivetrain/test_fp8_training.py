@@ -18,6 +18,8 @@ from drivetrain_precision import (
     convert_model,
 )
 
+pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+
 QUIET: dict[str, Any] = {"run": {"show_plan": False}}
 
 
