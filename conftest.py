@@ -48,8 +48,10 @@ def enter_page(namespace: dict[str, Any]) -> None:
 
 
 def leave_page(namespace: dict[str, Any]) -> None:
-    """Go back to where pytest started, and remove what the page wrote, variables that its libraries set too."""
+    """Go back to where pytest started, and end and remove what the page leaves, variables of its libraries too."""
     before, folder, variables = namespace["_page"]
+    if (dist := sys.modules.get("torch.distributed")) is not None and dist.is_initialized():
+        dist.destroy_process_group()  # later tests of this lane begin without one
     os.chdir(before)
     os.environ.clear()
     os.environ.update(variables)

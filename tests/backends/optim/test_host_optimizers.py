@@ -55,6 +55,11 @@ def test_bitsandbytes_hand_out_the_buffers_that_this_relies_on() -> None:
 
 
 def test_others_are_left_alone() -> None:
-    optimizer = SGD([nn.Parameter(torch.ones(4))], lr=0.1)
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    momentum = optimizer.state[parameter]["momentum_buffer"]
     page_states(optimizer)
     check_steps_parameters([optimizer])
+    assert optimizer.state[parameter]["momentum_buffer"] is momentum

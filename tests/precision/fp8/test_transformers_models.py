@@ -53,12 +53,13 @@ def gpt2() -> tuple[Any, dict[str, Tensor]]:
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=64, n_layer=2, n_head=2, n_positions=16)), ids()
 
 
-# How many linear layers each converts; the first and the last stay.
-CASES: Mapping[str, tuple[Callable[[], tuple[Any, dict[str, Tensor]]], int]] = {
-    "llama": (llama, 13),
-    "bert": (bert, 12),
-    "t5": (t5, 31),
-    "vit": (vit, 11),
+# How many linear layers each converts, where the first and the last stay, and how far gradients may lie from the plain
+# model's. e5m2 keeps 2 bits of a fraction; T5, which does not divide its scores by a root, loses the most by it.
+CASES: Mapping[str, tuple[Callable[[], tuple[Any, dict[str, Tensor]]], int, float]] = {
+    "llama": (llama, 13, 0.15),
+    "bert": (bert, 12, 0.15),
+    "t5": (t5, 31, 0.25),
+    "vit": (vit, 11, 0.15),
 }
 SCALINGS = ("tensorwise", "rowwise", "mxfp8")
 
@@ -81,7 +82,7 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, T
 def test_one_step_is_near_that_of_the_plain_model_and_the_model_comes_back_bit_for_bit(
     name: str, scaling: Any
 ) -> None:
-    make, expected = CASES[name]
+    make, expected, bound = CASES[name]
     torch.manual_seed(0)
     model, batch = make()
     model.eval()  # no dropout
@@ -94,8 +95,7 @@ def test_one_step_is_near_that_of_the_plain_model_and_the_model_comes_back_bit_f
     assert loss == pytest.approx(plain_loss, rel=0.02)
     assert gradients.keys() == plain_gradients.keys()
     ours, theirs = (torch.cat([g.flatten() for g in each.values()]) for each in (gradients, plain_gradients))
-    # e5m2 keeps 2 bits of a fraction; T5, which does not divide its scores by a root, loses the most by it.
-    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.25
+    assert 0 < (ours - theirs).norm() / theirs.norm() < bound
     assert restore_model(model, recipe) == report.converted
     assert step(model, batch)[0] == plain_loss
     assert [type(each) for each in model.modules()] == [type(each) for each in plain.modules()]
