@@ -54,7 +54,7 @@ def gpt2() -> tuple[Any, dict[str, Tensor]]:
 
 
 # How many linear layers each converts, where the first and the last stay, and how far gradients may lie from the
-# plain model's. e5m2 keeps 2 bits of a fraction; T5, which does not divide its scores by a root, loses the most by it.
+# plain model's. e5m2 keeps 2 bits of a fraction; T5, which does not divide its scores by a root, loses most by it.
 CASES: Mapping[str, tuple[Callable[[], tuple[Any, dict[str, Tensor]]], int, float]] = {
     "llama": (llama, 13, 0.15),
     "bert": (bert, 12, 0.15),
