@@ -157,12 +157,15 @@ def test_no_product_on_a_device_that_has_the_units_is_an_error() -> None:
             train(accelerator, model, optimizer, range(1))
 
 
-def test_products_on_a_device_that_has_the_units_are_told_without_a_reason() -> None:
+def test_products_on_a_device_that_has_the_units_are_told_and_that_nothing_was_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with make(Claimed(inner=TorchaoRecipe())) as accelerator:
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer, range(1))
         told = accelerator.plan.facts["fp8 products"]
         assert told == "3 of 8 matrix products of the first step ran in torchao_tensorwise"
+    assert "torchao_tensorwise computes without torch.compile" in caplog.text
 
 
 def test_bf16_instead_is_told_in_the_plan_with_its_reason() -> None:

@@ -78,6 +78,16 @@ def test_a_recording_that_begins_within_an_operation_counts_what_follows() -> No
     assert Within.found.others == 1
 
 
+def test_a_step_in_which_something_is_compiled_is_not_counted_and_the_next_one_is() -> None:
+    model = net()
+    convert_model(model, TorchaoRecipe(scaling="tensorwise"))
+    expected = counts(model, rows=16)
+    fast = torch.compile(model, backend="aot_eager")
+    assert not counts(fast, rows=16).is_counted
+    found = counts(fast, rows=16)
+    assert (found.is_counted, found.scaled) == (True, expected.scaled)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_compiled_model_counts_as_many_products_and_gives_the_same_losses(scaling) -> None:
@@ -88,6 +98,9 @@ def test_a_compiled_model_counts_as_many_products_and_gives_the_same_losses(scal
     expected = counts(plain, rows=16)
     fast = torch.compile(compiled)
     fast(torch.randn(16, 32)).sum().backward()
-    assert counts(fast, rows=16).scaled == expected.scaled
+    found = counts(fast, rows=16)
+    assert found.scaled == expected.scaled
+    assert found.compiled == 2  # forward and backward
+    assert expected.compiled == 0
     rows = torch.randn(16, 32)
     torch.testing.assert_close(fast(rows), plain(rows), rtol=0.02, atol=0.02)

@@ -35,14 +35,14 @@ class FirstStepProducts:
 
     def end_step(self) -> ProductCounts | None:
         """Return the products of the step and end the counting; None if it is over, or nothing could be counted."""
-        counted = [each for each in self._counts if each.is_counted]
-        self._counts.clear()
-        if not counted:  # another profiler recorded: the next step may tell
-            return None
+        counted, self._counts = self._counts, []
+        if not counted or not all(each.is_counted for each in counted):
+            return None  # another profiler recorded, or something was compiled: the next step may tell
         self.close()
         return ProductCounts(
             scaled=sum(each.scaled for each in counted),
             others=sum(each.others for each in counted),
+            compiled=sum(each.compiled for each in counted),
             is_counted=True,
         )
 

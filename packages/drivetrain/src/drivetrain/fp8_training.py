@@ -143,6 +143,12 @@ class Fp8Training:
                 f"{self._recipe.name}: the converted layers ({len(self._models)} models) were not called, or other "
                 "code replaced their forward; look at accelerator.plan, or train in bf16"
             )
+        elif self._recipe.requirements.wants_compile and not counts.compiled:
+            logger.warning(
+                "%s computes without torch.compile, which fuses its casts: it may be slower than bf16; compile the "
+                "prepared model, or use a recipe of Transformer Engine",
+                self._recipe.name,
+            )
         if self._on_count is not None:
             self._on_count({PRODUCTS: told})
             self._on_count = None

@@ -69,6 +69,12 @@ def compiler_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def num_compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has captured in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def autocast_names(device_type: str) -> list[str]:
     """Return the operations for which torch's autocast has a rule on a device type, such as "aten::softmax.int"."""
     dispatch: Any = torch._C  # pyright: ignore[reportPrivateUsage]

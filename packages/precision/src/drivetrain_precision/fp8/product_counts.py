@@ -4,10 +4,11 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from drivetrain_precision.compat import OperationEvent, record_operations
+from drivetrain_precision.compat import OperationEvent, num_compiled_graphs, record_operations
 
 # The operations that multiply matrices. A product in 8 bits or fewer takes scales with its operands.
 _SCALED = "aten::_scaled_"
+_COMPILED = "## Call CompiledFxGraph"
 _PLAIN = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
 
 
@@ -18,21 +19,24 @@ class ProductCounts:
     Attributes:
         scaled: The products in 8 bits or fewer.
         others: The products in other formats: layers that are not converted, attention, emulation.
-        is_counted: Whether they could be counted; not while another profiler records.
+        compiled: The calls of graphs that torch.compile has made.
+        is_counted: Whether they could be counted: not while another profiler records, nor where something is
+            compiled, since tracing runs the same operations without data.
     """
 
     scaled: int = 0
     others: int = 0
+    compiled: int = 0
     is_counted: bool = False
 
 
 @contextmanager
 def counting_products() -> Generator[ProductCounts]:
     """Count the matrix products of the block and of backwards in it, compiled code included."""
-    counts = ProductCounts()
+    counts, num_graphs = ProductCounts(), num_compiled_graphs()
     with record_operations() as events:
         yield counts
-    if events is not None:
+    if events is not None and num_compiled_graphs() == num_graphs:
         add_products(counts, events)
 
 
@@ -44,7 +48,9 @@ def add_products(counts: ProductCounts, events: Iterable[OperationEvent]) -> Non
     """
     counts.is_counted = True
     for event in events:
-        if event.name.startswith(_SCALED):
+        if event.name.startswith(_COMPILED):
+            counts.compiled += 1
+        elif event.name.startswith(_SCALED):
             counts.scaled += 1
         elif event.name in _PLAIN and not event.calls(_PLAIN, _SCALED) and not event.is_called_by(_SCALED):
             counts.others += 1

@@ -142,6 +142,7 @@ class TorchaoRecipe:
             extra="torchao",
             capability=facts.capability,
             hardware=facts.hardware,
+            wants_compile=True,
         )
 
     @property
