@@ -85,7 +85,8 @@ def test_a_step_in_which_something_is_compiled_is_not_counted_and_the_next_one_i
     fast = torch.compile(model, backend="aot_eager")
     assert not counts(fast, rows=16).is_counted
     found = counts(fast, rows=16)
-    assert (found.is_counted, found.scaled) == (True, expected.scaled)
+    assert (found.is_counted, found.scaled, found.compiled) == (True, expected.scaled, 2)
+    assert expected.compiled == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from drivetrain_precision.compat import OperationEvent, num_compiled_graphs, rec
 
 # The operations that multiply matrices. A product in 8 bits or fewer takes scales with its operands.
 _SCALED = "aten::_scaled_"
-_COMPILED = "## Call CompiledFxGraph"
+# What autograd calls a graph of torch.compile, and its gradient.
+_COMPILED = frozenset({"CompiledFunction", "CompiledFunctionBackward"})
 _PLAIN = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
 
 
@@ -19,7 +20,7 @@ class ProductCounts:
     Attributes:
         scaled: The products in 8 bits or fewer.
         others: The products in other formats: layers that are not converted, attention, emulation.
-        compiled: The calls of graphs that torch.compile has made.
+        compiled: The calls of graphs that torch.compile has made, and of their gradients.
         is_counted: Whether they could be counted: not while another profiler records, nor where something is
             compiled, since tracing runs the same operations without data.
     """
@@ -48,7 +49,7 @@ def add_products(counts: ProductCounts, events: Iterable[OperationEvent]) -> Non
     """
     counts.is_counted = True
     for event in events:
-        if event.name.startswith(_COMPILED):
+        if event.name in _COMPILED:
             counts.compiled += 1
         elif event.name.startswith(_SCALED):
             counts.scaled += 1
