@@ -17,6 +17,7 @@ from drivetrain_precision import (
     TorchaoRecipe,
     convert_model,
 )
+from drivetrain_precision.dtypes.fp32_islands import Fp32Island
 
 pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
 
@@ -189,6 +190,27 @@ def test_settings_choose_the_recipe_and_the_layers() -> None:
         model = accelerator.unwrap_model(prepared(accelerator)[0])
         assert accelerator.plan.facts["fp8 layers"] == "1 of 3 linear layers in torchao_rowwise"
         assert [type(layer) is nn.Linear for layer in model][::2] == [False, True, True]
+
+
+def test_modules_that_stay_in_fp32_are_not_converted() -> None:
+    every_layer = TorchaoRecipe(layers=LayerFilter(skip_first=False, skip_last=False))
+    with make(every_layer, sections={"precision": {"keep_fp32": ("2",)}}) as accelerator:
+        model, optimizer = prepared(accelerator)
+        assert accelerator.plan.facts["fp8 layers"] == "1 of 3 linear layers in torchao_tensorwise"
+        train(accelerator, model, optimizer, range(1))
+        dtypes: list[torch.dtype] = []
+        inner = accelerator.unwrap_model(model)
+        inner[2].register_forward_hook(lambda *given: dtypes.append(given[0].weight.dtype))
+        assert type(inner[2]).__mro__[1:3] == (Fp32Island, nn.Linear)
+        model(batch())
+    assert dtypes == [torch.float32]
+
+
+def test_keeping_all_linear_layers_in_fp32_leaves_nothing_to_convert() -> None:
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    with make(sections={"precision": {"keep_fp32": ("Linear",)}}) as accelerator:
+        with pytest.raises(NothingConvertedError, match=r"stays in fp32 \(keep_fp32\)"):
+            accelerator.prepare(model)
 
 
 def test_a_model_without_an_optimizer_computes_in_fp8_too() -> None:

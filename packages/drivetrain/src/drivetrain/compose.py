@@ -131,7 +131,7 @@ def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
         if context.topology.is_main:
             store_plan(plan_of(parts), parts.settings)
 
-    fp8 = Fp8Training(recipe, context, on_count=store)
+    fp8 = Fp8Training(recipe, context, keep_fp32=parts.policy.dtypes.keep_fp32, on_count=store)
     parts.prepared.on_step.append(fp8.end_step)
     return replace(parts, fp8=fp8)
 

@@ -14,6 +14,7 @@ from drivetrain_precision import (
     NothingConvertedError,
     PrecisionError,
     convert_model,
+    find_islands,
     load_recipe_state,
     recipe_state,
     restore_model,
@@ -34,13 +35,19 @@ class Fp8Training:
     Args:
         recipe: The recipe of the run.
         context: The ranks and the device.
+        keep_fp32: The patterns of the modules that stay in fp32, which are not converted.
         on_count: A function that gets the facts of the plan once the first step has been counted.
     """
 
     def __init__(
-        self, recipe: Fp8Recipe, context: Context, *, on_count: Callable[[dict[str, str]], None]
+        self,
+        recipe: Fp8Recipe,
+        context: Context,
+        *,
+        keep_fp32: Sequence[str] = (),
+        on_count: Callable[[dict[str, str]], None],
     ) -> None:
-        self._recipe, self._context = recipe, context
+        self._recipe, self._context, self._keep_fp32 = recipe, context, keep_fp32
         self._on_count: Callable[[dict[str, str]], None] | None = on_count
         self._models: list[nn.Module] = []
         self._reports: list[ConversionReport] = []
@@ -58,10 +65,13 @@ class Fp8Training:
         """
         before = len(self._models)
         refused: list[NothingConvertedError] = []
+        plain = list(map(unwrap_compiled, models))
+        # Found before any class changes: a pattern may be the name of a class.
+        islands = find_islands(plain, self._keep_fp32, known=self._models)
         try:
-            for model in map(unwrap_compiled, models):
+            for model in plain:
                 try:
-                    self._reports.append(convert_model(model, self._recipe))
+                    self._reports.append(convert_model(model, self._recipe, kept=islands[model]))
                     self._models.append(model)
                 except NothingConvertedError as error:
                     refused.append(error)

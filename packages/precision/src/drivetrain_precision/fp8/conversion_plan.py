@@ -1,7 +1,7 @@
 """Decide for each layer of a model whether a recipe converts it; nothing is changed yet."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,8 +42,16 @@ class LayerDecision:
         return not self.reason
 
 
-def plan_conversion(model: nn.Module, recipe: Refuses, layers: LayerFilter) -> tuple[LayerDecision, ...]:
+def plan_conversion(
+    model: nn.Module, recipe: Refuses, layers: LayerFilter, *, kept: Collection[nn.Module] = ()
+) -> tuple[LayerDecision, ...]:
     """Decide for each module with parameters of its own, in the order of the model.
+
+    Args:
+        model: The model.
+        recipe: The recipe or scheme, which refuses layers that it cannot convert.
+        layers: The layers to convert, among the others.
+        kept: Modules that stay in fp32.
 
     Raises:
         PrecisionError: A pattern of the filter matches no linear layer.
@@ -59,7 +67,8 @@ def plan_conversion(model: nn.Module, recipe: Refuses, layers: LayerFilter) -> t
         if not isinstance(module, nn.Linear):
             reasons[name] = f"is of class {type(module).__name__}, not nn.Linear"
         else:
-            why = _why_unfit(module) or ("is a low-rank adapter" if name in adapters else None)
+            why = "stays in fp32 (keep_fp32)" if module in kept else _why_unfit(module)
+            why = why or ("is a low-rank adapter" if name in adapters else None)
             why = why or layers.refusal(name, module, is_inside=name in inside)
             reasons[name] = why or _why_tied(name, ties) or recipe.refusal(module) or ""
     names = list(linear)

@@ -1,7 +1,7 @@
 """Convert the linear layers of a model to a recipe, report on each, and give the plain model back."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ def convert_model(
     model: nn.Module,
     recipe: Fp8Recipe,
     filter: LayerFilter | None = None,
+    *,
+    kept: Collection[nn.Module] = (),
 ) -> ConversionReport:
     """Let the linear layers of a model compute in a recipe, in place.
 
@@ -51,6 +53,7 @@ def convert_model(
         model: The model; its layers are not divided among ranks yet.
         recipe: The recipe that layers are to compute in.
         filter: The layers to convert; None for the recipe's own filter.
+        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns.
 
     Returns:
         The report of every module with parameters of its own.
@@ -67,7 +70,7 @@ def convert_model(
         )
     if (missing := check_library(recipe.requirements)) is not None:
         raise PrecisionError(f"recipe {recipe.name}: {missing}")
-    decisions = plan_conversion(model, recipe, filter or recipe.layers)
+    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
     if not report.converted:
         raise NothingConvertedError(_nothing(model, report))
