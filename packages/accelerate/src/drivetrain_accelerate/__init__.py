@@ -1,0 +1,39 @@
+"""Programs written for Hugging Face Accelerate, run on drivetrain without a changed line.
+
+`install()` puts modules named `accelerate` in front of the import system: a program, or a library such as
+transformers, that imports `accelerate` then gets the interface of Accelerate over drivetrain. Importing this package
+changes nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_accelerate.errors import AlreadyImportedError as AlreadyImportedError
+    from drivetrain_accelerate.errors import NotProvidedError as NotProvidedError
+    from drivetrain_accelerate.errors import UnknownVersionError as UnknownVersionError
+    from drivetrain_accelerate.installation import install as install
+    from drivetrain_accelerate.installation import is_installed as is_installed
+    from drivetrain_accelerate.installation import uninstall as uninstall
+
+# Public name -> the module that defines it.
+_MODULES = {
+    "AlreadyImportedError": "errors",
+    "NotProvidedError": "errors",
+    "UnknownVersionError": "errors",
+    "install": "installation",
+    "is_installed": "installation",
+    "uninstall": "installation",
+}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_accelerate.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_accelerate' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -1,0 +1,1 @@
+"""The modules named `accelerate`: which there are, what each holds, and how imports find them."""

@@ -1,0 +1,90 @@
+"""Find the modules named `accelerate` and the distribution that tells their version."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from types import ModuleType
+
+from drivetrain_accelerate.interface.interface_module import InterfaceLoader
+from drivetrain_accelerate.interface.module_table import module_table
+
+_NAME = "accelerate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceFinder(MetaPathFinder):
+    """The finder that stands first in `sys.meta_path` while the interface is installed.
+
+    Attributes:
+        version: The version whose interface is provided.
+        strict: Whether what Accelerate does silently wrong is done right or is an error.
+    """
+
+    version: str
+    strict: bool
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of the interface; None for any other module.
+
+        Raises:
+            ModuleNotFoundError: The interface has no such module.
+        """
+        if fullname.partition(".")[0] != _NAME:
+            return None
+        table = module_table()
+        if fullname not in table.names:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r} in the interface that drivetrain_accelerate provides; it has "
+                f"{', '.join(table.names)}",
+                name=fullname,
+            )
+        return ModuleSpec(
+            fullname,
+            InterfaceLoader(self.version),
+            origin="drivetrain_accelerate",
+            is_package=table.is_package(fullname),
+        )
+
+    def find_distributions(
+        self, context: DistributionFinder.Context = DistributionFinder.Context()
+    ) -> Iterable[Distribution]:
+        """Return the distribution of the interface, if it is what is looked for.
+
+        Libraries ask `importlib.metadata` which version they have before they import it.
+        """
+        if context.name is None or context.name.lower() == _NAME:
+            yield InterfaceDistribution(self.version)
+
+
+class InterfaceDistribution(Distribution):
+    """The distribution `accelerate` in the version whose interface is provided.
+
+    Args:
+        version: That version.
+    """
+
+    def __init__(self, version: str) -> None:
+        self._texts = {
+            "METADATA": (
+                f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {version}\n"
+                "Summary: The interface of Accelerate, provided by drivetrain-accelerate\n"
+            ),
+            "top_level.txt": f"{_NAME}\n",
+        }
+
+    def read_text(self, filename: str | PathLike[str]) -> str | None:
+        """Return the text of a file of the distribution's metadata; None if there is none."""
+        return self._texts.get(str(filename))
+
+    def locate_file(self, path: str | PathLike[str]) -> PathLike[str]:
+        """Refuse: the distribution has no files.
+
+        Raises:
+            FileNotFoundError: Always.
+        """
+        raise FileNotFoundError(f"{path}: drivetrain_accelerate provides accelerate without files")

@@ -1,0 +1,116 @@
+"""Read interface.toml: which module of Accelerate's holds which names, and where each of them is written here."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+
+PROVIDED_VERSIONS = ("1.15.0",)
+
+_PACKAGE = "drivetrain_accelerate"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The place of a name.
+
+    Attributes:
+        module: The module that defines it.
+        name: The name that it has there.
+    """
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTable:
+    """The interface as a value.
+
+    Attributes:
+        names: For each module of Accelerate's, the home of each name that it holds.
+        not_provided: For each full name that has no counterpart, what to do instead.
+    """
+
+    names: Mapping[str, Mapping[str, Home]]
+    not_provided: Mapping[str, str]
+
+    def submodules(self, module: str) -> tuple[str, ...]:
+        """Return the names of the modules directly inside a module."""
+        prefix = f"{module}."
+        inside = (name.removeprefix(prefix) for name in self.names if name.startswith(prefix))
+        return tuple(name for name in inside if "." not in name)
+
+    def is_package(self, module: str) -> bool:
+        """Return whether a module holds others."""
+        return bool(self.submodules(module))
+
+
+@cache
+def module_table() -> ModuleTable:
+    """Return the table that interface.toml holds."""
+    text = files(_PACKAGE).joinpath("interface", "interface.toml").read_text(encoding="utf-8")
+    return parse_table(text)
+
+
+def parse_table(text: str) -> ModuleTable:
+    """Return the table of a text in the form of interface.toml.
+
+    Raises:
+        ValueError: A module hands on a name that the other module does not hold.
+    """
+    read = tomllib.loads(text)
+    not_provided: dict[str, str] = read.pop("not_provided", {})
+    own = {module: _own_names(rooms) for module, rooms in read.items()}
+    names: dict[str, Mapping[str, Home]] = {}
+    for module, rooms in read.items():
+        handed = _handed_on(module, rooms, own, not_provided)
+        names[module] = MappingProxyType({**own[module], **handed})
+    return ModuleTable(
+        names=MappingProxyType(names), not_provided=MappingProxyType(_spread(read, not_provided))
+    )
+
+
+def _own_names(rooms: Mapping[str, str]) -> dict[str, Home]:
+    return {
+        name: Home(f"{_PACKAGE}.{room}", name)
+        for room, listed in rooms.items()
+        if not _is_interface(room)
+        for name in listed.split()
+    }
+
+
+def _handed_on(
+    module: str,
+    rooms: Mapping[str, str],
+    own: Mapping[str, Mapping[str, Home]],
+    not_provided: Mapping[str, str],
+) -> dict[str, Home]:
+    """Return the names that a module has from other modules of the interface."""
+    found: dict[str, Home] = {}
+    for room, listed in rooms.items():
+        if not _is_interface(room):
+            continue
+        for name in listed.split():
+            if name in own.get(room, {}):
+                found[name] = own[room][name]
+            elif f"{room}.{name}" not in not_provided:
+                raise ValueError(f"interface.toml: {module} hands on {name}, which {room} does not hold")
+    return found
+
+
+def _spread(read: Mapping[str, Mapping[str, str]], not_provided: Mapping[str, str]) -> dict[str, str]:
+    """Return what is not provided under every module that hands it on, too."""
+    found = dict(not_provided)
+    for module, rooms in read.items():
+        for room, listed in rooms.items():
+            for name in listed.split() if _is_interface(room) else ():
+                if (reason := not_provided.get(f"{room}.{name}")) is not None:
+                    found[f"{module}.{name}"] = reason
+    return found
+
+
+def _is_interface(room: str) -> bool:
+    return room.partition(".")[0] == "accelerate"

@@ -1,0 +1,133 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import drivetrain_accelerate
+from drivetrain_accelerate import UnknownVersionError
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own: what an import system finds belongs to a process."""
+    command = [sys.executable, *(arguments or ("-c",)), code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def output(code: str) -> str:
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_changes_nothing() -> None:
+    found = output(
+        "import sys; before = list(sys.meta_path); import drivetrain_accelerate; print(before == sys.meta_path)"
+    )
+    assert found == "True"
+
+
+def test_accelerate_is_the_interface_in_the_version_that_it_provides() -> None:
+    code = (
+        "import drivetrain_accelerate; drivetrain_accelerate.install(); import accelerate, importlib.metadata as m; "
+        "print(accelerate.__version__, m.version('accelerate'), m.distribution('accelerate').metadata['Name'], "
+        "'accelerate' in m.packages_distributions(), type(accelerate).__module__)"
+    )
+    assert output(code) == "1.15.0 1.15.0 accelerate True drivetrain_accelerate.interface.interface_module"
+
+
+def test_other_distributions_are_found_as_before() -> None:
+    code = (
+        "import drivetrain_accelerate, importlib.metadata as m; before = m.version('torch'); "
+        "drivetrain_accelerate.install(); print(before == m.version('torch'))"
+    )
+    assert output(code) == "True"
+
+
+def test_uninstall_gives_the_real_package_back() -> None:
+    pytest.importorskip("accelerate")
+    code = (
+        "import drivetrain_accelerate as d; d.install(); import accelerate; d.uninstall(); print(d.is_installed()); "
+        "import accelerate; print(accelerate.__file__ is not None)"
+    )
+    assert output(code) == "False\nTrue"
+
+
+def test_a_second_call_does_nothing_and_another_one_is_refused() -> None:
+    code = "import drivetrain_accelerate as d, sys; d.install(); d.install(); d.install(strict=False)"
+    done = run(code)
+    assert "RuntimeError: install(version='1.15.0', strict=False): it is installed with" in done.stderr
+    assert "call uninstall() first" in done.stderr
+
+
+def test_after_the_real_package_was_imported_it_is_refused_by_the_name_of_who_holds_it() -> None:
+    pytest.importorskip("accelerate")
+    done = run("import accelerate; import drivetrain_accelerate as d; d.install()")
+    assert "AlreadyImportedError: accelerate " in done.stderr
+    assert "was imported before by __main__" in done.stderr
+    assert "python -m drivetrain_accelerate" in done.stderr
+
+
+def test_a_version_that_is_not_provided_is_refused() -> None:
+    with pytest.raises(UnknownVersionError, match=r"version='0\.21\.0'.*provided are 1\.15\.0"):
+        drivetrain_accelerate.install(version="0.21.0")
+    assert not drivetrain_accelerate.is_installed()
+
+
+def test_a_module_and_a_name_that_are_not_there_are_named() -> None:
+    install = "import drivetrain_accelerate as d; d.install(); "
+    assert (
+        "No module named 'accelerate.nothing' in the interface"
+        in run(install + "import accelerate.nothing").stderr
+    )
+    assert "cannot import name 'nothing'" in run(install + "from accelerate import nothing").stderr
+
+
+SCRIPT = "import sys, accelerate\nprint(type(accelerate).__name__, sys.argv[1:], __name__)\n"
+
+
+def test_a_script_and_a_module_run_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    expected = "InterfaceModule ['--lr', '1'] __main__"
+    command = [sys.executable, "-m", "drivetrain_accelerate"]
+    for program in ([str(script)], ["-m", "train"]):
+        done = subprocess.run(
+            [*command, *program, "--lr", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
+def test_without_a_program_the_usage_is_shown() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain_accelerate"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: python -m drivetrain_accelerate (SCRIPT | -m MODULE)")
+
+
+def test_an_import_installs_it() -> None:
+    assert (
+        output("import drivetrain_accelerate.auto, accelerate; print(type(accelerate).__name__)")
+        == "InterfaceModule"
+    )
+
+
+def test_pytest_installs_it_where_it_is_asked_to(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import accelerate\n\n\ndef test_it():\n    assert type(accelerate).__name__ == 'InterfaceModule'\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "drivetrain_accelerate.pytest_plugin",
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

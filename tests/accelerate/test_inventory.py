@@ -1,0 +1,93 @@
+"""Every public name of the installed Accelerate is there with a compatible signature, or listed with the reason."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain_accelerate.errors import NotProvidedError
+from drivetrain_accelerate.interface.module_table import module_table
+from drivetrain_accelerate.interface.not_provided import not_provided
+
+pytest.importorskip("accelerate", reason="the interface is held against the real one")
+
+from accelerate_inventory import members, names, parameters  # noqa: E402 it imports the real one
+
+MISSING = Path(__file__).with_name("missing_names.txt")
+
+
+def ours(full_name: str) -> Any:
+    module, _, name = full_name.rpartition(".")
+    home = module_table().names[module][name]
+    return getattr(import_module(home.module), home.name)
+
+
+def test_every_public_name_is_provided_or_listed() -> None:
+    table = module_table()
+    held = {f"{module}.{name}" for module, names in table.names.items() for name in names}
+    missing = names().keys() - held - table.not_provided.keys()
+    assert sorted(missing) == MISSING.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("full_name", sorted(names().keys()))
+def test_a_name_has_the_signature_and_members_of_the_real_one(full_name: str) -> None:
+    module, _, name = full_name.rpartition(".")
+    if name not in module_table().names.get(module, {}):
+        pytest.skip("not provided")
+    real, mine = names()[full_name], ours(full_name)
+    assert not wrong(full_name, real, mine)
+
+
+def wrong(full_name: str, real: Any, mine: Any) -> list[str]:
+    """Return what a program that was written for the real name would miss in ours."""
+    if not callable(real):
+        return [] if mine == real else [f"{full_name} is {mine!r}, and really {real!r}"]
+    found = differing_parameters(full_name, real, mine)
+    if isinstance(real, type):
+        for name, member in members(real).items():
+            inner = f"{full_name}.{name}"
+            if not hasattr(mine, name):
+                found.append(f"{inner} is missing")
+            elif callable(member) or isinstance(member, (staticmethod, classmethod)):
+                found += differing_parameters(inner, getattr(real, name), getattr(mine, name))
+            elif isinstance(member, property) and member.fset is not None:
+                own = inspect.getattr_static(mine, name)
+                if isinstance(own, property) and own.fset is None:
+                    found.append(f"{inner} cannot be set")
+    return found
+
+
+def differing_parameters(full_name: str, real: Any, mine: Any) -> list[str]:
+    """Return the parameters that a call in the real form would not find."""
+    theirs, own = parameters(real), parameters(mine)
+    if theirs is None or own is None:
+        return []
+    known = {each.name: each for each in own}
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own)
+    found: list[str] = []
+    for place, each in enumerate(theirs):
+        if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            continue
+        if each.name not in known:
+            found += [] if takes_any else [f"{full_name}({each.name}=) is missing"]
+        elif each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and own[place].name != each.name:
+            found.append(f"{full_name}: parameter {place} is {own[place].name}, and really {each.name}")
+        elif not same_default(each.default, known[each.name].default):
+            found.append(f"{full_name}({each.name}={known[each.name].default!r}), really {each.default!r}")
+    return found
+
+
+def same_default(real: Any, mine: Any) -> bool:
+    """Tell whether defaults mean the same; those that are objects of their own are compared by what they show."""
+    return real is mine or real == mine or str(real) == str(mine) or type(real) is object
+
+
+@pytest.mark.parametrize("full_name", sorted(module_table().not_provided))
+def test_what_is_not_provided_says_so_when_it_is_used(full_name: str) -> None:
+    reason = module_table().not_provided[full_name]
+    stand_in: Any = not_provided(full_name, reason)
+    with pytest.raises(NotProvidedError, match="is not provided by drivetrain_accelerate: "):
+        stand_in()
+    assert len(reason) > 20

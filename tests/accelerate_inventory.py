@@ -1,0 +1,58 @@
+"""The public names of the installed Accelerate: its modules, classes, functions, methods and their parameters."""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+# Tests of its own, an extension for a library that is not installed, and the drawing of its own questions.
+_LEFT_OUT = ("accelerate.test_utils", "accelerate.utils.rich", "accelerate.commands.menu")
+
+
+def modules() -> Iterator[ModuleType]:
+    """Import every module of the real package."""
+    import accelerate
+
+    yield accelerate
+    for found in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
+        if not found.name.startswith(_LEFT_OUT):
+            yield importlib.import_module(found.name)
+
+
+def names() -> dict[str, Any]:
+    """Return every public name by its full name, with its value.
+
+    A module's names are those that it defines and, of a package, those of Accelerate's that it hands on.
+    """
+    found: dict[str, Any] = {}
+    for module in modules():
+        is_package = hasattr(module, "__path__")
+        for name, value in vars(module).items():
+            if name.startswith("_") or inspect.ismodule(value):
+                continue
+            home = getattr(value, "__module__", None)
+            is_own = home == module.__name__ or (home is None and name.isupper())
+            if is_own or (is_package and str(home).partition(".")[0] == "accelerate"):
+                found[f"{module.__name__}.{name}"] = value
+    return found
+
+
+def members(value: type) -> dict[str, Any]:
+    """Return the public members of a class, those of its bases in the package included."""
+    bases = [base for base in value.__mro__ if base.__module__.partition(".")[0] == "accelerate"]
+    return {
+        name: member
+        for base in reversed(bases)
+        for name, member in vars(base).items()
+        if not name.startswith("_")
+    }
+
+
+def parameters(value: Any) -> list[inspect.Parameter] | None:
+    """Return the parameters of a callable; None if it does not tell them."""
+    try:
+        return list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        return None
