@@ -8,7 +8,13 @@ from types import ModuleType
 from typing import Any
 
 # Tests of its own, an extension for a library that is not installed, and the drawing of its own questions.
-_LEFT_OUT = ("accelerate.test_utils", "accelerate.utils.rich", "accelerate.commands.menu")
+# The last only warns that it has moved.
+_LEFT_OUT = (
+    "accelerate.test_utils",
+    "accelerate.utils.rich",
+    "accelerate.commands.menu",
+    "accelerate.memory_utils",
+)
 
 
 def modules() -> Iterator[ModuleType]:
@@ -27,14 +33,18 @@ def names() -> dict[str, Any]:
     A module's names are those that it defines and, of a package, those of Accelerate's that it hands on.
     """
     found: dict[str, Any] = {}
+    constants = vars(importlib.import_module("accelerate.utils.constants"))
     for module in modules():
         is_package = hasattr(module, "__path__")
         for name, value in vars(module).items():
-            if name.startswith("_") or inspect.ismodule(value):
+            if name.startswith("_") or inspect.ismodule(value) or name == "TYPE_CHECKING":
                 continue
             home = getattr(value, "__module__", None)
-            is_own = home == module.__name__ or (home is None and name.isupper())
-            if is_own or (is_package and str(home).partition(".")[0] == "accelerate"):
+            # A constant does not tell where it is defined: one of accelerate.utils.constants is of that module.
+            is_constant = home is None and name.isupper()
+            is_own = home == module.__name__ or (is_constant and name not in constants)
+            is_handed_on = is_package and (is_constant or str(home).partition(".")[0] == "accelerate")
+            if is_own or is_handed_on or module.__name__ == "accelerate.utils.constants":
                 found[f"{module.__name__}.{name}"] = value
     return found
 

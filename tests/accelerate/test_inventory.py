@@ -13,7 +13,7 @@ from drivetrain_accelerate.interface.not_provided import not_provided
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
 
-from accelerate_inventory import members, names, parameters  # noqa: E402 it imports the real one
+from accelerate_inventory import members, names, parameters
 
 MISSING = Path(__file__).with_name("missing_names.txt")
 

@@ -48,7 +48,7 @@ def install(*, version: str | None = None, strict: bool = True) -> None:
 def uninstall() -> None:
     """Take the interface out of the import system.
 
-    Modules that imported it keep what they hold; the next `import accelerate` finds the real package, if there is one.
+    Modules that imported it keep what they hold. The next `import accelerate` finds the real package, if any.
     """
     if (finder := installed_finder()) is None:
         return

@@ -6,12 +6,14 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
+from pathlib import Path
 from types import ModuleType
 
 from drivetrain_accelerate.interface.interface_module import InterfaceLoader
 from drivetrain_accelerate.interface.module_table import module_table
 
 _NAME = "accelerate"
+_ANY = DistributionFinder.Context()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,10 @@ class InterfaceFinder(MetaPathFinder):
     strict: bool
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 the names alone decide
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """Return the spec of a module of the interface; None for any other module.
 
@@ -50,9 +55,7 @@ class InterfaceFinder(MetaPathFinder):
             is_package=table.is_package(fullname),
         )
 
-    def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
-    ) -> Iterable[Distribution]:
+    def find_distributions(self, context: DistributionFinder.Context = _ANY) -> Iterable[Distribution]:
         """Return the distribution of the interface, if it is what is looked for.
 
         Libraries ask `importlib.metadata` which version they have before they import it.
@@ -81,7 +84,7 @@ class InterfaceDistribution(Distribution):
         """Return the text of a file of the distribution's metadata; None if there is none."""
         return self._texts.get(str(filename))
 
-    def locate_file(self, path: str | PathLike[str]) -> PathLike[str]:
+    def locate_file(self, path: str | PathLike[str]) -> Path:
         """Refuse: the distribution has no files.
 
         Raises:

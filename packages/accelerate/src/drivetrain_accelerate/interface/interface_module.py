@@ -1,8 +1,8 @@
 """A module of the interface, which imports what it holds when it is asked for."""
 
 from importlib import import_module
-from importlib.machinery import ModuleSpec
 from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from drivetrain_accelerate.interface.module_table import ModuleTable, module_table

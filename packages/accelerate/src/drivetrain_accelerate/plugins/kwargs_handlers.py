@@ -1,0 +1,147 @@
+"""The dataclasses of options that `Accelerator(kwargs_handlers=[...])` takes."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch import profiler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType
+
+
+class KwargsHandler:
+    """The base of dataclasses of options."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of all fields."""
+        return deepcopy(vars(self))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Options of `torch.autocast`."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of `torch.nn.parallel.DistributedDataParallel`, and of how it communicates gradients."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: Literal[
+        DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16
+    ] = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return the options that DDP's constructor takes."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Have a model reduce its gradients by the hook that `comm_hook` names."""
+        if self.comm_hook == DDPCommunicationHookType.NO:
+            return
+        state: Any = None
+        hook: Any
+        if self.comm_hook == DDPCommunicationHookType.POWER_SGD:
+            state, hook = (
+                powerSGD_hook.PowerSGDState(None, **self.comm_state_option),
+                powerSGD_hook.powerSGD_hook,
+            )
+        elif self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
+            hook = powerSGD_hook.batched_powerSGD_hook
+        else:
+            hook = _COMPRESSING_HOOKS[self.comm_hook]
+        if self.comm_wrapper != DDPCommunicationHookType.NO:
+            hook = _COMPRESSING_WRAPPERS[self.comm_wrapper](hook)
+        model.register_comm_hook(state=state, hook=hook)
+
+
+_COMPRESSING_HOOKS: dict[DDPCommunicationHookType, Any] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+    DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+}
+_COMPRESSING_WRAPPERS: dict[DDPCommunicationHookType, Any] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+    DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+}
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of fp16's loss scale."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of `torch.distributed.init_process_group`."""
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Options of `torch.profiler.profile`."""
+
+    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> profiler.profile:
+        """Return the profiler.
+
+        Raises:
+            ValueError: An activity is unknown.
+        """
+        activities = None
+        if self.activities is not None:
+            known = profiler.ProfilerActivity.__members__
+            if unknown := [name for name in self.activities if name.upper() not in known]:
+                raise ValueError(
+                    f"activities={self.activities!r}: {unknown[0]!r} must be one of "
+                    f"{', '.join(map(str.lower, known))}"
+                )
+            activities = [known[name.upper()] for name in self.activities]
+        options = {each.name: getattr(self, each.name) for each in fields(self)}
+        schedule = options.pop("schedule_option")
+        del options["activities"], options["output_trace_dir"]
+        return profiler.profile(
+            activities=activities,
+            schedule=None if schedule is None else profiler.schedule(**schedule),
+            **options,
+        )
