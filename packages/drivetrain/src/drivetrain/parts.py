@@ -9,7 +9,7 @@ from drivetrain.fp8_training import Fp8Training
 from drivetrain.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
 from drivetrain.step_watch import StepWatch
-from drivetrain_backends import Backend
+from drivetrain_backends import AccumulationWindow, Backend
 from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Policy
@@ -72,3 +72,8 @@ class HasParts:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.context = parts.context
+
+    @property
+    def window(self) -> AccumulationWindow:
+        """The accumulation window, for programs that decide themselves which micro-batch closes it."""
+        return self._parts.backend.window

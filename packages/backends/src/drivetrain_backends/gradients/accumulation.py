@@ -31,6 +31,8 @@ class AccumulationWindow:
         num_micro_batches: The nominal number of micro-batches in a window.
         next_num_micro_batches: The nominal number for the next window; set by `resize`.
         fixed_because: The reason why the number is fixed, set by a backend that depends on it; None if it is not.
+        is_open_ended: Whether a window closes with a micro-batch that says so, whatever its length; set while the
+            window is closed, by programs that count their micro-batches themselves.
         nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
             "skip" skips the step, "raise" is an error.
         length: The number of micro-batches in the current window so far, including the current one.
@@ -47,6 +49,7 @@ class AccumulationWindow:
     nonfinite_gradients: NonFiniteGradients = "ignore"
     next_num_micro_batches: int = field(init=False)
     fixed_because: str | None = field(default=None, init=False)
+    is_open_ended: bool = field(default=False, init=False)
     length: int = field(default=1, init=False)
     closing: bool = field(default=True, init=False)
     begun: int = field(default=0, init=False)
@@ -74,7 +77,7 @@ class AccumulationWindow:
             self.num_failed_before = self.num_failed
         else:
             self.length += 1
-        self.closing = is_last or self.length >= self.num_micro_batches
+        self.closing = is_last or (not self.is_open_ended and self.length >= self.num_micro_batches)
 
     def begin_alone(self) -> None:
         """Check that a backward outside `begin` is its own window.

@@ -1,0 +1,209 @@
+"""The Accelerator of Accelerate's interface: its arguments, and what it is made of."""
+
+from os import PathLike
+from typing import Any
+
+from drivetrain_accelerate.accelerator.preparation import Preparation
+from drivetrain_accelerate.accelerator.ranks import Ranks
+from drivetrain_accelerate.accelerator.run_options import (
+    RunOptions,
+    accumulation_of,
+    chosen_precision,
+    sort_handlers,
+)
+from drivetrain_accelerate.accelerator.training import Training
+from drivetrain_accelerate.plugins.enums import LoggerType, PrecisionType, RNGType
+from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
+from drivetrain_accelerate.plugins.run_configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+
+_NOT_SAID = object()
+
+
+class Accelerator(Training, Preparation, Ranks):
+    """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
+
+    Args:
+        device_placement: Whether models and batches go to the device; drivetrain always places them.
+        split_batches: Whether a loader's batch size is the sum over processes.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None for what the launch says.
+        gradient_accumulation_steps: The number of micro-batches in one optimizer step.
+        cpu: Whether to compute on the CPU even where there is an accelerator.
+        dataloader_config: How loaders are divided.
+        deepspeed_plugin: One plugin of DeepSpeed, or several by name.
+        fsdp_plugin: How models are sharded.
+        torch_tp_plugin: Tensor parallelism, which drivetrain does not have yet.
+        megatron_lm_plugin: Megatron, which drivetrain does not have yet.
+        rng_types: Not used: the order of data needs no generator to be synchronised.
+        log_with: The trackers to log to.
+        project_dir: The folder of the run.
+        project_config: Where results are stored.
+        gradient_accumulation_plugin: How gradients are accumulated.
+        step_scheduler_with_optimizer: Whether schedulers follow the optimizers' steps.
+        kwargs_handlers: Options by handler, such as `DistributedDataParallelKwargs`.
+        dynamo_backend: The backend of torch.compile.
+        dynamo_plugin: How models are compiled.
+        parallelism_config: The parallel dimensions.
+
+    Raises:
+        ValueError: A value is unknown, two arguments contradict each other, or another Accelerator of this process
+            has another precision.
+        NotImplementedError: A plugin asks for what drivetrain does not have yet.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _NOT_SAID,  # pyright: ignore[reportArgumentType] as in Accelerate: not said
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | list[Any] | Any = None,
+        project_dir: str | PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        _refuse_unsupported(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
+        data = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not _NOT_SAID:
+            data.split_batches = split_batches
+        project = project_config or ProjectConfiguration()
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(str(project_dir))
+        options = RunOptions(
+            mixed_precision=chosen_precision(mixed_precision),
+            cpu=cpu,
+            data=data,
+            project=project,
+            accumulation=accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin),
+            handlers=sort_handlers(kwargs_handlers),
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            dynamo_plugin=dynamo_plugin if dynamo_plugin is not None else dynamo_backend,
+            parallelism_config=parallelism_config,
+            log_with=log_with if isinstance(log_with, list) else [log_with] if log_with else [],
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        )
+        init = options.handlers.init
+        timeout = {} if init is None or init.timeout is None else {"timeout": init.timeout}
+        state = AcceleratorState(
+            options.mixed_precision,
+            cpu,
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            parallelism_config=parallelism_config,
+            _from_accelerator=True,
+            **timeout,
+        )
+        super().__init__(options, state)
+        self.device_placement = device_placement
+        self.rng_types = rng_types
+        self.dataloader_config = data
+        self.project_configuration = project
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scaler: Any = None
+        self.step = 0
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of forward and backward."""
+        return self.state.mixed_precision
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The plugin of DeepSpeed that is selected; None without one."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded: drivetrain shards by FSDP2 alone."""
+        return self.state.is_fsdp2
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The parallel dimensions; None without."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of the parallel dimensions; None without."""
+        return self.state.device_mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """True if several parallel dimensions are combined."""
+        return self.parallelism_config is not None
+
+    @property
+    def split_batches(self) -> bool:
+        """True if a loader's batch size is the sum over processes."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """True if the main process reads for all; None: for iterable datasets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """True if the tail is filled with repeats."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """True if the order follows from a seed and the epoch alone; in drivetrain it always does."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """True if pinned batches are copied without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """True if loaders have `state_dict`; drivetrain's always have."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint."""
+        return self.project_configuration.iteration
+
+
+def _refuse_unsupported(**plugins: Any) -> None:
+    for name, plugin in plugins.items():
+        if plugin is not None:
+            raise NotImplementedError(
+                f"{name}={plugin!r}: drivetrain has no such parallel dimension yet; train with data parallelism "
+                "(nothing to say), fsdp_plugin= or deepspeed_plugin="
+            )

@@ -1,0 +1,188 @@
+"""The methods of an Accelerator that prepare what a loop trains and reads, and release it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain_accelerate.accelerator.basis import Basis
+from drivetrain_accelerate.loaders.prepared_loader import (
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    skip_first_batches,
+)
+from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
+from drivetrain_accelerate.training.scheduler import AcceleratedScheduler
+from drivetrain_backends import Scheduler
+from drivetrain_data.sharded_loader import is_loader
+
+
+class Preparation(Basis):
+    """The prepared objects of a run, by kind and in the order of their preparation."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[DataLoaderAdapter] = []
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, schedulers and loaders; other objects come back as they are.
+
+        Called on all ranks with the same kinds of objects.
+
+        Args:
+            *args: The objects, in any order.
+            device_placement: Not used: models and batches go to the device of their process.
+
+        Returns:
+            The prepared objects in the order given; a single object is returned by itself.
+        """
+        del device_placement
+        trained = [each for each in args if _is_trained(each)]
+        found: dict[int, Any] = dict(zip(map(id, trained), self._prepared(trained), strict=True))
+        results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in args)
+        return results[0] if len(results) == 1 else results
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model alone.
+
+        Args:
+            model: The model.
+            device_placement: Not used: the model goes to the device of its process.
+            evaluation_mode: Whether it is not trained: it then goes to its device, and nothing wraps it.
+        """
+        del device_placement
+        if evaluation_mode and not self.is_sharded:
+            self._models.append(model.to(self.state.device))
+            return model
+        (prepared,) = self._prepared([model])
+        return prepared
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the run divides models among ranks, so that one cannot stay whole."""
+        return str(self.state.distributed_type.value) in ("FSDP", "DEEPSPEED")
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a loader alone. Called on all ranks.
+
+        Args:
+            data_loader: The loader.
+            device_placement: Not used: batches go to the device of their process.
+            slice_fn_for_dispatch: Not supported: drivetrain slices batches of any nesting.
+
+        Raises:
+            ValueError: A slicing function is given.
+        """
+        del device_placement
+        if slice_fn_for_dispatch is not None:
+            raise ValueError(
+                "prepare_data_loader(slice_fn_for_dispatch=): batches are sliced along dimension 0 of their tensors; "
+                "have collate_fn return such batches"
+            )
+        if isinstance(data_loader, DataLoaderAdapter):
+            return data_loader
+        sharded = self.inner.prepare(data_loader)
+        kind = DataLoaderDispatcher if self.options.data.dispatch_batches else DataLoaderShard
+        prepared = kind.over(data_loader, sharded)
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
+        """Prepare an optimizer whose model is prepared already."""
+        del device_placement
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        (prepared,) = self._prepared([optimizer])
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare a scheduler, which follows the steps of its optimizer."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        of_it = [
+            each
+            for each in self._optimizers
+            if getattr(scheduler, "optimizer", None) in (each, each.optimizer)
+        ]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            of_it or self._optimizers,
+            step_with_optimizer=self.options.step_scheduler_with_optimizer,
+            split_batches=self.options.data.split_batches,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the module as the user built it, with the trained parameters.
+
+        Args:
+            model: A prepared model; another one is returned without DDP's wrapper.
+            keep_fp32_wrapper: Whether its forward goes on in the run's precision.
+            keep_torch_compile: Whether torch.compile's wrapper stays around it.
+        """
+        found = self.inner.unwrap_model(model, keep_autocast=keep_fp32_wrapper)
+        inside = getattr(found, "_orig_mod", found)
+        return found if keep_torch_compile else inside
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks."""
+        del unwrap
+        return self.inner.get_state_dict(model, everywhere=True)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader that leaves out the first batches of its epochs, without reading them."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget all prepared objects, release those given, and return a None for each."""
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            kept.clear()
+        self.gradient_state.is_window_set = False
+        self.gradient_state.sync_gradients = True
+        return [] if self._inner is None and not objects else list(self.inner.free_memory(*objects))
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do the same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def _prepared(self, trained: list[Any]) -> list[Any]:
+        """Prepare models and optimizers together, since backends replace parameters."""
+        if not trained:
+            return []
+        plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
+        prepared = self.inner.prepare(*plain)
+        results: list[Any] = []
+        for each in [prepared] if len(trained) == 1 else prepared:
+            if isinstance(each, Optimizer):
+                self._optimizers.append(AcceleratedOptimizer(each))
+                results.append(self._optimizers[-1])
+            else:
+                self._models.append(each)
+                results.append(each)
+        return results
+
+    def _prepare_other(self, obj: Any) -> Any:
+        if isinstance(obj, DataLoaderAdapter | AcceleratedScheduler | AcceleratedOptimizer):
+            return obj
+        if is_loader(obj):
+            return self.prepare_data_loader(obj)
+        return self.prepare_scheduler(obj) if isinstance(obj, Scheduler) else obj
+
+
+def _is_trained(obj: Any) -> bool:
+    return isinstance(obj, nn.Module) or (
+        isinstance(obj, Optimizer) and not isinstance(obj, AcceleratedOptimizer)
+    )

@@ -1,0 +1,165 @@
+"""The methods of an Accelerator that tell of the ranks and exchange data between them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from drivetrain_accelerate.accelerator.basis import Basis
+from drivetrain_accelerate.accelerator.real_rows import real_rows
+from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_data import BatchPlan
+from drivetrain_data.remainder import trim_objects
+from drivetrain_state import LeafError
+from drivetrain_state.collectives import operations as collectives
+
+
+class Ranks(Basis):
+    """The ranks of the run: what each is, what each does alone, and what all exchange."""
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there are several ranks."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """True if there are several ranks on accelerators."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes train together."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its node."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.state.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """True if this process is rank 0."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True if this process is rank 0 of its node."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """True if this process has the highest rank."""
+        return self.state.is_last_process
+
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Run the block with this rank's share of a list, tuple, dict of lists or tensor."""
+        return self.state.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
+        return self.state.on_main_process if function is None else self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function so that it runs on rank 0 of each node only."""
+        state = self.state
+        return state.on_local_main_process if function is None else state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function so that it runs on the highest rank only."""
+        return self.state.on_last_process(function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function so that it runs on one rank only."""
+        return self.state.on_process(function, process_index=process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function so that it runs on one rank of each node only."""
+        return self.state.on_local_process(function, local_process_index=local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 before the other ranks. Called on all ranks."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
+        return self.state.local_main_process_first()
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has reached this call. Called on all ranks."""
+        self.state.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first rank of each node, as `print` does."""
+        self.state.print(*args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate nested tensors over ranks, rank by rank, in dimension 0. Called on all ranks."""
+        return self.inner.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather results of the current batch, each sample once. Called on all ranks.
+
+        Of each rank's rows the first are those of its real samples; what the tail repeats is left out.
+
+        Args:
+            input_data: Nested tensors with samples in dimension 0; or a list of any objects, one per sample.
+            use_gather_object: Whether to gather objects.
+        """
+        active = self.gradient_state.active_dataloader
+        plan: BatchPlan | None = getattr(getattr(active, "sharded", None), "current", None)
+        if not use_gather_object:
+            try:
+                gathered, rows = collectives.gather_rows(self.state.context, input_data)
+            except LeafError:  # a leaf that is no tensor is one on every rank
+                pass
+            else:
+                size: int | None = getattr(getattr(active, "sharded", None), "batch_size", None)
+                return real_rows(plan, gathered, rows, batch_size=size)
+        by_rank = collectives.gather_object(self.state.context, input_data)
+        return trim_objects(plan, by_rank)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce nested tensors of equal shapes over ranks and scale them. Called on all ranks."""
+        op: Any = reduction
+        found = tensor if reduction == "none" else collectives.reduce(self.state.context, tensor, op=op)
+        return found if scale == 1.0 else tree_map(lambda leaf: leaf * scale, found)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad nested tensors to the largest size over ranks in one dimension. Called on all ranks."""
+        return collectives.pad_across_processes(
+            self.state.context, tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
+        )
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag, which `check_trigger` reports on all ranks."""
+        self.inner.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank raised its flag, and lower all flags. Called on all ranks."""
+        return self.inner.check_trigger()

@@ -1,0 +1,123 @@
+"""The arguments of an Accelerator as one value, checked and sorted by what they are for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain_accelerate.plugins.enums import PrecisionType
+from drivetrain_accelerate.plugins.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from drivetrain_accelerate.plugins.run_configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from drivetrain_config import environ
+
+_PRECISIONS = tuple(PrecisionType.list())
+
+
+@dataclass(kw_only=True)
+class Handlers:
+    """The handlers that an Accelerator was given, one of a kind."""
+
+    autocast: AutocastKwargs | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: KwargsHandler | None = None
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """What a program says of its run, and may still change on the plugins until it prepares its model.
+
+    Attributes:
+        mixed_precision: The precision that was said; None if neither the program nor the launch says one.
+        cpu: Whether to compute on the CPU.
+        data: How loaders are divided.
+        project: Where results are stored.
+        accumulation: How gradients are accumulated.
+        handlers: The handlers, by kind.
+        deepspeed_plugin: One plugin of DeepSpeed, or several by name.
+        fsdp_plugin: How models are sharded.
+        dynamo_plugin: How models are compiled.
+        parallelism_config: The parallel dimensions.
+        log_with: The trackers to log to.
+        step_scheduler_with_optimizer: Whether schedulers follow the optimizers' steps.
+    """
+
+    mixed_precision: str | None = None
+    cpu: bool = False
+    data: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    handlers: Handlers = field(default_factory=Handlers)
+    deepspeed_plugin: Any = None
+    fsdp_plugin: Any = None
+    dynamo_plugin: Any = None
+    parallelism_config: Any = None
+    log_with: Sequence[Any] = ()
+    step_scheduler_with_optimizer: bool = True
+
+
+def sort_handlers(given: Sequence[KwargsHandler] | None) -> Handlers:
+    """Return handlers by kind.
+
+    Raises:
+        ValueError: An object is no handler, or a kind comes twice.
+    """
+    found = Handlers()
+    places: dict[type[Any], str] = {
+        AutocastKwargs: "autocast",
+        DistributedDataParallelKwargs: "ddp",
+        GradScalerKwargs: "scaler",
+        InitProcessGroupKwargs: "init",
+        ProfileKwargs: "profile",
+    }
+    for handler in given or ():
+        if not isinstance(handler, KwargsHandler):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+            raise ValueError(
+                f"kwargs_handlers: {handler!r} is no handler; pass objects such as DistributedDataParallelKwargs(...)"
+            )
+        name = next((place for kind, place in places.items() if isinstance(handler, kind)), "fp8")
+        if getattr(found, name) is not None:
+            raise ValueError(f"kwargs_handlers: {type(handler).__name__} comes twice; pass one of each kind")
+        setattr(found, name, handler)
+    return found
+
+
+def chosen_precision(mixed_precision: PrecisionType | str | None) -> str | None:
+    """Return the precision that a program or the launch says, as a plain word.
+
+    Raises:
+        ValueError: It is none of those that there are.
+    """
+    said = environ.read("ACCELERATE_MIXED_PRECISION") if mixed_precision is None else str(mixed_precision)
+    if said is not None and said not in _PRECISIONS:
+        raise ValueError(f"mixed_precision={said!r}: must be one of {', '.join(_PRECISIONS)}")
+    return said
+
+
+def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """Return the options of accumulation that the arguments say.
+
+    Raises:
+        ValueError: Both arguments say a number.
+    """
+    if plugin is None:
+        launched = environ.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+        steps = int(launched) if launched is not None and num_steps == 1 else num_steps
+        return GradientAccumulationPlugin(num_steps=steps)
+    if num_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin=: say the number in one"
+        )
+    return plugin

@@ -1,0 +1,1 @@
+"""Prepared loaders with the attributes that programs for Accelerate read, over drivetrain-data's."""

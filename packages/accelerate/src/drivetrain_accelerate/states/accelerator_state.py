@@ -1,0 +1,138 @@
+"""How the run trains, shared by all that ask: the ranks, the precision and the plugins of the first Accelerator."""
+
+from typing import Any, ClassVar
+
+from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.states.partial_state import PartialState
+
+_OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
+
+
+class AcceleratorState(PartialState):
+    """The ranks, precision and plugins of a run. The first Accelerator sets them.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None for that of the launch, or "no".
+        cpu: Whether to compute on the CPU even where there is an accelerator.
+        dynamo_plugin: How models are compiled.
+        deepspeed_plugin: One plugin, or several by name.
+        fsdp_plugin: How models are sharded.
+        torch_tp_plugin: Tensor parallelism by torch.
+        megatron_lm_plugin: Megatron's options.
+        parallelism_config: The parallel dimensions.
+        _from_accelerator: Whether an Accelerator asks, which alone may set them.
+        **kwargs: What `PartialState` takes.
+
+    Attributes:
+        deepspeed_plugins: The plugins of DeepSpeed by name; None without.
+        device_mesh: The mesh of the parallel dimensions; None without.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    deepspeed_plugins: dict[str, Any] | None
+    fsdp_plugin: Any
+    dynamo_plugin: Any
+    parallelism_config: Any
+    device_mesh: Any
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if self.initialized:
+            self._check_same(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ValueError(
+                "AcceleratorState() before any Accelerator(): there is no precision and no plugin yet; construct "
+                "`accelerator = Accelerator()` first, or ask PartialState() for the ranks"
+            )
+        PartialState(cpu, **kwargs)
+        self.__dict__.update(PartialState._shared_state)
+        self._mixed_precision = mixed_precision or "no"
+        plugins = deepspeed_plugin
+        self.deepspeed_plugins = (
+            plugins if plugins is None or isinstance(plugins, dict) else {"default": plugins}
+        )
+        given = (dynamo_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config, fsdp_plugin)
+        self.__dict__.update(zip(_OWN, given, strict=True))
+        self.device_mesh = None
+        self.distributed_type = self._chosen_type()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget the precision and the plugins, and the ranks too if that is asked for."""
+        cls._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of forward and backward."""
+        return self._mixed_precision
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded: drivetrain shards by FSDP2 alone, whatever version the plugin says."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The plugin of DeepSpeed that is selected; None without one."""
+        plugins = self.deepspeed_plugins
+        if not plugins:
+            return None
+        return next((each for each in plugins.values() if getattr(each, "selected", True)), None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Return a plugin of DeepSpeed by its name.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise KeyError(f"{name!r}: the plugins of DeepSpeed are {', '.join(plugins) or 'none'}")
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Select a plugin of DeepSpeed by its name, for what is prepared from now on."""
+        chosen = self.get_deepspeed_plugin(name or "default")
+        for each in (self.deepspeed_plugins or {}).values():
+            each._unselect() if each is not chosen else each.select(_from_accelerator_state=True)
+
+    def _chosen_type(self) -> DistributedType:
+        if self.deepspeed_plugins:
+            return DistributedType.DEEPSPEED
+        if self.fsdp_plugin is not None:
+            return DistributedType.FSDP
+        return self.distributed_type
+
+    def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:
+        """Refuse another precision or device than that of the first Accelerator.
+
+        Raises:
+            ValueError: They differ.
+        """
+        for name, given, kept in (
+            ("mixed_precision", mixed_precision, self._mixed_precision),
+            ("cpu", cpu or None, self._cpu),
+        ):
+            if given is not None and given != kept:
+                raise ValueError(
+                    f"{name}={given!r}: the first Accelerator of this process has {kept!r}, and they share a state; "
+                    "say the same, or call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
+                )

@@ -1,0 +1,116 @@
+"""Where the run is between two optimizer steps, shared by all that ask: a view of the loaders being read."""
+
+from typing import Any, ClassVar, Protocol
+
+from drivetrain_accelerate.plugins.run_configuration import GradientAccumulationPlugin
+from drivetrain_accelerate.states.shared_state import SharedState
+
+
+class ActiveLoader(Protocol):
+    """A prepared loader, as far as the state asks it."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+
+class GradientState(SharedState):
+    """Whether the optimizer steps with this micro-batch, and where the loaders being read are.
+
+    Args:
+        gradient_accumulation_plugin: The options of accumulation; given by the Accelerator.
+
+    Attributes:
+        sync_gradients: Whether gradients are reduced and the optimizer steps with the current micro-batch.
+        plugin_kwargs: The options of accumulation that differ from their defaults.
+        is_window_set: Whether the program itself says which micro-batch closes a window, by `_set_sync_gradients`,
+            as transformers' Trainer does.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    is_window_set: bool
+    _loaders: list[ActiveLoader]
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        if not self.initialized:
+            self.sync_gradients = True
+            self.is_window_set = False
+            self.plugin_kwargs = {}
+            self._loaders = []
+            self._is_xla_gradients_synced = False
+        if gradient_accumulation_plugin is not None:
+            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """The number of micro-batches in one optimizer step."""
+        return self.plugin_kwargs.get("num_steps", 1)
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """True if a scheduler advances while gradients are accumulated."""
+        return self.plugin_kwargs.get("adjust_scheduler", False)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """True if the last batch of a loader closes the window before it is full."""
+        return self.plugin_kwargs.get("sync_with_dataloader", True)
+
+    @property
+    def active_dataloader(self) -> ActiveLoader | None:
+        """The innermost loader that is being read; None outside all loops."""
+        return self._loaders[-1] if self._loaders else None
+
+    @property
+    def dataloader_references(self) -> list[ActiveLoader | None]:
+        """The loaders that are being read, the innermost last, behind a None for no loader."""
+        return [None, *self._loaders]
+
+    @dataloader_references.setter
+    def dataloader_references(self, references: list[ActiveLoader | None]) -> None:
+        self._loaders = [each for each in references if each is not None]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """True while a loader is being read."""
+        return bool(self._loaders)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """True with the last batch of the loader that is being read."""
+        active = self.active_dataloader
+        return active is not None and active.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """The number of samples of the loader's last step over all ranks; -1 outside all loops or if unknown."""
+        active = self.active_dataloader
+        return -1 if active is None else active.remainder
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """True if XLA has reduced the gradients of this step."""
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, is_synced: bool) -> None:
+        self._is_xla_gradients_synced = is_synced
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether the next micro-batch closes the window; programs that count micro-batches themselves do."""
+        self.sync_gradients = sync_gradients
+        self.is_window_set = True
+
+    def _add_dataloader(self, dataloader: ActiveLoader) -> None:
+        self._loaders.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
+        self._loaders = [each for each in self._loaders if each is not dataloader]

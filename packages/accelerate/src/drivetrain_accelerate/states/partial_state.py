@@ -1,0 +1,215 @@
+"""The ranks of this process, shared by all that ask for them: a view of one `drivetrain_state.Context`."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.states.shared_state import SharedState
+from drivetrain_config import environ, resolve
+from drivetrain_state import Context, StateSettings, best_device_kind, connect
+from drivetrain_state.collectives import control
+from drivetrain_state.collectives import operations as collectives
+
+_BY_DEVICE = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "npu": DistributedType.MULTI_NPU,
+    "mlu": DistributedType.MULTI_MLU,
+    "hpu": DistributedType.MULTI_HPU,
+}
+
+
+class PartialState(SharedState):
+    """The ranks and the device of this process. The first instance connects the ranks; called on all of them.
+
+    Args:
+        cpu: Whether to compute on the CPU even where there is an accelerator.
+        **kwargs: What `init_process_group` takes: `timeout`, and `backend` or `init_method`, which must fit the
+            group that the launcher described.
+
+    Attributes:
+        context: The context of drivetrain that this is a view of.
+        device: The device of this process.
+        distributed_type: How processes train together.
+        num_processes: The number of ranks.
+        process_index: The rank of this process.
+        local_process_index: The rank of this process on its node.
+        backend: The name of the group's communication backend; None for a single process.
+        debug: Whether collectives compare what the ranks hand them.
+        fork_launched: Whether a notebook launched this process; always false, since ours do not fork.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    context: Context
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    backend: str | None
+    debug: bool
+    fork_launched: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        if self.initialized:
+            return
+        settings = _settings(kwargs)
+        context = connect(settings, device="cpu" if cpu or _asks_for_cpu() else None)
+        topology = context.topology
+        self._cpu = cpu
+        self.context = context
+        self.device = context.device
+        self.debug = settings.debug
+        self.backend = dist.get_backend() if context.group is not None else None
+        self.distributed_type = (
+            DistributedType.NO if topology.world_size == 1 else _BY_DEVICE[context.device.type]
+        )
+        self.num_processes, self.process_index = topology.world_size, topology.rank
+        self.local_process_index = topology.local_rank
+        self.fork_launched = False
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\nNum processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and not self.initialized:
+            raise AttributeError(
+                f"PartialState has no attribute {name!r} before an Accelerator() or PartialState() is constructed, "
+                "or after _reset_state()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        context: Context | None = cls._shared_state.get("context")
+        super()._reset_state()
+        if context is not None:
+            context.close()
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there are several ranks."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def is_last_process(self) -> bool:
+        """True if this process has the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """True if this process is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True if this process is rank 0 of its node."""
+        return self.local_process_index == 0
+
+    @property
+    def default_device(self) -> torch.device:
+        """The best kind of device that there is, whether or not this process uses it."""
+        return torch.device(best_device_kind())
+
+    def set_device(self) -> None:
+        """Do nothing: the device was chosen, and made torch's current one, when the ranks connected."""
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has reached this call. Called on all ranks."""
+        collectives.barrier(self.context)
+
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Run the block with this rank's share of a list, tuple, dict of lists or tensor."""
+        return control.split_between_processes(self.context, inputs, apply_padding=apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 before the other ranks. Called on all ranks."""
+        return control.main_process_first(self.context)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
+        return control.local_main_process_first(self.context)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
+        return control.on_main_process(self.context)(_given(function))
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function so that it runs on rank 0 of each node only."""
+        return control.on_local_main_process(self.context)(_given(function))
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function so that it runs on the highest rank only."""
+        return control.on_last_process(self.context)(function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function so that it runs on one rank only; without a function, return the decorator."""
+        if process_index is None:
+            raise ValueError("on_process(process_index=None): say the rank that runs the function")
+        decorate = control.on_process(self.context, process_index)
+        return decorate if function is None else decorate(function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function so that it runs on one rank of each node; without a function, return the decorator."""
+        if local_process_index is None:
+            raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
+
+        def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
+            is_chosen = self.local_process_index == local_process_index
+            return control.on_process(self.context, self.process_index if is_chosen else -1)(chosen)
+
+        return decorate if function is None else decorate(function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first rank of each node, as `print` does."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 what the program asked for
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Destroy a process group, all if none is given."""
+        if group is not None or not self.context.owns_group:
+            dist.destroy_process_group(group)
+        else:
+            self.context.close()
+
+
+def _asks_for_cpu() -> bool:
+    return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def _given(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    if function is None:
+        raise ValueError("the decorator needs the function: write it without brackets")
+    return function
+
+
+def _settings(kwargs: dict[str, Any]) -> StateSettings:
+    """Return the section of connecting, with what a program says by its arguments.
+
+    Raises:
+        TypeError: An argument is unknown.
+    """
+    known = {"timeout", "backend", "init_method", "use_deepspeed"}
+    if unknown := sorted(name for name in kwargs if name not in known and not name.startswith("_")):
+        raise TypeError(f"PartialState() got {unknown[0]}=; it takes cpu, {', '.join(sorted(known))}")
+    timeout: timedelta | None = kwargs.get("timeout")
+    code = {} if timeout is None else {"timeout_seconds": timeout.total_seconds()}
+    return resolve(StateSettings, section="state", code=code).value

@@ -1,0 +1,117 @@
+"""A prepared optimizer, which steps when the window of micro-batches closes."""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_backends import PreparedOptimizer
+
+
+class AcceleratedOptimizer(Optimizer):
+    """The user's optimizer, with its groups and state, stepped by drivetrain.
+
+    Args:
+        optimizer: The user's optimizer, or drivetrain's prepared one.
+        device_placement: Not used: states lie where their parameters do.
+        scaler: The loss scale of fp16, for programs that look at it.
+
+    Attributes:
+        optimizer: The user's optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
+        # Optimizer.__init__ is not called: groups, state and defaults stay in the user's optimizer.
+        self._prepared = optimizer
+        self.optimizer = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        self.scaler = scaler
+        self.device_placement = device_placement
+        self.gradient_state = GradientState()
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The state by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The parameter groups; learning rates are read and set here."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The defaults of a new parameter group."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the user's optimizer."""
+        self._prepared.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the user's optimizer."""
+        return self._prepared.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict into the user's optimizer."""
+        self._prepared.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Clear the gradients; keep those of an open window."""
+        if self.gradient_state.sync_gradients:
+            self._prepared.zero_grad(set_to_none=set_to_none is None or set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step if the window is closed. Called on all ranks."""
+        if self.gradient_state.sync_gradients:
+            self._prepared.step(closure)
+
+    def train(self) -> None:
+        """Switch an optimizer that has modes, such as a schedule-free one, to training."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that has modes, such as a schedule-free one, to evaluation."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step was skipped because a gradient was not finite."""
+        return isinstance(self._prepared, PreparedOptimizer) and self._prepared.was_skipped
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.optimizer.__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_prepared"):  # not yet set
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """Return the state of an optimizer with all of its tensors on a device."""
+    if isinstance(state, dict):
+        return {key: move_to_device(value, device) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(move_to_device(value, device) for value in state)
+    return state.to(device) if isinstance(state, torch.Tensor) else state

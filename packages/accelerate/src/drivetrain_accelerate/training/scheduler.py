@@ -1,0 +1,73 @@
+"""A prepared scheduler, which advances as Accelerate's does: once for each process with each optimizer step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_accelerate.states.partial_state import PartialState
+from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
+
+
+class AcceleratedScheduler:
+    """The user's scheduler, advanced when the optimizers step.
+
+    Args:
+        scheduler: The user's scheduler.
+        optimizers: The prepared optimizers that it belongs to.
+        step_with_optimizer: Whether `step` follows the optimizers; if false, each call advances the scheduler once.
+        split_batches: Whether a loader's batch size is the sum over processes. If not, a step of all processes counts
+            as one for each process, since a schedule is written for the loader of one.
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> None:
+        self.scheduler = scheduler
+        several = isinstance(optimizers, Sequence)
+        self.optimizers: list[Any] = list(optimizers) if several else [optimizers]  # pyright: ignore[reportUnknownArgumentType]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance with the optimizers' step, unless it was skipped; in an open window do nothing."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                self.scheduler._step_count += 1
+            return
+        if any(isinstance(each, AcceleratedOptimizer) and each.step_was_skipped for each in self.optimizers):
+            return
+        for _ in range(1 if self.split_batches else PartialState().num_processes):
+            # A schedule of a fixed number of steps must not be asked beyond its end.
+            if self.scheduler._step_count <= getattr(
+                self.scheduler, "total_steps", self.scheduler._step_count
+            ):
+                self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the groups."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the user's scheduler."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the user's scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_lr(self) -> list[float]:
+        """Return what the user's scheduler computes for the groups."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        """Print as the user's scheduler does."""
+        return self.scheduler.print_lr(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not yet set
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
