@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -146,7 +148,7 @@ class Ranks(Basis):
         """Reduce nested tensors of equal shapes over ranks and scale them. Called on all ranks."""
         op: Any = reduction
         found = tensor if reduction == "none" else collectives.reduce(self.state.context, tensor, op=op)
-        return found if scale == 1.0 else tree_map(lambda leaf: leaf * scale, found)
+        return found if scale == 1.0 else tree_map(partial(mul, scale), found)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

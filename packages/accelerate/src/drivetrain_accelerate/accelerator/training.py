@@ -1,7 +1,7 @@
 """The methods of an Accelerator inside a training loop: windows, backward, clipping, autocast."""
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -75,19 +75,8 @@ class Training(Basis):
             joinables: The models trained in it.
             even_batches: Whether the loaders fill their tails; None leaves them as they are.
         """
-        del (
-            even_batches
-        )  # loaders of drivetrain give all ranks equally many steps, and weigh what is repeated
-        models = [each for each in joinables if isinstance(each, nn.Module)]
-        with ExitStack() as stack:
-            if models and self.use_join:
-                stack.enter_context(self.inner.join(*models))
-            yield
-
-    @property
-    def use_join(self) -> bool:
-        """True if ranks can run out of batches at different steps."""
-        return self.state.num_processes > 1 and self.state.distributed_type.startswith("MULTI_")
+        del joinables, even_batches  # drivetrain's loaders give all ranks equally many steps
+        yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of a loss. Called on all ranks.

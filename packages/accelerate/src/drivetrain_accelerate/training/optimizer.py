@@ -29,7 +29,7 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self.gradient_state = GradientState()
 
-    @property
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The state by parameter."""
         return self.optimizer.state
@@ -38,7 +38,7 @@ class AcceleratedOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    @property
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The parameter groups; learning rates are read and set here."""
         return self.optimizer.param_groups
