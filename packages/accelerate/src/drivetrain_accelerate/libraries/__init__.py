@@ -1,0 +1,1 @@
+"""Which libraries and devices there are, and in which versions."""
