@@ -29,8 +29,8 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module has such a list inside."""
-    return any(is_repeated_blocks(each) for each in module.modules() if each is not module)
+    """Return whether a module is such a list, or has one inside."""
+    return any(map(is_repeated_blocks, module.modules()))
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
