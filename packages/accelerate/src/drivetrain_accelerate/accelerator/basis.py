@@ -33,5 +33,5 @@ class Basis:
         Not earlier: programs change their plugins after they construct an Accelerator.
         """
         if self._inner is None:
-            self._inner = compose(self.options)
+            self._inner = compose(self.options, self.state.num_processes)
         return self._inner

@@ -11,9 +11,9 @@ from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfigurat
 Section = dict[str, object]
 
 
-def compose(options: RunOptions) -> Accelerator:
+def compose(options: RunOptions, num_processes: int) -> Accelerator:
     """Return the Accelerator that carries a run out. Called on all ranks."""
-    sections: dict[str, object] = {"data": data_section(options.data)}
+    sections: dict[str, object] = {"data": data_section(options.data, num_processes)}
     if options.handlers.ddp is not None:
         sections["ddp"] = ddp_section(options.handlers.ddp)
     if options.handlers.scaler is not None:
@@ -28,16 +28,17 @@ def compose(options: RunOptions) -> Accelerator:
     )
 
 
-def data_section(configuration: DataLoaderConfiguration) -> Section:
+def data_section(configuration: DataLoaderConfiguration, num_processes: int) -> Section:
     """Return the `data` section of a configuration.
 
     `even_batches` promises batches of one size on all processes, which programs rely on where they exchange tensors
-    themselves: the tail is filled with repeats, which `gather_for_metrics` leaves out.
+    themselves: the tail is filled with repeats, which `gather_for_metrics` leaves out. One process has no others to
+    keep in step with.
     """
     return {
         "split_batches": configuration.split_batches,
         "dispatch": configuration.dispatch_batches,
-        "even": "pad" if configuration.even_batches else "uneven",
+        "even": "pad" if configuration.even_batches and num_processes > 1 else "uneven",
         "seed": configuration.data_seed,
         "non_blocking": configuration.non_blocking,
     }

@@ -29,22 +29,24 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement = device_placement
         self.gradient_state = GradientState()
 
-    @property  # pyright: ignore[reportIncompatibleVariableOverride]
+    @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The state by parameter."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.state = state
 
-    @property  # pyright: ignore[reportIncompatibleVariableOverride]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The parameter groups; learning rates are read and set here."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, param_groups: list[dict[str, Any]]
+    ) -> None:
         self.optimizer.param_groups = param_groups
 
     @property
