@@ -1,4 +1,4 @@
-"""What this host has and how its processes are laid out: devices, drivers, ranks, cores, free ports, kernel."""
+"""Facts of this host and its processes: devices, drivers, ranks, cores, free ports, kernel."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ class CPUInformation:
     """The place of a process among those that train on CPUs.
 
     Attributes:
-        rank: The rank.
+        rank: The rank among all.
         world_size: The number of ranks.
         local_rank: The rank on this host.
         local_world_size: The number of ranks on this host.

@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Generator, Mapping
-from copy import copy
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from drivetrain_backends.compat import COMPILED_MODULE
+from drivetrain_backends.compat import COMPILED_MODULE, modules_in
 from drivetrain_backends.modules.autocast_forward import restore_forward
 
 
@@ -71,7 +71,7 @@ def extract_model_from_parallel(
     """Return the model inside of DDP, DataParallel and DeepSpeed's engine.
 
     Args:
-        model: The model.
+        model: The model, wrapped or not.
         keep_fp32_wrapper: Whether its forward still computes in mixed precision; else its own one is put back.
         keep_torch_compile: Whether a compiled model comes back compiled.
         recursive: Whether to unwrap the modules inside too, in place.
@@ -128,18 +128,19 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     such blocks is compiled whole.
 
     Args:
-        module: The model.
+        module: The model to compile.
         **compile_kwargs: Arguments of `torch.compile`.
     """
     if is_repeated_blocks(module):
         return nn.ModuleList(_compiled(block, compile_kwargs) for block in module.children())
     if not has_repeated_blocks(module):
         return _compiled(module, compile_kwargs)
-    shared: nn.Module = copy(module)  # a module's own copy shares its parameters, and its modules' dict
-    shared.__dict__["_modules"] = {}
-    for name, child in module.named_children():
-        shared.add_module(name, compile_regions(child, **compile_kwargs))
-    return shared
+    children = modules_in(module)
+    # A deep copy of the dict of its modules alone, in which each is replaced; all else is shared.
+    known: dict[int, Any] = {id(value): value for value in vars(module).values() if value is not children}
+    for child in module.children():
+        known[id(child)] = compile_regions(child, **compile_kwargs)
+    return deepcopy(module, known)
 
 
 def _compiled(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:

@@ -19,7 +19,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed Python, NumPy, torch and its accelerators.
 
     Args:
-        seed: The seed.
+        seed: The seed of all generators.
         device_specific: Whether each rank adds its index to the seed, so that their numbers differ.
         deterministic: Whether torch may use only deterministic kernels from now on. On CUDA, cuBLAS then asks for
             CUBLAS_WORKSPACE_CONFIG=:4096:8.

@@ -1,1 +1,1 @@
-"""Which libraries and devices there are, and in which versions."""
+"""The libraries and devices that there are, and their versions."""

@@ -1,4 +1,4 @@
-"""Whether a library is installed: a function for each name of Accelerate's, from one table.
+"""Tell whether a library is installed: a function for each name of Accelerate's, from one table.
 
 All of them return a bool, and none imports the library.
 """

@@ -1,4 +1,4 @@
-"""Which kinds of devices this process can compute on, and in which dtypes."""
+"""The kinds of devices that this process can compute on, and in which dtypes."""
 
 import importlib
 import importlib.util
@@ -85,11 +85,8 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 def is_habana_gaudi1() -> bool:
     """Return whether the Gaudi device is one of the first generation."""
-    if not is_hpu_available():
-        return False
-    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    kind: object = experimental._get_device_type()
-    return kind == experimental.synDeviceType.synDeviceGaudi
+    module = device_module("hpu") if is_hpu_available() else None
+    return module is not None and str(module.get_device_name()).upper() == "GAUDI"  # later ones add a number
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:

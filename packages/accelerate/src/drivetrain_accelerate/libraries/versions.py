@@ -12,7 +12,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
     Args:
         library_or_version: The name of an installed library, or a version.
-        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
+        operation: The comparison, one of `>`, `>=`, `==`, `!=`, `<=`, `<`.
         requirement_version: The version to compare with.
 
     Raises:

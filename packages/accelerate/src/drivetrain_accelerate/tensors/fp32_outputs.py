@@ -22,7 +22,7 @@ class ConvertOutputsToFp32:
     """A callable that calls another, and converts what it returns to float32.
 
     Args:
-        model_forward: The callable.
+        model_forward: The callable to wrap.
     """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:

@@ -11,11 +11,11 @@ import torch
 
 @dataclass
 class TensorInformation:
-    """What is known of a tensor without its values.
+    """The shape and dtype of a tensor, without its values.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
+        shape: The sizes of its dimensions.
+        dtype: The type of its elements.
     """
 
     shape: torch.Size
@@ -39,7 +39,7 @@ def is_tensor_information(tensor_info: Any) -> bool:
 
 def is_namedtuple(data: Any) -> bool:
     """Return whether this is an instance of a named tuple's class."""
-    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_make")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -125,7 +125,7 @@ def send_to_device(
 
     Args:
         tensor: Lists, tuples, mappings and dataclasses, nested.
-        device: The device.
+        device: The device to move to.
         non_blocking: Whether to copy pinned tensors without waiting.
         skip_keys: The key, or the keys, of mappings whose values stay where they are.
     """

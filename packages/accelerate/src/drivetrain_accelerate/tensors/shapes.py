@@ -81,8 +81,8 @@ def slice_tensors(
     Args:
         data: Lists, tuples and mappings of tensors, nested.
         tensor_slice: The slice of dimension 0, or whatever else indexes a tensor.
-        process_index: Not used.
-        num_processes: Not used.
+        process_index: The rank; it changes nothing.
+        num_processes: The number of ranks; it changes nothing.
     """
     del process_index, num_processes
     return recursively_apply(torch.Tensor.__getitem__, data, tensor_slice)
