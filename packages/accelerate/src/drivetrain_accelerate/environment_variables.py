@@ -1,0 +1,122 @@
+"""Read and patch environment variables, as scripts and tests for Accelerate do."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from inspect import isclass
+from logging import getLogger
+from typing import Any
+
+from drivetrain_config import environ
+
+logger = getLogger(__name__)
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+_UNSAFE = (";", "\n", "<", ">", " ")  # a launcher on the other host would read them as syntax
+_PREFIX = "ACCELERATE_"
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return whether a word means yes, as 1 or 0, or as a bool with `to_bool`.
+
+    Raises:
+        ValueError: The word means neither.
+    """
+    word = value.lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"invalid truth value {value}: say one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
+    found = word in _TRUE
+    return found if to_bool else int(found)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first variable that is an integer of 0 or more.
+
+    Raises:
+        ValueError: A variable before it is no integer.
+    """
+    for key in env_keys:
+        text = environ.read(key)
+        if text is not None and (number := int(text)) >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return whether a variable's word means yes.
+
+    Raises:
+        ValueError: The word means neither yes nor no.
+    """
+    text = environ.read(key)
+    return default if text is None else bool(str_to_bool(text))
+
+
+def parse_choice_from_env(key: str, default: Any = "no") -> str:
+    """Return a variable's text."""
+    text = environ.read(key)
+    return str(default) if text is None else text
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return lines `NAME=value` of variables; those with characters that have a meaning for a shell are left out."""
+    lines: list[str] = []
+    for name, value in current_env.items():
+        if name and value and not any(character in name + value for character in _UNSAFE):
+            lines.append(f"{name}={value}\n")
+        else:
+            logger.warning(
+                "the variable %s=%s is left out: it is empty, or has a space or one of ; < >", name, value
+            )
+    return lines
+
+
+@contextmanager
+def clear_environment() -> Generator[None]:
+    """Run the block without any environment variable; afterwards all are as before."""
+    before = environ.child_environment()
+    environ.replace({})
+    try:
+        yield
+    finally:
+        environ.replace(before)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Generator[None]:
+    """Run the block with variables set, under names in upper case; afterwards they are as before."""
+    with environ.exported(**{name.upper(): str(value) for name, value in kwargs.items()}):
+        yield
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorate a function, or a class with tests, so that the variables ACCELERATE_* are afterwards as before."""
+    if not isclass(func_or_cls):
+        return _purging(func_or_cls)
+    for name in dir(func_or_cls):
+        member: object = getattr(func_or_cls, name)
+        if name.startswith("test") and callable(member):
+            setattr(func_or_cls, name, _purging(member))
+    return func_or_cls
+
+
+def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = _of_accelerate()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            kept = {
+                name: text
+                for name, text in environ.child_environment().items()
+                if not name.startswith(_PREFIX)
+            }
+            environ.replace({**kept, **before})
+
+    return wrapper
+
+
+def _of_accelerate() -> dict[str, str]:
+    return {name: text for name, text in environ.child_environment().items() if name.startswith(_PREFIX)}

@@ -1,0 +1,1 @@
+"""The libraries and devices that there are, and their versions."""

@@ -1,0 +1,145 @@
+"""The kinds of devices that this process can compute on, and in which dtypes."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from drivetrain_accelerate.libraries.availability import (
+    is_msamp_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+)
+from drivetrain_accelerate.libraries.versions import is_torch_version
+from drivetrain_config import environ
+from drivetrain_state.detect import device_module
+
+USE_TORCH_XLA = True
+
+
+def is_torch_distributed_available() -> bool:
+    """Return whether torch was built with its collectives."""
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Return whether torch was built with the collectives of Intel GPUs."""
+    return torch.distributed.is_available() and torch.distributed.is_xccl_available()
+
+
+def is_cuda_available() -> bool:
+    """Return whether there is a CUDA device, without initialising CUDA, so that processes can still be forked."""
+    with environ.exported(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Return whether torch was built for AMD's devices and there is one."""
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether there is an Apple GPU, and torch is of this version or newer."""
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
+
+
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Return whether there is a Cambricon MLU; `check_device` computes on it."""
+    return _is_there("mlu", "torch_mlu", check_device)
+
+
+def is_musa_available(check_device: bool = False) -> bool:
+    """Return whether there is a Moore Threads GPU; `check_device` computes on it."""
+    return _is_there("musa", "torch_musa", check_device)
+
+
+def is_npu_available(check_device: bool = False) -> bool:
+    """Return whether there is an Ascend NPU; `check_device` computes on it."""
+    return _is_there("npu", "torch_npu", check_device)
+
+
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Return whether there is a Tecorigin SDAA device; `check_device` computes on it."""
+    return _is_there("sdaa", "torch_sdaa", check_device)
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether there is an Intel GPU; `check_device` computes on it."""
+    return _is_there("xpu", None, check_device)
+
+
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Return whether there is a Trainium device; `check_device` computes on it."""
+    return _is_there("neuron", "torch_neuronx", check_device)
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Return whether there is a Gaudi device; `init_hccl` loads its collectives too."""
+    if not _is_there("hpu", "habana_frameworks", check_device=False):
+        return False
+    if init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    return True
+
+
+def is_habana_gaudi1() -> bool:
+    """Return whether the Gaudi device is one of the first generation."""
+    module = device_module("hpu") if is_hpu_available() else None
+    return module is not None and str(module.get_device_name()).upper() == "GAUDI"  # later ones add a number
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed, and whether its device is a TPU or a GPU, if that is asked.
+
+    Raises:
+        ValueError: Both are asked.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("check_is_tpu=True, check_is_gpu=True: a device cannot be both; ask for one")
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    runtime = importlib.import_module("torch_xla.runtime")
+    return str(runtime.device_type()) in (("TPU",) if check_is_tpu else ("GPU", "CUDA"))
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether this process can compute in bfloat16.
+
+    Args:
+        ignore_tpu: Whether a TPU, which can, does not count.
+    """
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    return not is_mps_available() or is_torch_version(">=", "2.6")
+
+
+def is_fp16_available() -> bool:
+    """Return whether this process can compute in float16: every device but the first Gaudi does."""
+    return not is_habana_gaudi1()
+
+
+def is_fp8_available() -> bool:
+    """Return whether a library that computes in fp8 is installed; torch itself is enough for drivetrain."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def _is_there(kind: str, library: str | None, check_device: bool) -> bool:
+    """Return whether torch, with a vendor's library, finds a device of a kind."""
+    if library is not None:
+        if importlib.util.find_spec(library) is None:
+            return False
+        importlib.import_module(library)
+    module: ModuleType | None = device_module(kind)
+    if module is None or module.device_count() == 0:
+        return False
+    if check_device:
+        try:
+            torch.zeros(1, device=kind)
+        except RuntimeError:
+            return False
+    return True

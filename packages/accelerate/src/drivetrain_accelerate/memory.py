@@ -1,0 +1,103 @@
+"""Free memory, and find a batch size that fits, with Accelerate's rule of the next smaller one."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from drivetrain_memory import ExecutableBatchSize, NoBatchSizeFitsError, free_memory, is_out_of_memory
+from drivetrain_memory import clear_device_cache as clear_cache
+from drivetrain_memory import find_executable_batch_size as search
+
+# cuDNN says so where it finds no algorithm for which the memory suffices.
+_CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the memory that the accelerator's allocator keeps to its driver; collect garbage before, if asked to."""
+    clear_cache(garbage_collection)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Forget objects, collect garbage and return cached memory.
+
+    Call it as `model, optimizer = release_memory(model, optimizer)`: what has other references stays as it is.
+
+    Returns:
+        A None for each object.
+    """
+    count = len(objects)
+    del objects
+    free_memory()
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether an exception means that the host or an accelerator ran out of memory."""
+    return is_out_of_memory(exception) or (isinstance(exception, RuntimeError) and _CUDNN in str(exception))
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Call a function with smaller and smaller batch sizes until it no longer runs out of memory.
+
+    A decorator, with or without arguments. A second call of the decorated function starts at the size that fitted.
+
+    Args:
+        function: The function; its first argument is the batch size, which callers omit.
+        starting_batch_size: The first size to try.
+        reduce_batch_size_fn: A function without arguments that returns the next size; None takes nine tenths.
+
+    Raises:
+        TypeError: The function takes no batch size; at a call, the arguments do not fit it.
+        ValueError: The starting size is below 1; at a call, the next size is not smaller.
+        NoBatchSizeFitsError: At a call, every size ran out of memory; a RuntimeError.
+    """
+    if function is None:
+        return partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    tried = search(
+        _telling(function),
+        starting_batch_size=starting_batch_size,
+        reduce_batch_size=_next_size(reduce_batch_size_fn),
+        remembered=ExecutableBatchSize(),
+    )
+
+    @wraps(function)
+    def decorator(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return tried(*args, **kwargs)
+        except NoBatchSizeFitsError as error:
+            raise NoBatchSizeFitsError(f"No executable batch size found, reached zero: {error}") from error
+
+    decorator.__signature__ = inspect.signature(tried)  # pyright: ignore[reportAttributeAccessIssue]
+    return decorator
+
+
+def _next_size(reduce_batch_size_fn: Callable[[], int] | None) -> Callable[[int], int]:
+    if reduce_batch_size_fn is None:
+        return lambda batch_size: int(batch_size * 0.9)
+    return lambda _: reduce_batch_size_fn()
+
+
+def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose error is one of memory where cuDNN finds no algorithm that fits."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if _CUDNN in str(error) and not is_out_of_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+
+    return call

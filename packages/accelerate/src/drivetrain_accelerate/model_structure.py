@@ -1,0 +1,170 @@
+"""Look at the modules of a model: what wraps it, what torch.compile compiled, which blocks repeat."""
+
+import sys
+from collections.abc import Generator, Mapping
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from drivetrain_backends.compat import COMPILED_MODULE, modules_in
+from drivetrain_backends.modules.autocast_forward import restore_forward
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(module)` returned."""
+    return COMPILED_MODULE in dict(module.named_children()) and hasattr(module, "dynamo_ctx")
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether a module inside a module, or itself, is what `torch.compile` returned."""
+    return any(is_compiled_module(each) for each in module.modules())
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether a module is a list of modules of one class, such as the layers of a transformer."""
+    return isinstance(module, nn.ModuleList) and len({type(each) for each in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether a module is such a list, or has one inside."""
+    return any(map(is_repeated_blocks, module.modules()))
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
+    """Return the modules of a model, each after those that it holds.
+
+    Args:
+        model: The model, which comes last.
+        return_fqns: Whether to return pairs of the full name and the module.
+    """
+    pairs = list(_bottom_up(model, ""))
+    return pairs if return_fqns else [module for _, module in pairs]
+
+
+def _bottom_up(module: nn.Module, name: str) -> Generator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Return whether a parameter is divided among ranks as a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return the number of ranks that share each layer of a model of transformers'; None if it does not say so."""
+    return getattr(model, "tp_size", None)
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """Return the model inside of DDP, DataParallel and DeepSpeed's engine.
+
+    Args:
+        model: The model, wrapped or not.
+        keep_fp32_wrapper: Whether its forward still computes in mixed precision; else its own one is put back.
+        keep_torch_compile: Whether a compiled model comes back compiled.
+        recursive: Whether to unwrap the modules inside too, in place.
+    """
+    compiled = model if is_compiled_module(model) else None
+    outer = compiled.get_submodule(COMPILED_MODULE) if compiled is not None else model
+    inner = _unwrapped(outer)
+    if recursive:
+        _unwrap_children(inner)
+    if not keep_fp32_wrapper:
+        _put_forward_back(inner)
+    if compiled is None or not keep_torch_compile:
+        return inner
+    return compiled if inner is outer else _recompiled(compiled, inner)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(model, _wrappers()):
+        model = cast("nn.Module", model.module)
+    return model
+
+
+def _wrappers() -> tuple[type[Any], ...]:
+    deepspeed: Any = sys.modules.get("deepspeed")  # no engine without its library
+    engine = getattr(deepspeed, "DeepSpeedEngine", None)
+    return (DistributedDataParallel, DataParallel, *([engine] if isinstance(engine, type) else []))
+
+
+def _unwrap_children(model: nn.Module) -> None:
+    for name, child in list(model.named_children()):
+        inner = _unwrapped(child)
+        if inner is not child:
+            setattr(model, name, inner)
+        _unwrap_children(inner)
+
+
+def _put_forward_back(model: nn.Module) -> None:
+    restore_forward(model)
+    forward = vars(model).pop("_original_forward", None)  # where a program replaced it as Accelerate does
+    if forward is not None:
+        model.forward = forward
+
+
+def _recompiled(compiled: Any, inner: nn.Module) -> nn.Module:
+    """Return a wrapper of torch.compile with the same options around another module; the given one stays whole."""
+    build, arguments, *_ = compiled.__reduce__()
+    return build(inner, *arguments[1:])
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Return a copy of a model, with the same weights, whose repeated blocks are compiled one by one.
+
+    Blocks of one class share their compiled code, which takes less time to compile than the whole. What holds no
+    such blocks is compiled whole.
+
+    Args:
+        module: The model to compile.
+        **compile_kwargs: Arguments of `torch.compile`.
+    """
+    if is_repeated_blocks(module):
+        return nn.ModuleList(_compiled(block, compile_kwargs) for block in module.children())
+    if not has_repeated_blocks(module):
+        return _compiled(module, compile_kwargs)
+    children = modules_in(module)
+    # A deep copy of the dict of its modules alone, in which each is replaced; all else is shared.
+    known: dict[int, Any] = {id(value): value for value in vars(module).values() if value is not children}
+    for child in module.children():
+        known[id(child)] = compile_regions(child, **compile_kwargs)
+    return deepcopy(module, known)
+
+
+def _compiled(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    return cast("nn.Module", torch.compile(module, **options))
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the repeated blocks of a model one by one, in place, and the rest of its modules too."""
+    compile_in_place(module, **compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a model one by one, in place, and the rest of its modules too."""
+    compile_in_place(module, **compile_kwargs)
+    return module
+
+
+def compile_in_place(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile each block of a list of blocks, and each module that holds no such list; names stay as they are."""
+    if is_repeated_blocks(module):
+        for block in module.children():
+            block.compile(**compile_kwargs)
+    elif has_repeated_blocks(module):
+        for child in module.children():
+            compile_in_place(child, **compile_kwargs)
+    else:
+        module.compile(**compile_kwargs)

@@ -1,0 +1,92 @@
+"""Seed the random number generators, and make the ranks' generators equal."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from drivetrain_accelerate.plugins.enums import RNGType
+from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_state import Context
+from drivetrain_state import set_seed as seed_all
+from drivetrain_state.collectives.operations import broadcast_object
+from drivetrain_state.detect import device_module
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy, torch and its accelerators.
+
+    Args:
+        seed: The seed of all generators.
+        device_specific: Whether each rank adds its index to the seed, so that their numbers differ.
+        deterministic: Whether torch may use only deterministic kernels from now on. On CUDA, cuBLAS then asks for
+            CUBLAS_WORKSPACE_CONFIG=:4096:8.
+
+    Raises:
+        ValueError: The seed is negative.
+    """
+    if importlib.util.find_spec("numpy") is not None:  # only generators that are imported are seeded
+        importlib.import_module("numpy")
+    seed_all(seed + current_context().topology.rank if device_specific else seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
+    """Give one kind of generator the state of rank 0's. Called on all ranks.
+
+    Args:
+        rng_type: The kind; None does nothing.
+        generator: The generator, for `RNGType.GENERATOR`.
+
+    Raises:
+        ValueError: The generator is not given, or this process has no generator of the kind.
+    """
+    if rng_type is None:
+        return
+    kind = RNGType(rng_type)
+    context = current_context()
+    if kind is RNGType.TORCH:
+        torch.set_rng_state(_of_main(context, torch.get_rng_state()))
+    elif kind is RNGType.GENERATOR:
+        if generator is None:
+            raise ValueError("rng_type='generator': give the generator")
+        generator.set_state(_of_main(context, generator.get_state()))
+    else:
+        module = _module_of(kind)
+        state = module.get_rng_state()
+        # A state is a tensor of bytes on the host, or XLA's number.
+        module.set_rng_state(_of_main(context, state))
+
+
+def _module_of(kind: RNGType) -> Any:
+    name = str(kind)
+    if kind is RNGType.XLA:
+        module = importlib.import_module("torch_xla") if importlib.util.find_spec("torch_xla") else None
+    else:
+        module = device_module(name)
+    if module is None:
+        raise ValueError(f"rng_type={name!r}: this process has no {name} device whose generator has a state")
+    return module
+
+
+def _of_main(context: Context, state: Any) -> Any:
+    return broadcast_object(context, state)
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
+) -> None:
+    """Give kinds of generators the states of rank 0's. Called on all ranks.
+
+    Args:
+        rng_types: The kinds, such as `["torch", "generator"]`.
+        generator: The generator, for "generator".
+
+    Raises:
+        ValueError: A kind is unknown, the generator is not given, or this process has no generator of a kind.
+    """
+    for rng_type in [RNGType(each) for each in ([rng_types] if isinstance(rng_types, str) else rng_types)]:
+        synchronize_rng_state(rng_type, generator=generator)

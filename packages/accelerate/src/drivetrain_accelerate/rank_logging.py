@@ -1,0 +1,51 @@
+"""Loggers that log on the main process unless a call says otherwise."""
+
+import logging
+from functools import cache
+from typing import Any
+
+from drivetrain_config import environ
+from drivetrain_state import RankLogger
+
+_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
+
+
+class MultiProcessAdapter(RankLogger):
+    """A logger that logs on the main process, or on all: `main_process_only=False`, `in_order=True`.
+
+    Args:
+        logger: The logger that writes the lines.
+        extra: Attributes of every record.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger)
+        self.extra = extra
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Add the attributes of every record to those of this one."""
+        if self.extra:
+            kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+    @cache  # noqa: B019 a logger lives as long as the process
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warn, unless the same was said before."""
+        options: dict[str, Any] = {"stacklevel": 2, **kwargs}
+        self.warning(*args, **options)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return the logger of a name, for several processes. It may be created before the ranks connect.
+
+    Args:
+        name: The name, as for `logging.getLogger`.
+        log_level: The level, which the root logger gets too, as in Accelerate; None takes the environment's
+            ACCELERATE_LOG_LEVEL, if set.
+    """
+    level = log_level or environ.read(_LEVEL_VARIABLE)
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

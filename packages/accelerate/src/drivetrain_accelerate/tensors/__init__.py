@@ -1,0 +1,1 @@
+"""Nested tensors: apply functions to them, move them, and exchange them between ranks."""

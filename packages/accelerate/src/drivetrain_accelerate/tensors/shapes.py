@@ -1,0 +1,140 @@
+"""Look at nested tensors: their batch size and structure; cut, join and convert them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from drivetrain_accelerate.tensors.nested_tensors import (
+    TensorInformation,
+    honor_type,
+    is_tensor_information,
+    recursively_apply,
+    with_values,
+)
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the size of the first dimension of the first leaf.
+
+    Raises:
+        TypeError: The first leaf is no tensor.
+        ValueError: There is no leaf, or the first one has no dimension.
+    """
+    if isinstance(data, (tuple, list, Mapping)):
+        items = cast("Mapping[Any, Any]", data).values() if isinstance(data, Mapping) else data
+        for first in cast("Sequence[Any]", items):
+            return find_batch_size(first)
+        raise ValueError(f"an empty {type(data).__name__} has no batch size: give it a tensor")
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{type(data)} has no batch size: the first leaf must be a tensor")
+    if data.dim() == 0:
+        raise ValueError("a tensor of shape () has no batch size: the first leaf needs a dimension")
+    return data.shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the size of the first dimension of the first leaf; None if it has none."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return nested data with a `TensorInformation` in place of each tensor."""
+
+    def information(tensor: torch.Tensor) -> TensorInformation:
+        return TensorInformation(tensor.shape, tensor.dtype)
+
+    return recursively_apply(information, data)
+
+
+def get_shape(data: Any) -> Any:
+    """Return nested data with the shape of each tensor, as a list, in its place."""
+
+    def shape(tensor: torch.Tensor) -> list[int]:
+        return list(tensor.shape)
+
+    return recursively_apply(shape, data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return nested data with a tensor of any values in place of each `TensorInformation`."""
+
+    def empty(information: TensorInformation) -> torch.Tensor:
+        return torch.empty(information.shape, dtype=information.dtype)
+
+    return recursively_apply(empty, data_structure, test_type=is_tensor_information)
+
+
+def listify(data: Any) -> Any:
+    """Return nested data with a list of numbers in place of each tensor."""
+    return recursively_apply(torch.Tensor.tolist, data)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return nested data with a slice of each tensor.
+
+    Args:
+        data: Lists, tuples and mappings of tensors, nested.
+        tensor_slice: The slice of dimension 0, or whatever else indexes a tensor.
+        process_index: The rank; it changes nothing.
+        num_processes: The number of ranks; it changes nothing.
+    """
+    del process_index, num_processes
+    return recursively_apply(torch.Tensor.__getitem__, data, tensor_slice)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Join nested tensors of the same structure, leaf by leaf.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+        ValueError: There is nothing to join, or structures differ.
+    """
+    if not data:
+        raise ValueError("there is nothing to concatenate: the list is empty")
+    first = data[0]
+    if isinstance(first, (tuple, list)):
+        if len({len(each) for each in data}) > 1:
+            raise ValueError(f"cannot concatenate sequences of lengths {[len(each) for each in data]}")
+        columns = zip(*data, strict=True)
+        return honor_type(first, (concatenate(column, dim=dim) for column in columns))
+    if isinstance(first, Mapping):
+        mapping = cast("Mapping[Any, Any]", first)
+        if any(each.keys() != mapping.keys() for each in data):
+            raise ValueError(
+                f"cannot concatenate mappings of different keys: {[list(each) for each in data]}"
+            )
+        return with_values(
+            mapping, {key: concatenate([each[key] for each in data], dim=dim) for key in mapping}
+        )
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"cannot concatenate {type(first)}: all leaves must be tensors")
+    return torch.cat(list(data), dim=dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Return nested tensors whose last row is repeated until the batch divides by the number of processes.
+
+    Args:
+        tensor: Lists, tuples and mappings of tensors, nested.
+        batch_size: The number of rows of the batch.
+        num_processes: The number of processes that share it.
+        dim: The dimension of rows.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+    """
+    missing = -batch_size % num_processes
+
+    def padded(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0:
+            return leaf
+        last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
+        return torch.cat([leaf, *[last] * missing], dim=dim)
+
+    return recursively_apply(padded, tensor, error_on_other_type=True)

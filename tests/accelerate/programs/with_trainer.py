@@ -1,0 +1,70 @@
+"""A program written for transformers' Trainer: it trains, evaluates and predicts, and prints what came out."""
+
+import argparse
+import json
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+NUM_SAMPLES, LENGTH, WORDS = 46, 16, 64  # the last batch is not full
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    words = [torch.randint(0, WORDS, (LENGTH,), generator=generator) for _ in range(NUM_SAMPLES)]
+    # Labels of several lengths: the loss is normalised by tokens.
+    labels = [text.clone().index_fill_(0, torch.arange(place % 7), -100) for place, text in enumerate(words)]
+    return [{"input_ids": text, "labels": label} for text, label in zip(words, labels, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--resume")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--accumulate", type=int, default=2)
+    options = parser.parse_args()
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=LENGTH,
+    )
+    data = samples()
+    arguments = TrainingArguments(
+        output_dir=options.folder,
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        gradient_accumulation_steps=options.accumulate,
+        logging_steps=1,
+        save_steps=4,
+        eval_strategy="epoch",
+        train_sampling_strategy="sequential",
+        report_to=[],
+        use_cpu=True,
+        bf16=options.bf16,
+        disable_tqdm=True,
+        learning_rate=1e-3,
+    )
+    trainer = Trainer(
+        model=LlamaForCausalLM(config), args=arguments, train_dataset=data, eval_dataset=data[:10]
+    )
+    trainer.train(resume_from_checkpoint=options.resume)
+    predicted = trainer.predict(data[:10])
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
+    history = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
+    found = {
+        "history": history,
+        "predictions": float(torch.as_tensor(predicted.predictions).double().abs().sum()),
+        "rows": len(predicted.predictions),
+        "test_loss": predicted.metrics["test_loss"],
+    }
+    if trainer.is_world_process_zero():
+        print("FOUND", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Files of objects, beside the installed Accelerate."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drivetrain_accelerate import object_files as ours
+from drivetrain_accelerate.states.partial_state import PartialState
+
+real: Any = pytest.importorskip("accelerate.utils.other")
+
+
+class Own:
+    """A class that a file must not make run."""
+
+
+@pytest.fixture(autouse=True)
+def connected() -> Iterator[None]:
+    from accelerate import PartialState as RealState
+
+    RealState(cpu=True)
+    PartialState(cpu=True)
+    yield
+    RealState._reset_state()
+    PartialState._reset_state()
+
+
+def test_files_of_one_are_read_by_the_other(tmp_path: Path) -> None:
+    saved = {"a": torch.tensor([1.0]), "x": 1, "generator": np.random.get_state()}
+    for writer, reader in ((real, ours), (ours, real)):
+        writer.save(saved, tmp_path / "a.pt")
+        loaded = reader.load(tmp_path / "a.pt")
+        assert (loaded["a"], loaded["x"], loaded["generator"][0]) == (saved["a"], 1, "MT19937")
+    assert ours.load(tmp_path / "a.pt", map_location="meta")["a"].device.type == "meta"
+
+
+def test_classes_of_a_file_are_refused_unless_it_is_trusted(tmp_path: Path) -> None:
+    torch.save({"own": Own()}, tmp_path / "own.pt")
+    with pytest.raises(UnpicklingError, match="Weights only load failed"):
+        ours.load(tmp_path / "own.pt")
+    assert type(ours.load(tmp_path / "own.pt", weights_only=False)["own"]).__name__ == "Own"
+
+
+def test_tensors_that_are_one_are_kept_once_and_parts_of_it_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = torch.arange(4.0)
+    state = {"a": whole, "tied": whole, "part": whole[1:3], "t": torch.ones(2, 3).t()}
+    assert sorted(real.clean_state_dict_for_safetensors({"a": whole, "tied": whole})) == ["a"]
+    ours.save(state, tmp_path / "a.safetensors", safe_serialization=True)
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert sorted(loaded) == ["a", "part", "t"]
+    assert loaded["part"].tolist() == [1.0, 2.0]
+    assert loaded["t"].shape == (3, 2)
+    assert "['tied']: the same tensors" in caplog.text
+    assert ours.clean_state_dict_for_safetensors({"a": 1}) == {"a": 1}
+
+
+def _saved(folder: str) -> bool:
+    state = PartialState(cpu=True)
+    try:
+        path = Path(folder) / f"rank{state.process_index}"
+        ours.save(1, path)
+        from drivetrain_accelerate.waiting import wait_for_everyone
+
+        wait_for_everyone()
+        return path.exists()
+    finally:
+        PartialState._reset_state()
+
+
+def test_the_main_process_alone_writes(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(_saved, str(tmp_path)) == [True, False]
