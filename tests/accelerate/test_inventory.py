@@ -72,8 +72,8 @@ def differing_parameters(full_name: str, real: Any, mine: Any) -> list[str]:
             continue
         if each.name not in known:
             found += [] if takes_any else [f"{full_name}({each.name}=) is missing"]
-        elif each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and own[place].name != each.name:
-            found.append(f"{full_name}: parameter {place} is {own[place].name}, and really {each.name}")
+        elif each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and own.index(known[each.name]) != place:
+            found.append(f"{full_name}: parameter {each.name} stands elsewhere")
         elif not same_default(each.default, known[each.name].default):
             found.append(f"{full_name}({each.name}={known[each.name].default!r}), really {each.default!r}")
     return found

@@ -48,6 +48,7 @@ class Accelerator(Training, Checkpoints, Results, Ranks):
         kwargs_handlers: Options by handler, such as `DistributedDataParallelKwargs`.
         dynamo_backend: The backend of torch.compile.
         dynamo_plugin: How models are compiled.
+        deepspeed_plugins: The same as `deepspeed_plugin`.
         parallelism_config: The parallel dimensions.
 
     Raises:
@@ -77,8 +78,10 @@ class Accelerator(Training, Checkpoints, Results, Ranks):
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: Any = None,
         dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
         _refuse_unsupported(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _NOT_SAID:
