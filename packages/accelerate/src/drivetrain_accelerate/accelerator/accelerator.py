@@ -3,8 +3,9 @@
 from os import PathLike
 from typing import Any
 
-from drivetrain_accelerate.accelerator.preparation import Preparation
+from drivetrain_accelerate.accelerator.checkpoints import Checkpoints
 from drivetrain_accelerate.accelerator.ranks import Ranks
+from drivetrain_accelerate.accelerator.results import Results
 from drivetrain_accelerate.accelerator.run_options import (
     RunOptions,
     accumulation_of,
@@ -12,7 +13,7 @@ from drivetrain_accelerate.accelerator.run_options import (
     sort_handlers,
 )
 from drivetrain_accelerate.accelerator.training import Training
-from drivetrain_accelerate.plugins.enums import LoggerType, PrecisionType, RNGType
+from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
@@ -24,7 +25,7 @@ from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 _NOT_SAID = object()
 
 
-class Accelerator(Training, Preparation, Ranks):
+class Accelerator(Training, Checkpoints, Results, Ranks):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 
     Args:
@@ -149,6 +150,39 @@ class Accelerator(Training, Preparation, Ranks):
     def is_composable_parallelism_enabled(self) -> bool:
         """True if several parallel dimensions are combined."""
         return self.parallelism_config is not None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The rank in the data parallel dimension, which is the only one."""
+        return self.process_index
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The rank among those that divide a model."""
+        return self.process_index
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The rank in the tensor parallel dimension, which has one rank."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The rank in the pipeline parallel dimension, which has one rank."""
+        return 0
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The rank in the context parallel dimension, which has one rank."""
+        return 0
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8."""
+        if self.mixed_precision != "fp8":
+            return FP8BackendType.NO
+        recipe = self.inner.plan.facts.get("fp8 layers", "")
+        return FP8BackendType.TE if " in te_" in recipe else FP8BackendType.AO
 
     @property
     def split_batches(self) -> bool:

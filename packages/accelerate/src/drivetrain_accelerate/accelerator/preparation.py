@@ -121,6 +121,9 @@ class Preparation(Basis):
             split_batches=self.options.data.split_batches,
         )
         self._schedulers.append(prepared)
+        # Saved with the run here, since drivetrain's own form of it advances otherwise.
+        named: dict[str, Any] = {f"scheduler_{len(self._schedulers)}": prepared}
+        self.inner.register_for_checkpointing(**named)
         return prepared
 
     def unwrap_model(

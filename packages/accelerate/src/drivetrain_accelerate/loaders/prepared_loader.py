@@ -1,5 +1,6 @@
 """A prepared loader: drivetrain's sharded loader, which a program takes for a torch DataLoader."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -7,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from drivetrain_accelerate.states.gradient_state import GradientState
-from drivetrain_data import Shard, ShardedLoader, shard_loader
+from drivetrain_data import ResumedLoaderError, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
 from drivetrain_data.loader import SkippedBatches
+
+logger = logging.getLogger(__name__)
 
 
 class DataLoaderStateMixin:
@@ -209,15 +212,70 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """The loader of this process's part of data that the main process reads for all."""
+    """The loader of this process's part of data that the main process reads for all.
+
+    Args:
+        dataset: The dataset.
+        split_batches: Whether the batch size is the sum over processes.
+        skip_batches: The number of batches to leave out of each epoch.
+        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        _drop_last: Whether the incomplete last batch is dropped.
+        _non_blocking: Whether to copy pinned batches without waiting.
+        slice_fn: Not used: drivetrain slices batches of any nesting.
+        torch_device_mesh: The mesh of the parallel dimensions.
+        iteration: The number of loops that have ended.
+        **kwargs: What DataLoader takes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Any = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        del split_batches, slice_fn
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            **kwargs,
+        )
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A prepared loader whose epochs leave out their first batches."""
+    """A loader whose epochs leave out their first batches.
+
+    Args:
+        dataset: The dataset.
+        skip_batches: The number of batches to leave out of each epoch.
+        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        **kwargs: What DataLoader takes.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
+        )
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a prepared loader that leaves out the first batches of its epochs, without reading them.
+
+    After `load_state` a loader goes on where the checkpoint left it, at any number of processes. Programs skip the
+    batches that they have counted themselves: that loader comes back as it is.
 
     Args:
         dataloader: A prepared loader, or a DataLoader, which is then read by this process alone.
@@ -225,7 +283,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """
     if not isinstance(dataloader, DataLoaderAdapter):
         dataloader = DataLoaderShard.over(dataloader, shard_loader(dataloader, Shard(0, 1)))
-    return type(dataloader).over(dataloader.base_dataloader, skip_batches_of(dataloader.sharded, num_batches))
+    try:
+        skipping = skip_batches_of(dataloader.sharded, num_batches)
+    except ResumedLoaderError:
+        logger.info("skip_first_batches(%d): the loader goes on where the checkpoint left it", num_batches)
+        return dataloader
+    return type(dataloader).over(dataloader.base_dataloader, skipping)
 
 
 def _sharded(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoader[Any]:

@@ -191,6 +191,11 @@ class PartialState(SharedState):
             self.context.close()
 
 
+def is_initialized() -> bool:
+    """Return whether the ranks of this process are connected."""
+    return bool(PartialState._shared_state)  # pyright: ignore[reportPrivateUsage]
+
+
 def _asks_for_cpu() -> bool:
     return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
 

@@ -1,0 +1,162 @@
+"""The methods of an Accelerator that save a run and load it, and that write models for other programs."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, newest_folder, surplus_folders
+from drivetrain_accelerate.accelerator.preparation import Preparation
+
+Hook = Callable[..., None]
+
+
+class Checkpoints(Preparation):
+    """Save and load a run, by drivetrain's transactional checkpoints in the folders that Accelerate names."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._custom_objects: list[Any] = []
+        self._save_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Register objects with `state_dict` and `load_state_dict`, to be saved and loaded with the run.
+
+        Raises:
+            ValueError: An object has no such methods.
+        """
+        if unfit := [each for each in objects if not _has_state(each)]:
+            listed = ", ".join(type(each).__name__ for each in unfit)
+            raise ValueError(f"register_for_checkpointing(): {listed}: no state_dict and load_state_dict")
+        self._custom_objects.extend(objects)
+        self.inner.register_for_checkpointing(*objects)
+
+    def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Register a function of (models, weights, output_dir), called before each save.
+
+        Programs write models of their own kind in it, and take what they have written out of `weights`.
+        """
+        return _registered(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Register a function of (models, input_dir), called before each load."""
+        return _registered(self._load_hooks, hook)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save models, optimizers, schedulers, loaders, generators and registered objects. Called on all ranks.
+
+        Args:
+            output_dir: The folder; with automatic names, the next `checkpoints/checkpoint_N` of the project.
+            safe_serialization: Not used: tensors are written as safetensors.
+            **save_model_func_kwargs: Not used.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: No folder is said, or the automatic one exists already.
+        """
+        del safe_serialization, save_model_func_kwargs
+        project = self.options.project
+        folder = new_folder(output_dir, project)
+        if self._save_hooks:
+            folder.mkdir(parents=True, exist_ok=True)
+            weights = [self.get_state_dict(model) for model in self._models]
+            for hook in self._save_hooks.values():
+                hook(list(self._models), weights, str(folder))
+        self.inner.save_state(folder)
+        project.iteration += 1
+        if (
+            self.state.is_main_process
+        ):  # once the new one is committed: a crash leaves too many, never too few
+            for old in surplus_folders(project):
+                rmtree(old)
+        return str(folder)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load what `save_state` saved, here or under Accelerate, at any number of ranks. Called on all ranks.
+
+        Args:
+            input_dir: The folder; with automatic names, the newest one of the project.
+            load_kwargs: Not used: only tensors and plain values are read.
+            **load_model_func_kwargs: Not used.
+
+        Raises:
+            ValueError: No folder is said, or there is none.
+        """
+        del load_kwargs, load_model_func_kwargs
+        folder = newest_folder(input_dir, self.options.project)
+        for hook in self._load_hooks.values():
+            hook(list(self._models), str(folder))
+        self.inner.load_state(folder)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's full weights, as `from_pretrained` reads them. Called on all ranks.
+
+        Args:
+            model: A prepared model.
+            save_directory: The folder.
+            max_shard_size: The most bytes of a file, as a number or as "10GB".
+            safe_serialization: Whether safetensors are written; if false, a file of torch's own.
+        """
+        if safe_serialization:
+            self.inner.save_model(model, Path(save_directory), max_shard_size=max_shard_size)
+            return
+        weights = self.get_state_dict(model)
+        if self.state.is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            torch.save(weights, Path(save_directory) / "pytorch_model.bin")
+        self.state.wait_for_everyone()
+
+    def save(self, obj: Any, f: str | PathLike[str] | Any, safe_serialization: bool = False) -> None:
+        """Write an object on the main process, or on that of each node if the project says so.
+
+        Args:
+            obj: The object; a dict of tensors for safetensors.
+            f: The file.
+            safe_serialization: Whether to write safetensors.
+        """
+        on_each_node = self.options.project.save_on_each_node
+        if not (self.state.is_main_process or (on_each_node and self.state.is_local_main_process)):
+            return
+        if safe_serialization:
+            from safetensors.torch import save_file
+
+            save_file({name: value.contiguous() for name, value in obj.items()}, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    @property
+    def should_save_model(self) -> bool:
+        """True: all ranks take part in writing a model; the main process writes."""
+        return True
+
+
+def _has_state(obj: Any) -> bool:
+    return hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
+
+
+def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
