@@ -34,20 +34,20 @@ class Accelerator(Training, Checkpoints, Results, Ranks):
         mixed_precision: "no", "fp16", "bf16" or "fp8"; None for what the launch says.
         gradient_accumulation_steps: The number of micro-batches in one optimizer step.
         cpu: Whether to compute on the CPU even where there is an accelerator.
-        dataloader_config: How loaders are divided.
-        deepspeed_plugin: One plugin of DeepSpeed, or several by name.
-        fsdp_plugin: How models are sharded.
+        dataloader_config: The division of loaders.
+        deepspeed_plugin: A plugin of DeepSpeed, or several by name.
+        fsdp_plugin: The options of sharding.
         torch_tp_plugin: Tensor parallelism, which drivetrain does not have yet.
         megatron_lm_plugin: Megatron, which drivetrain does not have yet.
         rng_types: Not used: the order of data needs no generator to be synchronised.
         log_with: The trackers to log to.
         project_dir: The folder of the run.
-        project_config: Where results are stored.
-        gradient_accumulation_plugin: How gradients are accumulated.
+        project_config: The folders of results.
+        gradient_accumulation_plugin: The options of accumulation.
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers' steps.
         kwargs_handlers: Options by handler, such as `DistributedDataParallelKwargs`.
         dynamo_backend: The backend of torch.compile.
-        dynamo_plugin: How models are compiled.
+        dynamo_plugin: The options of compilation.
         deepspeed_plugins: The same as `deepspeed_plugin`.
         parallelism_config: The parallel dimensions.
 

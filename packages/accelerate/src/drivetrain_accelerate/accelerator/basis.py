@@ -1,4 +1,4 @@
-"""What all methods of an Accelerator stand on: the shared states, and drivetrain's Accelerator."""
+"""The base of an Accelerator's methods: the shared states, and drivetrain's Accelerator."""
 
 from drivetrain import Accelerator as DrivetrainAccelerator
 from drivetrain_accelerate.accelerator.composition import compose
@@ -11,13 +11,13 @@ class Basis:
     """The base of the classes that an Accelerator inherits its methods from.
 
     Args:
-        options: What the program says.
+        options: The arguments of the program.
         state: The state that all Accelerators share.
 
     Attributes:
-        options: What the program says; plugins among it may be changed until the first `prepare`.
+        options: The arguments of the program; plugins among them may be changed until the first `prepare`.
         state: The ranks, precision and plugins of the run.
-        gradient_state: Where the run is between two steps.
+        gradient_state: The place of the run between two steps.
     """
 
     def __init__(self, options: RunOptions, state: AcceleratorState) -> None:

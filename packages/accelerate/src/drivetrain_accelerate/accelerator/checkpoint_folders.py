@@ -1,4 +1,4 @@
-"""Which folder a checkpoint is saved to and loaded from, by the names that Accelerate gives them."""
+"""The folders that checkpoints are saved to and loaded from, by the names that Accelerate gives them."""
 
 from pathlib import Path
 

@@ -16,7 +16,7 @@ from drivetrain_accelerate.loaders.prepared_loader import (
 )
 from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.scheduler import AcceleratedScheduler
-from drivetrain_backends import Scheduler
+from drivetrain_backends import Scheduler, unwrap_compiled
 from drivetrain_data.sharded_loader import is_loader
 
 
@@ -54,7 +54,7 @@ class Preparation(Basis):
         """Prepare a model alone.
 
         Args:
-            model: The model.
+            model: The model to prepare.
             device_placement: Not used: the model goes to the device of its process.
             evaluation_mode: Whether it is not trained: it then goes to its device, and nothing wraps it.
         """
@@ -76,7 +76,7 @@ class Preparation(Basis):
         """Prepare a loader alone. Called on all ranks.
 
         Args:
-            data_loader: The loader.
+            data_loader: The loader to prepare.
             device_placement: Not used: batches go to the device of their process.
             slice_fn_for_dispatch: Not supported: drivetrain slices batches of any nesting.
 
@@ -137,8 +137,7 @@ class Preparation(Basis):
             keep_torch_compile: Whether torch.compile's wrapper stays around it.
         """
         found = self.inner.unwrap_model(model, keep_autocast=keep_fp32_wrapper)
-        inside = getattr(found, "_orig_mod", found)
-        return found if keep_torch_compile else inside
+        return found if keep_torch_compile else unwrap_compiled(found)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks."""

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from drivetrain_accelerate.compat import map_nested
 from drivetrain_data import BatchPlan
 
 
@@ -28,7 +28,7 @@ def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: i
             return leaf
         return torch.cat([part[:count] for part, count in zip(leaf.split(given), kept, strict=True)])
 
-    return tree_map(cut, gathered, rows)
+    return map_nested(cut, gathered, rows)
 
 
 def kept_rows(num_rows: int, size: int, real: int, *, full: int | None) -> int:

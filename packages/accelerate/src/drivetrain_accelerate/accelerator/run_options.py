@@ -37,18 +37,18 @@ class Handlers:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """What a program says of its run, and may still change on the plugins until it prepares its model.
+    """The arguments of a program, which it may still change on the plugins until it prepares its model.
 
     Attributes:
         mixed_precision: The precision that was said; None if neither the program nor the launch says one.
         cpu: Whether to compute on the CPU.
-        data: How loaders are divided.
-        project: Where results are stored.
-        accumulation: How gradients are accumulated.
+        data: The division of loaders.
+        project: The folders of results.
+        accumulation: The options of accumulation.
         handlers: The handlers, by kind.
-        deepspeed_plugin: One plugin of DeepSpeed, or several by name.
-        fsdp_plugin: How models are sharded.
-        dynamo_plugin: How models are compiled.
+        deepspeed_plugin: A plugin of DeepSpeed, or several by name.
+        fsdp_plugin: The options of sharding.
+        dynamo_plugin: The options of compilation.
         parallelism_config: The parallel dimensions.
         log_with: The trackers to log to.
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers' steps.

@@ -12,7 +12,7 @@ from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
 class Training(Basis):
-    """What a training loop calls for each micro-batch."""
+    """The part of an Accelerator that a training loop calls for each micro-batch."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -21,7 +21,7 @@ class Training(Basis):
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state._set_sync_gradients(sync_gradients)  # pyright: ignore[reportPrivateUsage]
+        self.gradient_state.set_sync_gradients(sync_gradients)
 
     @property
     def gradient_accumulation_steps(self) -> int:

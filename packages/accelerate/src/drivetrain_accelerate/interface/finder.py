@@ -68,7 +68,7 @@ class InterfaceDistribution(Distribution):
     """The distribution `accelerate` in the version whose interface is provided.
 
     Args:
-        version: That version.
+        version: The version that it says.
     """
 
     def __init__(self, version: str) -> None:

@@ -24,7 +24,7 @@ def not_provided(full_name: str, reason: str) -> type:
 
     Args:
         full_name: The name, such as "accelerate.utils.MegatronEngine".
-        reason: Why it is not provided, and what to do instead.
+        reason: The reason why it is not provided, and what to do instead.
     """
     module, _, name = full_name.rpartition(".")
     refusal = f"{full_name} is not provided by drivetrain_accelerate: {reason}"

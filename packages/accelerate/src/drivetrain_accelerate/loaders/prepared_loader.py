@@ -35,11 +35,11 @@ class DataLoaderStateMixin:
         """Record that a loop begins."""
         self.reset()
         self.remainder = self._remainder()
-        GradientState()._add_dataloader(self)  # pyright: ignore[reportPrivateUsage] its name in Accelerate
+        GradientState().add_dataloader(self)
 
     def end(self) -> None:
         """Record that the loop has ended."""
-        GradientState()._remove_dataloader(self)  # pyright: ignore[reportPrivateUsage]
+        GradientState().remove_dataloader(self)
 
     def _remainder(self) -> int:
         return -1
@@ -49,10 +49,10 @@ class DataLoaderAdapter(DataLoader[Any]):
     """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset to read.
         use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
         batch_sampler: The batches of this process.
-        **kwargs: What DataLoader takes.
+        **kwargs: Further arguments of DataLoader.
 
     Attributes:
         base_dataloader: The user's DataLoader.
@@ -80,7 +80,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
         Args:
             base: The loader as the user built it.
-            sharded: Its batches of this process.
+            sharded: The loader of this process's batches.
         """
         loader = cls.__new__(cls)
         loader._set(base, sharded)
@@ -127,7 +127,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """The loader of this process's part of the data.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset to read.
         device: The device to copy batches to.
         rng_types: Not used: the order needs no generator to be synchronised.
         synchronized_generator: Not used, for the same reason.
@@ -137,7 +137,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         _non_blocking: Whether to copy pinned batches without waiting.
         torch_device_mesh: The mesh of the parallel dimensions.
         iteration: The number of loops that have ended.
-        **kwargs: What DataLoader takes.
+        **kwargs: Further arguments of DataLoader.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     """The loader of this process's part of data that the main process reads for all.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset to read.
         split_batches: Whether the batch size is the sum over processes.
         skip_batches: The number of batches to leave out of each epoch.
         use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
@@ -224,7 +224,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         slice_fn: Not used: drivetrain slices batches of any nesting.
         torch_device_mesh: The mesh of the parallel dimensions.
         iteration: The number of loops that have ended.
-        **kwargs: What DataLoader takes.
+        **kwargs: Further arguments of DataLoader.
     """
 
     def __init__(
@@ -257,10 +257,10 @@ class SkipDataLoader(DataLoaderShard):
     """A loader whose epochs leave out their first batches.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset to read.
         skip_batches: The number of batches to leave out of each epoch.
         use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
-        **kwargs: What DataLoader takes.
+        **kwargs: Further arguments of DataLoader.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How the run trains, shared by all that ask: the ranks, the precision and the plugins of the first Accelerator."""
+"""The ranks, the precision and the plugins of the first Accelerator, shared by all that ask."""
 
 from typing import Any, ClassVar
 
@@ -14,14 +14,14 @@ class AcceleratorState(PartialState):
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8"; None for that of the launch, or "no".
         cpu: Whether to compute on the CPU even where there is an accelerator.
-        dynamo_plugin: How models are compiled.
+        dynamo_plugin: The options of compilation.
         deepspeed_plugin: One plugin, or several by name.
-        fsdp_plugin: How models are sharded.
+        fsdp_plugin: The options of sharding.
         torch_tp_plugin: Tensor parallelism by torch.
-        megatron_lm_plugin: Megatron's options.
+        megatron_lm_plugin: The options of Megatron.
         parallelism_config: The parallel dimensions.
         _from_accelerator: Whether an Accelerator asks, which alone may set them.
-        **kwargs: What `PartialState` takes.
+        **kwargs: Further arguments of `PartialState`.
 
     Attributes:
         deepspeed_plugins: The plugins of DeepSpeed by name; None without.

@@ -1,4 +1,4 @@
-"""Where the run is between two optimizer steps, shared by all that ask: a view of the loaders being read."""
+"""The place of the run between two optimizer steps, shared by all that ask: a view of the loaders being read."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -14,7 +14,7 @@ class ActiveLoader(Protocol):
 
 
 class GradientState(SharedState):
-    """Whether the optimizer steps with this micro-batch, and where the loaders being read are.
+    """The place of the run: whether the optimizer steps with this micro-batch, and where the loaders are.
 
     Args:
         gradient_accumulation_plugin: The options of accumulation; given by the Accelerator.
@@ -104,13 +104,20 @@ class GradientState(SharedState):
     def is_xla_gradients_synced(self, is_synced: bool) -> None:
         self._is_xla_gradients_synced = is_synced
 
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+    def set_sync_gradients(self, sync_gradients: bool) -> None:
         """Say whether the next micro-batch closes the window; programs that count micro-batches themselves do."""
         self.sync_gradients = sync_gradients
         self.is_window_set = True
 
-    def _add_dataloader(self, dataloader: ActiveLoader) -> None:
+    def add_dataloader(self, dataloader: ActiveLoader) -> None:
+        """Record that a loop over a loader begins."""
         self._loaders.append(dataloader)
 
-    def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
+    def remove_dataloader(self, dataloader: ActiveLoader) -> None:
+        """Record that a loop over a loader has ended."""
         self._loaders = [each for each in self._loaders if each is not dataloader]
+
+    # The names that programs written for Accelerate call.
+    _set_sync_gradients = set_sync_gradients
+    _add_dataloader = add_dataloader
+    _remove_dataloader = remove_dataloader

@@ -30,13 +30,13 @@ class PartialState(SharedState):
 
     Args:
         cpu: Whether to compute on the CPU even where there is an accelerator.
-        **kwargs: What `init_process_group` takes: `timeout`, and `backend` or `init_method`, which must fit the
+        **kwargs: Arguments of `init_process_group`: `timeout`, and `backend` or `init_method`, which must fit the
             group that the launcher described.
 
     Attributes:
         context: The context of drivetrain that this is a view of.
         device: The device of this process.
-        distributed_type: How processes train together.
+        distributed_type: The way in which processes train together.
         num_processes: The number of ranks.
         process_index: The rank of this process.
         local_process_index: The rank of this process on its node.

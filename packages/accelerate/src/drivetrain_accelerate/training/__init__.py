@@ -1,1 +1,1 @@
-"""What steps: prepared optimizers and schedulers, as programs for Accelerate know them."""
+"""Prepared optimizers and schedulers, as programs for Accelerate know them."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from drivetrain_accelerate.compat import count_call
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
@@ -36,15 +37,14 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
+                count_call(self.scheduler)
             return
         if any(isinstance(each, AcceleratedOptimizer) and each.step_was_skipped for each in self.optimizers):
             return
         for _ in range(1 if self.split_batches else PartialState().num_processes):
             # A schedule of a fixed number of steps must not be asked beyond its end.
-            if self.scheduler._step_count <= getattr(
-                self.scheduler, "total_steps", self.scheduler._step_count
-            ):
+            last = getattr(self.scheduler, "total_steps", None)
+            if last is None or num_calls(self.scheduler) <= last:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

@@ -48,7 +48,7 @@ def plan_conversion(
     """Decide for each module with parameters of its own, in the order of the model.
 
     Args:
-        model: The model.
+        model: The model whose layers are decided on.
         recipe: The recipe or scheme, which refuses layers that it cannot convert.
         layers: The layers to convert, among the others.
         kept: Modules that stay in fp32.
