@@ -26,12 +26,15 @@ def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict
     """Return the memory budget of each device in bytes, accelerators first.
 
     Args:
-        max_memory: Sizes such as "5GB" by device; None for 95 % of what is free now on the accelerators and the host.
+        max_memory: Sizes such as "5GB" by device, which become bytes in place, as transformers relies on; None for
+            95 % of what is free now on the accelerators and the host.
     """
     if max_memory is None:
         free = memory_budgets()
         return {device: size for device, size in free.items() if isinstance(device, int | str)}
-    sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
+    for device, size in max_memory.items():
+        max_memory[device] = convert_file_size_to_int(size) if isinstance(size, str) else size
+    sizes = {device: int(size) for device, size in max_memory.items()}
     behind = {device: sizes[device] for device in _LAST if device in sizes}
     numbered = sorted(device for device in sizes if isinstance(device, int))
     named = [device for device in sizes if isinstance(device, str) and device not in behind]
