@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_accelerate.interface.replaced import in_use
-from drivetrain_accelerate.models.align_devices import AlignDevicesHook
 from drivetrain_accelerate.models.device_maps import check_device_map, names_on, present_classes
 from drivetrain_accelerate.models.dispatched import forget_dispatch, show_map
+from drivetrain_accelerate.models.dispatched_hook import DispatchedHook
 from drivetrain_accelerate.models.module_hooks import HOOK, OLD_FORWARD, hook_of
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_accelerate.models.offload_folder import Entry
@@ -172,13 +172,13 @@ def show_hooks(
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, device in devices.items():
         if name and hook_of(modules[name]) is None:
-            _show(modules[name], AlignDevicesHook(device))
+            _show(modules[name], DispatchedHook(device, module=modules[name]))
     if hook_of(model) is None:
         first = next(iter(devices.values()), None) if main_device is None else main_device
-        _show(model, AlignDevicesHook(first, io_same_device=True))
+        _show(model, DispatchedHook(first, io_same_device=True, module=model))
 
 
-def _show(module: nn.Module, hook: AlignDevicesHook) -> None:
+def _show(module: nn.Module, hook: DispatchedHook) -> None:
     setattr(module, HOOK, hook)
     if OLD_FORWARD not in vars(module):
         setattr(module, OLD_FORWARD, module.forward)

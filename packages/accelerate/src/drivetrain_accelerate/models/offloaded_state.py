@@ -16,7 +16,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with the values of offloaded weights, in host memory."""
     held = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     for prefix, module in model.named_modules():
-        if has_offloaded_params(module):
+        if has_offloaded_params(module) and any(tensor.is_meta for tensor in module.state_dict().values()):
             with align_module_device(module, torch.device("cpu")):
                 inner = {f"{prefix}.{name}" if prefix else name: each for name, each in module.state_dict().items()}
                 held |= {name: each.detach().clone() for name, each in inner.items() if not each.is_meta}
