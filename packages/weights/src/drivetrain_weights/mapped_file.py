@@ -75,7 +75,7 @@ class MappedFile:
         self.names = frozenset(self.in_order)
 
     def _map(self, path: Path) -> dict[str, Tensor]:
-        """Return the tensors as the open file's pages, and note where each begins; a subclass may read another form."""
+        """Return the tensors as the open file's pages, and note where each begins; a subclass reads another form."""
         if path.suffix in TORCH_SUFFIXES:
             return map_tensors(path)
         # safe_open checks the header and the file's size.

@@ -1,7 +1,9 @@
 """Pipelines of Diffusers offloaded to the host, on the tests' accelerator; and models with weights on the disk."""
 
-import drivetrain_accelerate.auto  # noqa: I001
-import missing_stand_ins  # noqa: F401
+# ruff: noqa: I001, E402, F401 the interface and its stand-ins come before what imports accelerate
+
+import drivetrain_accelerate.auto
+import missing_stand_ins
 
 import sys
 import warnings
@@ -27,10 +29,10 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -
 
 library.impl("convolution_overrideable", convolution, "PrivateUse1")
 warnings.simplefilter("ignore")
-from accelerate.hooks import AlignDevicesHook, CpuOffload, remove_hook_from_module  # noqa: E402
-from diffusers import UNet2DConditionModel  # noqa: E402
+from accelerate.hooks import AlignDevicesHook, CpuOffload, remove_hook_from_module
+from diffusers import UNet2DConditionModel
 
-from dispatch.test_diffusers import image, stable_diffusion  # noqa: E402
+from dispatch.test_diffusers import image, stable_diffusion
 
 FOLDER = Path(sys.argv[1])
 torch.manual_seed(0)
@@ -65,10 +67,16 @@ assert torch.equal(image(pipeline), on_host)
 remove_hook_from_module(unet, recurse=True)
 assert torch.equal(image(pipeline), on_host)
 planned = UNet2DConditionModel.from_pretrained(
-    FOLDER / "unet", device_map="auto", max_memory={0: "20KB", "cpu": "1GB"}, offload_folder=FOLDER / "planned"
+    FOLDER / "unet",
+    device_map="auto",
+    max_memory={0: "20KB", "cpu": "1GB"},
+    offload_folder=FOLDER / "planned",
 )
 sample = torch.ones(1, 4, 8, 8)
 torch.testing.assert_close(
-    planned(sample, 1, torch.ones(1, 2, 16)).sample, unet(sample, 1, torch.ones(1, 2, 16)).sample, atol=1e-5, rtol=0
+    planned(sample, 1, torch.ones(1, 2, 16)).sample,
+    unet(sample, 1, torch.ones(1, 2, 16)).sample,
+    atol=1e-5,
+    rtol=0,
 )
 print("as without")

@@ -1,7 +1,9 @@
 """Adapters of peft on a dispatched base; with the argument "npu" on the tests' accelerator."""
 
-import drivetrain_accelerate.auto  # noqa: I001
-import missing_stand_ins  # noqa: F401
+# ruff: noqa: I001, E402, F401 the interface and its stand-ins come before what imports accelerate
+
+import drivetrain_accelerate.auto
+import missing_stand_ins
 
 import copy
 import sys
@@ -59,14 +61,21 @@ with torch.no_grad():
     for place in ("disk", "cpu") if ON_ACCELERATOR else ("disk",):
         named = {f"base_model.model.{name}": where for name, where in map_of(place).items()}
         model = PeftModel.from_pretrained(
-            loaded(place), FOLDER / "adapters", device_map=named, max_memory=BUDGETS, offload_folder=FOLDER / "disk"
+            loaded(place),
+            FOLDER / "adapters",
+            device_map=named,
+            max_memory=BUDGETS,
+            offload_folder=FOLDER / "disk",
         ).eval()
         assert model.get_base_model()._hf_hook.io_same_device
         check(model, expected)
         check(model.merge_and_unload(), merged)
         # Adapters of a base that is dispatched already, and a head that is trained with them.
         torch.manual_seed(0)
-        check(get_peft_model(loaded(place), LoraConfig(r=4, target_modules=["q_proj"])).eval(), plain(TOKENS).logits)
+        check(
+            get_peft_model(loaded(place), LoraConfig(r=4, target_modules=["q_proj"])).eval(),
+            plain(TOKENS).logits,
+        )
         with_head = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
         check(get_peft_model(loaded(place), with_head).eval(), plain(TOKENS).logits)
 if not ON_ACCELERATOR:

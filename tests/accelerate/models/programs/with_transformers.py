@@ -1,8 +1,10 @@
 """A program of transformers, as users of Accelerate write it; run with the interface installed."""
 
-import missing_stand_ins  # noqa: F401
+# ruff: noqa: I001, F401 the interface and its stand-ins come before what imports accelerate
 
-import sys  # noqa: I001 the stand-ins come first
+import missing_stand_ins
+
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -65,16 +67,33 @@ with torch.no_grad():
     assert torch.equal(again(TOKENS).logits, plain(TOKENS).logits)
     # Ordinary again, then dispatched by another map.
     remove_hook_from_module(spread, recurse=True)
-    assert not any(hasattr(module, "_hf_hook") or hasattr(module, "_old_forward") for module in spread.modules())
+    assert not any(
+        hasattr(module, "_hf_hook") or hasattr(module, "_old_forward") for module in spread.modules()
+    )
     assert torch.equal(spread(TOKENS).logits, plain(TOKENS).logits)
-    planned = infer_auto_device_map(spread, {"cpu": "50KB"}, no_split_module_classes=["LlamaDecoderLayer", "Other"])
+    planned = infer_auto_device_map(
+        spread, {"cpu": "50KB"}, no_split_module_classes=["LlamaDecoderLayer", "Other"]
+    )
     assert set(planned.values()) == {"cpu", "disk"}
     dispatch_model(spread, planned, offload_dir=FOLDER / "again")
     assert torch.equal(generated(spread), generated(plain))
 
+    # As transformers does for parameters that its maps leave out: they stay where they are.
+    remove_hook_from_module(spread, recurse=True)
+    given = accelerate.big_modeling.check_device_map
+    accelerate.big_modeling.check_device_map = lambda *_, **__: None
+    dispatch_model(
+        spread, {name: SPREAD[name] for name in SPREAD if name != "lm_head"}, offload_dir=FOLDER / "left"
+    )
+    accelerate.big_modeling.check_device_map = given
+    assert torch.equal(spread(TOKENS).logits, plain(TOKENS).logits)
+    assert accelerate.hooks.DispatchedHook in type(spread._hf_hook).__mro__
+
     # An encoder-decoder, to whose encoder generate adds a hook, and whose embeddings are tied.
     t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        T5Config(
+            vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
     ).eval()
     t5.save_pretrained(FOLDER / "t5")
     parts = {"shared": "cpu", "encoder": "disk", "decoder": "cpu", "lm_head": "cpu"}

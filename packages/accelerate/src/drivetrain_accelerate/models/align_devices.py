@@ -12,7 +12,6 @@ from drivetrain_accelerate.models.module_hooks import ModelHook, hook_of
 from drivetrain_accelerate.models.module_tensors import (
     TiedCopies,
     Where,
-    get_non_persistent_buffers,
     named_module_tensors,
     set_module_tensor_to_device,
 )
@@ -59,7 +58,14 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
 
     def __repr__(self) -> str:
-        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        shown = (
+            "execution_device",
+            "offload",
+            "io_same_device",
+            "offload_buffers",
+            "place_submodules",
+            "skip_keys",
+        )
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -85,11 +91,16 @@ class AlignDevicesHook(ModelHook):
     def _offloaded(self, module: nn.Module) -> list[str]:
         """Return the names of the tensors that leave the device: no map holds buffers that are not saved."""
         found = named_module_tensors(
-            module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
+            module,
+            include_buffers=self.offload_buffers,
+            recurse=self.place_submodules,
+            remove_non_persistent=True,
         )
         return [name for name, _ in found]
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the weights of the module and its inputs to the device."""
         if self.io_same_device:
             self.input_device = first_device((args, kwargs))
@@ -117,7 +128,12 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put offloaded weights back on the devices that they came from."""
         for name, device in self.original_devices.items():
-            if self.offload and device != _META and self.weights_map is not None and name in self._offloaded(module):
+            if (
+                self.offload
+                and device != _META
+                and self.weights_map is not None
+                and name in self._offloaded(module)
+            ):
                 set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
         return module
 
@@ -131,10 +147,15 @@ class AlignDevicesHook(ModelHook):
 
 def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
     """Return a nested value with its tensors on a device, but for the items of a dict that are to be kept."""
-    if kept and isinstance(value, dict):
-        moved = dict[str, Any](value)
-        return {name: item if name in kept else move_to_device(item, device) for name, item in moved.items()}
-    return move_to_device(value, device)
+    if kept and type(value) is dict:
+        items: dict[str, Any] = value
+        return {name: item if name in kept else move_to_device(item, device) for name, item in items.items()}
+    moved = move_to_device(value, device)
+    if kept and moved is not value and isinstance(value, dict):  # an output of a library, whose class stays
+        given: dict[str, Any] = value
+        for name in given.keys() & set(kept):
+            moved[name] = given[name]
+    return moved
 
 
 def _device(device: Where) -> torch.device:

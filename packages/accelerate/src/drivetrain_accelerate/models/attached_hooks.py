@@ -55,7 +55,9 @@ def attach_execution_device_hook(
     if type(module).__name__ in (preload_module_classes or ()):
         return
     for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map
+        )
 
 
 def attach_align_device_hook(
@@ -104,7 +106,10 @@ def _align(module: nn.Module, device: Where | None, options: _Options) -> None:
     whole = type(module).__name__ in options.preload_module_classes
     if any(True for _ in named_module_tensors(module, recurse=whole)):
         hook = AlignDevicesHook(
-            device, place_submodules=whole, skip_keys=options.skip_keys, tied_params_map=options.tied_params_map
+            device,
+            place_submodules=whole,
+            skip_keys=options.skip_keys,
+            tied_params_map=options.tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)
     for child in module.children() if not whole else ():
@@ -145,7 +150,9 @@ def attach_align_device_hook_on_blocks(
     names = execution_device if isinstance(execution_device, Mapping) else offload
     assert isinstance(names, dict)
     named: dict[str, Any] = dict(names)
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(named, execution_device)
+    devices = (
+        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(named, execution_device)
+    )
     offloaded = offload if isinstance(offload, dict) else dict.fromkeys(named, offload)
     _attach_to_blocks(module, module_name, devices, offloaded, options)
 
@@ -183,10 +190,16 @@ def _attach_to_blocks(
             add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True), append=True)
         if device is not None:
             attach_execution_device_hook(
-                module, device, options.skip_keys, list(options.preload_module_classes), options.tied_params_map
+                module,
+                device,
+                options.skip_keys,
+                list(options.preload_module_classes),
+                options.tied_params_map,
             )
     elif name == "":
-        add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=options.skip_keys), append=True)
+        add_hook_to_module(
+            module, AlignDevicesHook(io_same_device=True, skip_keys=options.skip_keys), append=True
+        )
     for inner, child in module.named_children():
         full = f"{name}.{inner}" if name else inner
         if any(entry == full or entry.startswith(f"{full}.") for entry in devices):

@@ -58,8 +58,16 @@ def attach_layerwise_casting_hooks(
         skip_modules_classes: Classes of modules that are left as they are, with all inside.
         non_blocking: Whether copies may go on after the call.
     """
-    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    _attach(module, "", LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), patterns, skip_modules_classes)
+    patterns = (
+        (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    )
+    _attach(
+        module,
+        "",
+        LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking),
+        patterns,
+        skip_modules_classes,
+    )
 
 
 def _attach(

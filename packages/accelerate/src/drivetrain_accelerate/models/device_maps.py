@@ -111,7 +111,9 @@ def infer_auto_device_map(
     )  # fmt: skip
     if verbose:
         _LOGGER.info("%s", planned)
-    return planned if clean_result else _divided(model, planned, present_classes(model, no_split_module_classes))
+    return (
+        planned if clean_result else _divided(model, planned, present_classes(model, no_split_module_classes))
+    )
 
 
 def _divided(model: nn.Module, planned: DeviceMap, whole: Collection[str]) -> DeviceMap:
@@ -143,10 +145,10 @@ def check_device_map(model: nn.Module, device_map: dict[str, str | int | torch.d
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     known = {*tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     if unknown := [name for name in device_map if name not in known]:
-        warnings.warn(f"The following device_map keys do not match any submodules in the model: {unknown}", stacklevel=2)
+        warnings.warn(f"device_map names {unknown}, which the model does not have", stacklevel=2)
     if left := [name for name in tensors if nearest_entry(name, device_map) is None]:
         raise ValueError(
-            f"The device_map provided does not give any device for the following parameters: {', '.join(left)}"
+            f'device_map gives no device for {", ".join(left)}: name them or a module around them; "" covers the rest'
         )
 
 
@@ -170,7 +172,9 @@ def clean_device_map(
             del device_map[name]
         device_map[module_name] = devices.pop()
         return device_map
-    for child in sorted({prefix + name.removeprefix(prefix).partition(".")[0] for name in inside} - {module_name}):
+    for child in sorted(
+        {prefix + name.removeprefix(prefix).partition(".")[0] for name in inside} - {module_name}
+    ):
         if any(name.startswith(f"{child}.") for name in inside):
             clean_device_map(device_map, child)
     return device_map

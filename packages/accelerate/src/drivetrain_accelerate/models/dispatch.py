@@ -184,13 +184,17 @@ def _show(module: nn.Module, hook: DispatchedHook) -> None:
         setattr(module, OLD_FORWARD, module.forward)
 
 
-def _covering(
-    model: nn.Module, device_map: Mapping[str, Where], sources: WeightSources
-) -> dict[str, Where]:
+def _covering(model: nn.Module, device_map: Mapping[str, Where], sources: WeightSources) -> dict[str, Where]:
     """Return a map without names that the model lacks, in which tensors without a device stay where they are."""
     layout = ModelLayout.of(model)
-    known = {name: device for name, device in device_map.items() if name in layout.modules or name in layout.tensors}
-    left = {name: tensor.device for name, tensor in layout.tensors.items() if nearest_entry(name, known) is None}
+    known = {
+        name: device
+        for name, device in device_map.items()
+        if name in layout.modules or name in layout.tensors
+    }
+    left = {
+        name: tensor.device for name, tensor in layout.tensors.items() if nearest_entry(name, known) is None
+    }
     covering: dict[str, Where] = {**left, **known, **dict.fromkeys(sources.in_memory, "cpu")}
     if isinstance(device_map, DeviceMap):
         return DeviceMap(covering, window_bytes=device_map.window_bytes)
@@ -210,14 +214,16 @@ def _check_folder(
     ]
     if written:
         raise ValueError(
-            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules "
-            f"need to be offloaded: {', '.join(names_on(device_map, 'disk'))}."
+            f"device_map puts {', '.join(map(repr, names_on(device_map, 'disk')))} on the disk, and {written[0]!r} "
+            "is in no file yet: name a folder for such weights, offload_dir=..."
         )
 
 
 def _is_packed(model: Any) -> bool:
     """Return whether bitsandbytes has quantised a model, which then must not be moved."""
-    return any(getattr(model, name, False) for name in ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit"))
+    return any(
+        getattr(model, name, False) for name in ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,4 +1,4 @@
-"""The hook that libraries find on a module of a dispatched model, by which they reach its weights outside of a forward.
+"""The hook that libraries find on a module of a dispatched model; by it they reach weights outside of a forward.
 
 peft merges adapters in this way: `pre_forward`, a change of the weights, `post_forward`.
 """
@@ -19,7 +19,7 @@ from drivetrain_dispatch.planning.device_map import place_of
 
 
 class DispatchedHook(AlignDevicesHook):
-    """A hook that does not run in forwards, since the dispatch sees to those. Made anew for another module, it places.
+    """A hook that does not run in forwards: the dispatch sees to those. Made anew for another module, it does.
 
     Args:
         execution_device: The device that computes the module.
@@ -46,7 +46,9 @@ class DispatchedHook(AlignDevicesHook):
     def offload(self) -> bool:  # type: ignore[override] so that it is no attribute that a new hook is made with
         """Whether the module's weights are elsewhere than where it computes; they are fetched for its forward."""
         module = None if self._module is None else self._module()
-        return bool(self._stored) or (module is not None and any(map(is_offloaded, _tensors(module).values())))
+        return bool(self._stored) or (
+            module is not None and any(map(is_offloaded, _tensors(module).values()))
+        )
 
     @offload.setter
     def offload(self, value: bool) -> None:
@@ -66,7 +68,9 @@ class DispatchedHook(AlignDevicesHook):
     def weights_map(self, value: Mapping[str, Tensor] | None) -> None:
         self._changed = value or {}
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put the offloaded weights of the module on the device that computes, until `post_forward`."""
         place = None if self.execution_device is None else place_of(self.execution_device)
         for name, tensor in _tensors(module).items():

@@ -9,7 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.models.device_maps import get_balanced_memory, get_max_memory, infer_auto_device_map
+from drivetrain_accelerate.models.device_maps import (
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+)
 from drivetrain_accelerate.models.dispatch import dispatch_model
 from drivetrain_accelerate.models.module_tensors import Where, dtype_of
 from drivetrain_accelerate.models.offloaded_sources import WeightSources, remember_sources
@@ -92,7 +96,9 @@ def load_checkpoint_in_model(
         offload_folder=None if offload_folder is None else Path(offload_folder),
     )  # fmt: skip
     if report.unexpected:
-        _LOGGER.warning("Some weights of %s are not in the model: %s", checkpoint, ", ".join(report.unexpected))
+        _LOGGER.warning(
+            "Some weights of %s are not in the model: %s", checkpoint, ", ".join(report.unexpected)
+        )
     if report.mapped or report.computed:
         sources = WeightSources(
             mapped=dict(report.mapped), dtypes=dict(report.converted_at_use), in_memory=report.computed
@@ -152,27 +158,28 @@ def load_checkpoint_and_dispatch(
         ValueError: `device_map` is a string that is none of those, or another argument is wrong.
         WeightsMismatchError: Names or shapes do not fit.
     """
-    if isinstance(device_map, str):
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    chosen = (
+        _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        if isinstance(device_map, str)
+        else device_map
+    )
     load_checkpoint_in_model(
-        model, checkpoint, device_map, offload_folder, dtype, bool(offload_state_dict), offload_buffers,
+        model, checkpoint, chosen, offload_folder, dtype, bool(offload_state_dict), offload_buffers,
         strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
     )  # fmt: skip
-    if device_map is None:
+    if chosen is None:
         return model
     return dispatch_model(
-        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        model, chosen, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, force_hooks=force_hooks,
     )  # fmt: skip
 
 
 def _planned(
     model: nn.Module, way: str, max_memory: Any, whole: list[str] | None, dtype: Any, offload_buffers: bool
-) -> Any:
+) -> dict[str, int | str | torch.device]:
     if way not in _WAYS:
-        raise ValueError(
-            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
-        )
+        raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
     budgets: Any = (
         get_max_memory(max_memory)
         if way == "sequential"

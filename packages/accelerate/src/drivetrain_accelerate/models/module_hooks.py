@@ -27,7 +27,9 @@ class ModelHook:
         """Run when the hook is added to a module; return the module."""
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run before the forward; return the arguments for it."""
         del module
         return args, kwargs
@@ -58,7 +60,9 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run those of all hooks; each gets the arguments that the one before returned."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.device_map import place_of
-from drivetrain_weights.tied_parameters import memory_key
 
 Where = int | str | torch.device
 # For the address of each tied tensor, its copy on each device.
@@ -32,7 +31,10 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a module, then its buffers, with their names.
 
@@ -44,7 +46,9 @@ def named_module_tensors(
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set[str]()
+        left_out = (
+            get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set[str]()
+        )
         for name, buffer in module.named_buffers(recurse=recurse):
             if name not in left_out:
                 yield name, buffer
@@ -99,11 +103,11 @@ def set_module_tensor_to_device(
     place = torch.device("meta") if place == "disk" else place
     if value is not None and value.shape != old.shape and not is_packed(old):
         raise ValueError(
-            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks '
-            "incorrect."
+            f"{tensor_name}: value={tuple(value.shape)} is another shape than the tensor's, {tuple(old.shape)}: give "
+            "values for the same model"
         )
     if value is None and old.is_meta and place.type != "meta":
-        raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
+        raise ValueError(f"{tensor_name} has no values on the meta device: give value=... to put on {device}")
     if value is None and old.device == place:
         return
     tied = _noted(tied_params_map, value if value is not None else old, place)
@@ -121,7 +125,7 @@ def _tensor_of(module: nn.Module, name: str) -> Tensor:
         held: dict[str, Tensor | None] = getattr(module, attribute)
         if (tensor := held.get(name)) is not None:
             return tensor
-    raise ValueError(f"{module} does not have a parameter or a buffer named {name}.")
+    raise ValueError(f"{type(module).__name__} has no parameter or buffer {name!r}: see named_parameters()")
 
 
 def _moved(
@@ -184,9 +188,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model, maybe inside of a wrapper or compiled, is one of peft."""
     inner: Any = getattr(getattr(model, "module", model), "_orig_mod", getattr(model, "module", model))
-    return any(kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(inner).__mro__)
-
-
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are one, to be copied once."""
-    return one is other or memory_key(one) == memory_key(other)
+    return any(
+        kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
+        for kind in type(inner).__mro__
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_weights import MappedFile, WeightFilesError
+from drivetrain_weights.safetensors_layout import bytes_of
 
 INDEX = "index.json"
 # What an index says of a weight: its dtype and shape, or the safetensors file that holds it and its name there.
@@ -37,7 +38,9 @@ class ValuesFile(MappedFile):
         dtype, shape = dtype_named(self._entry["dtype"]), tuple(self._entry["shape"])
         values = torch.empty(shape, dtype=dtype, device="meta")
         if path.stat().st_size < values.nbytes:
-            raise WeightFilesError(f"{path} is shorter than the {values.nbytes} bytes that {INDEX} says: write it anew")
+            raise WeightFilesError(
+                f"{path} is shorter than the {values.nbytes} bytes that {INDEX} says: write it anew"
+            )
         if not values.numel():
             return {self._name: torch.empty(shape, dtype=dtype)}
         self._starts = {self._name: 0}
@@ -58,7 +61,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def offload_weight(
-    weight: Tensor, weight_name: str, offload_folder: str | PathLike[str], index: dict[str, Entry] | None = None
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | PathLike[str],
+    index: dict[str, Entry] | None = None,
 ) -> dict[str, Entry] | None:
     """Write a weight to a file of its values.
 
@@ -74,7 +80,7 @@ def offload_weight(
     values = weight.detach().to("cpu").contiguous()
     path = Path(offload_folder) / f"{weight_name}.dat"
     path.unlink(missing_ok=True)  # what another process has mapped stays as it is
-    path.write_bytes(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+    path.write_bytes(bytes_of(values.reshape(-1)))
     if index is not None:
         index[weight_name] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
     return index
@@ -159,10 +165,14 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+            raise ValueError("give a state_dict, a save_folder or an index: they say where the weights are")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        self.index = read_offload_index(save_folder) if index is None and save_folder is not None else dict(index or {})
+        self.index = (
+            read_offload_index(save_folder)
+            if index is None and save_folder is not None
+            else dict(index or {})
+        )
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
         self._files: dict[Path, MappedFile] = {}
@@ -194,7 +204,13 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len(self.all_keys)
 
 
-def extract_submodules_state_dict(state_dict: dict[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
+def extract_submodules_state_dict(
+    state_dict: dict[str, Tensor], submodule_names: list[str]
+) -> dict[str, Tensor]:
     """Return the part of a state dict that belongs to some modules."""
     prefixes = tuple(f"{name}." for name in submodule_names)
-    return {name: value for name, value in state_dict.items() if name in submodule_names or name.startswith(prefixes)}
+    return {
+        name: value
+        for name, value in state_dict.items()
+        if name in submodule_names or name.startswith(prefixes)
+    }

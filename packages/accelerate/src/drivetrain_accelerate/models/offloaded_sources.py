@@ -67,7 +67,11 @@ def fill_from_sources(
 
 
 def _fill(
-    layout: ModelLayout, names: tuple[str, ...], known: str, loader: OffloadedWeightsLoader, sources: WeightSources
+    layout: ModelLayout,
+    names: tuple[str, ...],
+    known: str,
+    loader: OffloadedWeightsLoader,
+    sources: WeightSources,
 ) -> None:
     """Put one tensor in place, under every name that it has."""
     old = layout.tensors[known]

@@ -18,7 +18,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     for prefix, module in model.named_modules():
         if has_offloaded_params(module) and any(tensor.is_meta for tensor in module.state_dict().values()):
             with align_module_device(module, torch.device("cpu")):
-                inner = {f"{prefix}.{name}" if prefix else name: each for name, each in module.state_dict().items()}
+                inner = {
+                    f"{prefix}.{name}" if prefix else name: each for name, each in module.state_dict().items()
+                }
                 held |= {name: each.detach().clone() for name, each in inner.items() if not each.is_meta}
     return held
 

@@ -66,7 +66,9 @@ def load_and_quantize_model(
     quantization = _quantization(config, [*kept, *(config.keep_in_fp32_modules or ())])
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if is_empty and weights_location is None:
-        raise ValueError("the model is on the meta device: give weights_location=..., the folder of its weights")
+        raise ValueError(
+            "the model is on the meta device: give weights_location=..., the folder of its weights"
+        )
     chosen = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     if weights_location is None:
         _pack_in_memory(model, config, quantization, chosen)
@@ -104,7 +106,9 @@ def _pack_in_memory(
     quantization: BitsAndBytes8Bit | BitsAndBytes4Bit,
     device_map: dict[str, Any],
 ) -> None:
-    place = next((place for place in map(place_of, device_map.values()) if place != "disk"), torch.device("cpu"))
+    place = next(
+        (place for place in map(place_of, device_map.values()) if place != "disk"), torch.device("cpu")
+    )
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not _is_kept(name, quantization.skip_modules or ()):
             weight = module.weight.detach().to(config.torch_dtype).to(place)
@@ -187,19 +191,24 @@ def _bnb_layer(linear: nn.Linear, config: QuantizationConfig) -> nn.Module:
     import bitsandbytes
 
     library: Any = bitsandbytes
+    bias: Any = linear.bias  # None in a layer without
     sizes = (linear.in_features, linear.out_features)
     if config.load_in_8bit:
         layer = library.nn.Linear8bitLt(
-            *sizes, linear.bias is not None, has_fp16_weights=False, threshold=config.llm_int8_threshold, device="meta"
+            *sizes,
+            bias is not None,
+            has_fp16_weights=False,
+            threshold=config.llm_int8_threshold,
+            device="meta",
         )
     else:
         layer = library.nn.Linear4bit(
-            *sizes, linear.bias is not None, config.bnb_4bit_compute_dtype, quant_type=config.bnb_4bit_quant_type,
+            *sizes, bias is not None, config.bnb_4bit_compute_dtype, quant_type=config.bnb_4bit_quant_type,
             compress_statistics=config.bnb_4bit_use_double_quant, device="meta",
         )  # fmt: skip
     made: Any = type(layer.weight)
     layer.weight = made(linear.weight.data, requires_grad=False)
-    layer.bias = linear.bias
+    layer.bias = bias
     layer.requires_grad_(False)
     return cast("nn.Module", layer)
 
@@ -207,8 +216,9 @@ def _bnb_layer(linear: nn.Linear, config: QuantizationConfig) -> nn.Module:
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the names of the modules that stay in full precision: the output head, and those tied to others."""
     tied = [name for group in find_tied_parameters(model) for name in group]
-    is_base = not hasattr(model, "base_model_prefix") or not hasattr(model, getattr(model, "base_model_prefix"))  # noqa: B009
-    if not tied and hasattr(model, "base_model_prefix") and is_base:
+    prefix: Any = getattr(model, "base_model_prefix", None)
+    is_base = prefix is not None and not hasattr(model, prefix)
+    if not tied and is_base:
         return []
     last = [name for name, _ in model.named_children()][-1:]
     names = [name.removesuffix(".weight").removesuffix(".bias") for name in (*tied, *last)]

@@ -15,6 +15,7 @@ from drivetrain_dispatch.model.sizes import enclosing_modules
 
 AnyDtype = str | torch.dtype | CustomDtype
 _BYTES_OF_CUSTOM = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+_NAMES_OF_UNITS = ("KB", "MB", "GB", "KiB", "MiB", "GiB")
 _UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 # A part of a model in a list of those to place: a module, or a parameter.
 NamedPart = tuple[str, nn.Module]
@@ -31,7 +32,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
     if match is None:
         raise ValueError(
-            f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit (like '5.0GB')."
+            f"size={size!r}: give an int of bytes, or a number with a unit: {', '.join(_NAMES_OF_UNITS)}"
         )
     factor = _UNITS[match[2].upper()]
     in_bits = match[2].endswith("b") and "i" not in match[2].lower()
@@ -149,7 +150,10 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
 
 
 def get_module_size_with_ties(
-    tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: list[NamedPart]
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: list[NamedPart],
 ) -> tuple[int, list[str], list[nn.Module]]:
     """Return the bytes of a module together with those that share weights with it, and these modules.
 
@@ -162,7 +166,8 @@ def get_module_size_with_ties(
     names, modules, size = list[str](), list[nn.Module](), module_size
     for tied in tied_params:
         found = next(
-            ((name, part) for name, part in modules_to_treat if tied == name or tied.startswith(f"{name}.")), None
+            ((name, part) for name, part in modules_to_treat if tied == name or tied.startswith(f"{name}.")),
+            None,
         )
         if found is not None and found[0] not in names:
             names.append(found[0])
@@ -178,7 +183,7 @@ def fallback_allocate(
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
-    """Return the outermost module that fits into a size, and the parts that are left without it.
+    """Return the first module that fits into a size, and the parts that are left without it.
 
     Args:
         modules: The parts of a model.
@@ -193,15 +198,22 @@ def fallback_allocate(
     limit = convert_file_size_to_int(size_limit)
     whole = classes_listed(no_split_module_classes)
     shared = [name for group in tied_parameters or () for name in group]
-    level = [[part] for part in modules]
-    while level:
-        for path in level:
-            name, part = path[-1]
-            ties = any(tied == name or tied.startswith(f"{name}.") for tied in shared)
-            if not ties and module_sizes.get(name, 0) <= limit:
-                return name, part, _left(modules, path)
-        level = [[*path, child] for path in level for child in _inside(path[-1], whole)]
+    for path in _paths([], modules, whole):
+        name, part = path[-1]
+        ties = any(tied == name or tied.startswith(f"{name}.") for tied in shared)
+        if not ties and module_sizes.get(name, 0) <= limit:
+            return name, part, _left(modules, path)
     return None, None, modules
+
+
+def _paths(
+    around: list[NamedPart], parts: list[NamedPart], whole: Collection[str]
+) -> Iterable[list[NamedPart]]:
+    """Yield each part with those around it, outermost first; a part comes before those inside of it."""
+    for part in parts:
+        path = [*around, part]
+        yield path
+        yield from _paths(path, _inside(part, whole), whole)
 
 
 def _inside(part: NamedPart, whole: Collection[str]) -> list[NamedPart]:
@@ -218,6 +230,8 @@ def _left(modules: list[NamedPart], path: list[NamedPart]) -> list[NamedPart]:
         if name != path[0][0]:
             left.append((name, part))
         elif len(path) > 1:
-            own: list[Any] = [(f"{name}.{inner}", each) for inner, each in part.named_parameters(recurse=False)]
+            own: list[Any] = [
+                (f"{name}.{inner}", each) for inner, each in part.named_parameters(recurse=False)
+            ]
             left += [*own, *_left(_inside((name, part), ()), path[1:])]
     return left

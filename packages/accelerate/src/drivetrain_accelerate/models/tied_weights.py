@@ -50,10 +50,13 @@ def check_tied_parameters_on_same_device(
 ) -> None:
     """Warn of weights with several names that a device map gives to several devices."""
     for group in tied_params:
-        devices = {name: device_map[nearest] for name in group if (nearest := nearest_entry(name, device_map)) is not None}
+        devices = {
+            name: device_map[nearest]
+            for name in group
+            if (nearest := nearest_entry(name, device_map)) is not None
+        }
         if len(set(devices.values())) > 1:
             _LOGGER.warning(
-                "Tied parameters are on different devices: %s. Please modify your custom device map or set "
-                "`device_map='auto'`. ",
+                "device_map gives the names of one weight to several devices: %s. Give them to one, or plan the map.",
                 devices,
             )

@@ -29,7 +29,9 @@ class CpuOffload(ModelHook):
         """Move the model to the host."""
         return module.to("cpu")
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the model of the other hook to the host, and this one and its inputs to the device."""
         device = place_of(self.execution_device)
         assert isinstance(device, torch.device)
@@ -82,4 +84,8 @@ def cpu_offload_with_hook(
 
 def _current() -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    return (
+        torch.device("cpu")
+        if found is None
+        else torch.device(found.type, torch.accelerator.current_device_index())
+    )
