@@ -58,15 +58,7 @@ class MappedFile:
             # The offset of each tensor; empty if the format does not give offsets.
             self._starts: dict[str, int] = {}
             self.metadata: Mapping[str, str] = {}
-            if path.suffix in TORCH_SUFFIXES:
-                self._tensors = map_tensors(path)
-            else:
-                # safe_open checks the header and the file's size.
-                with safe_open(path, framework="pt", device="cpu") as reader:
-                    header = read_header(path)
-                    self.metadata = header.metadata
-                    self._starts = {name: entry.start for name, entry in header.entries.items()}
-                    self._tensors = _mapped(self._file, header.entries, reader)
+            self._tensors = self._map(path)
         except FileNotFoundError as error:
             raise WeightFilesError(f"{path} is missing") from error
         except (SafetensorError, IsADirectoryError) as error:
@@ -81,6 +73,17 @@ class MappedFile:
         self.check_in_place()
         self.in_order = tuple(self._tensors)
         self.names = frozenset(self.in_order)
+
+    def _map(self, path: Path) -> dict[str, Tensor]:
+        """Return the tensors as the open file's pages, and note where each begins; a subclass reads another form."""
+        if path.suffix in TORCH_SUFFIXES:
+            return map_tensors(path)
+        # safe_open checks the header and the file's size.
+        with safe_open(path, framework="pt", device="cpu") as reader:
+            header = read_header(path)
+            self.metadata = header.metadata
+            self._starts = {name: entry.start for name, entry in header.entries.items()}
+            return _mapped(self._file, header.entries, reader)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as the file's pages. Writes to it change memory, never the file."""

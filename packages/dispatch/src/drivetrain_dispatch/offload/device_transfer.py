@@ -82,7 +82,7 @@ class InputMover(NotCopied):
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._returns:
-            self._calls.input_devices.append(_first_device((args, kwargs)))
+            self._calls.input_devices.append(first_device((args, kwargs)))
         moved = {
             name: value if name in self._skip_keys else move_to_device(value, self._device)
             for name, value in kwargs.items()
@@ -101,7 +101,8 @@ class _RunningCalls(threading.local):
         self.input_devices: list[torch.device | None] = []
 
 
-def _first_device(value: Any) -> torch.device | None:
+def first_device(value: Any) -> torch.device | None:
+    """Return the device of the first tensor in a nested value; None if there is none."""
     if isinstance(value, Tensor):
         return value.device
     if is_dataclass(value) and not isinstance(value, type):
@@ -109,6 +110,6 @@ def _first_device(value: Any) -> torch.device | None:
     if isinstance(value, Mapping):
         value = list(cast("Mapping[str, Any]", value).values())
     if isinstance(value, list | tuple):
-        found = (_first_device(item) for item in cast("list[Any]", value))
+        found = (first_device(item) for item in cast("list[Any]", value))
         return next((device for device in found if device is not None), None)
     return None

@@ -1,0 +1,203 @@
+"""The hook that brings the weights and inputs of one module to its device, and sends the weights back."""
+
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_accelerate.models.dispatched import is_fetched_at_use
+from drivetrain_accelerate.models.module_hooks import ModelHook, hook_of
+from drivetrain_accelerate.models.module_tensors import (
+    TiedCopies,
+    Where,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+from drivetrain_dispatch.offload.device_transfer import first_device, move_to_device
+from drivetrain_dispatch.planning.device_map import place_of
+
+_META = torch.device("meta")
+
+
+class AlignDevicesHook(ModelHook):
+    """A hook by which a module computes on a device, whatever the device of its inputs and weights.
+
+    Args:
+        execution_device: The device that computes; None to leave weights and inputs where they are.
+        offload: Whether the weights leave the device after each forward.
+        io_same_device: Whether outputs go back to the device of the inputs.
+        weights_map: The values of offloaded weights by name; None to keep them in host memory.
+        offload_buffers: Whether buffers are offloaded too.
+        place_submodules: Whether the weights of the modules inside are placed too, at once.
+        skip_keys: Names of inputs, or of items of outputs, that stay on their device.
+        tied_params_map: The copies of tied weights by their address, each device's once.
+    """
+
+    def __init__(
+        self,
+        execution_device: Where | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedCopies | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+
+    def __repr__(self) -> str:
+        shown = (
+            "execution_device",
+            "offload",
+            "io_same_device",
+            "offload_buffers",
+            "place_submodules",
+            "skip_keys",
+        )
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Place the weights of the module, or take them off every device."""
+        if self.offload:
+            self._take_off(module)
+        elif self.execution_device is not None and not is_fetched_at_use(module):
+            for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                self._set(module, name, self.execution_device)
+        return module
+
+    def _take_off(self, module: nn.Module) -> None:
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        if self.weights_map is None:
+            self.weights_map = {name: tensors[name].detach().to("cpu") for name in self._offloaded(module)}
+        for name in self._offloaded(module):
+            set_module_tensor_to_device(module, name, _META)
+        if self.execution_device is not None:
+            for name in tensors.keys() - set(self._offloaded(module)):
+                self._set(module, name, self.execution_device)
+
+    def _offloaded(self, module: nn.Module) -> list[str]:
+        """Return the names of the tensors that leave the device: no map holds buffers that are not saved."""
+        found = named_module_tensors(
+            module,
+            include_buffers=self.offload_buffers,
+            recurse=self.place_submodules,
+            remove_non_persistent=True,
+        )
+        return [name for name, _ in found]
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the weights of the module and its inputs to the device."""
+        if self.io_same_device:
+            self.input_device = first_device((args, kwargs))
+        if self.offload and self.weights_map is not None:
+            target = self.execution_device
+            for name in self._offloaded(module):
+                value = self.weights_map[name]
+                self._set(module, name, value.device if target is None else target, value)
+        if self.execution_device is None:
+            return args, kwargs
+        return self._sent(args, self.execution_device), self._sent(kwargs, self.execution_device)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Send the weights back, and the output to the device of the inputs."""
+        if self.offload:
+            for name in self._offloaded(module):
+                set_module_tensor_to_device(module, name, _META)
+            for copies in (self.tied_params_map or {}).values():
+                if self.execution_device is not None:
+                    copies.pop(_device(self.execution_device), None)
+        if self.io_same_device and self.input_device is not None:
+            output = self._sent(output, self.input_device)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put offloaded weights back on the devices that they came from."""
+        for name, device in self.original_devices.items():
+            if (
+                self.offload
+                and device != _META
+                and self.weights_map is not None
+                and name in self._offloaded(module)
+            ):
+                set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+        return module
+
+    def _set(self, module: nn.Module, name: str, device: Where, value: Tensor | None = None) -> None:
+        set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
+
+    def _sent(self, value: Any, device: Where) -> Any:
+        kept: Collection[str] = [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys or ()
+        return move_except(value, _device(device), kept)
+
+
+def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
+    """Return a nested value with its tensors on a device, but for the items of a dict that are to be kept."""
+    if kept and type(value) is dict:
+        items: dict[str, Any] = value
+        return {name: item if name in kept else move_to_device(item, device) for name, item in items.items()}
+    moved = move_to_device(value, device)
+    if kept and moved is not value and isinstance(value, dict):  # an output of a library, whose class stays
+        given: dict[str, Any] = value
+        for name in given.keys() & set(kept):
+            moved[name] = given[name]
+    return moved
+
+
+def _device(device: Where) -> torch.device:
+    place = place_of(device)
+    return _META if place == "disk" else place
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether the weights of a module are on no device between its forwards.
+
+    Those of a model that `dispatch_model` offloaded always are: in host memory, or pages of a file.
+    """
+    hook = hook_of(module)
+    return isinstance(hook, AlignDevicesHook) and hook.offload
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Generator[None]:
+    """Have the weights of a module on a device inside of the block, and where they were afterwards.
+
+    Args:
+        module: The module.
+        execution_device: The device; None for that of the module's hook.
+    """
+    hook = hook_of(module)
+    if isinstance(hook, AlignDevicesHook) and hook.offload:
+        before = hook.execution_device
+        hook.execution_device = before if execution_device is None else execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+    elif execution_device is not None:
+        devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        try:
+            for name in devices:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, device in devices.items():
+                set_module_tensor_to_device(module, name, device)
+    else:
+        yield

@@ -1,0 +1,185 @@
+"""Device maps: plan one from the sizes of a model and the memory of the devices, check one, and shorten one."""
+
+import logging
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain_accelerate.models.module_tensors import Where
+from drivetrain_accelerate.models.sizes import classes_listed, convert_file_size_to_int, planned_sizes
+from drivetrain_dispatch import DeviceMap
+from drivetrain_dispatch import get_max_memory as memory_budgets
+from drivetrain_dispatch import infer_auto_device_map as plan_device_map
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.memory_budget import balanced_budgets
+
+_LOGGER = logging.getLogger(__name__)
+_LAST = ("mps", "cpu", "disk")  # behind the accelerators, in this order
+
+
+def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict[int | str, int]:
+    """Return the memory budget of each device in bytes, accelerators first.
+
+    Args:
+        max_memory: Sizes such as "5GB" by device, which become bytes in place, as transformers relies on; None for
+            95 % of what is free now on the accelerators and the host.
+    """
+    if max_memory is None:
+        free = memory_budgets()
+        return {device: size for device, size in free.items() if isinstance(device, int | str)}
+    for device, size in max_memory.items():
+        max_memory[device] = convert_file_size_to_int(size) if isinstance(size, str) else size
+    sizes = {device: int(size) for device, size in max_memory.items()}
+    behind = {device: sizes[device] for device in _LAST if device in sizes}
+    numbered = sorted(device for device in sizes if isinstance(device, int))
+    named = [device for device in sizes if isinstance(device, str) and device not in behind]
+    return {**{device: sizes[device] for device in (*numbered, *named)}, **behind}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: dict[str, str | torch.device] | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Return budgets by which a model is spread evenly over the accelerators.
+
+    Args:
+        model: The model, ideally on the meta device.
+        max_memory: Sizes by device; None for what is free now.
+        no_split_module_classes: Names of classes of modules that stay whole.
+        dtype: The dtype that floating-point tensors will have.
+        special_dtypes: The dtypes of single tensors by name.
+        low_zero: Whether the first accelerator gets only what the others cannot hold.
+    """
+    budgets = get_max_memory(max_memory)
+    plain, sizes = planned_sizes(model, dtype, special_dtypes)
+    layout = ModelLayout.of(model, dtype=plain, special_sizes=sizes)
+    blocks = blocks_of(layout, no_split=present_classes(model, no_split_module_classes))
+    found = balanced_budgets({**budgets}, blocks, low_zero=low_zero)
+    return {device: found[device] for device in budgets}
+
+
+def present_classes(model: nn.Module, classes: str | Collection[str] | None) -> list[str]:
+    """Return the classes among those named of which the model has modules.
+
+    Libraries name the classes of every model of a family.
+    """
+    named = set(classes_listed(classes))
+    return sorted(named & {type(module).__name__ for module in model.modules()})
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: dict[str, str | torch.dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,  # noqa: ARG001 the plan finds whatever fits by itself
+) -> dict[str, Where]:
+    """Plan where each part of a model goes. Nothing is moved or loaded.
+
+    Args:
+        model: The model, ideally on the meta device.
+        max_memory: Sizes by device; None for what is free now. The disk takes what is left.
+        no_split_module_classes: Names of classes of modules that stay whole.
+        dtype: The dtype that floating-point tensors will have.
+        special_dtypes: The dtypes of single tensors by name.
+        verbose: Whether the plan is logged.
+        clean_result: Whether modules whose parts are all on one device are one entry.
+        offload_buffers: Whether buffers will be offloaded too.
+        fallback_allocation: Without effect.
+
+    Raises:
+        DeviceMapError: The budgets cannot hold the model.
+    """
+    plain, sizes = planned_sizes(model, dtype, special_dtypes)
+    budgets: dict[Where, int | str] = {**get_max_memory(max_memory)}
+    planned = plan_device_map(
+        model, budgets, dtype=plain, special_sizes=sizes, offload_buffers=offload_buffers,
+        no_split_module_classes=present_classes(model, no_split_module_classes),
+    )  # fmt: skip
+    if verbose:
+        _LOGGER.info("%s", planned)
+    return (
+        planned if clean_result else _divided(model, planned, present_classes(model, no_split_module_classes))
+    )
+
+
+def _divided(model: nn.Module, planned: DeviceMap, whole: Collection[str]) -> DeviceMap:
+    """Return a map with an entry for each module that is not divided, and for each tensor beside those."""
+    names: dict[str, None] = {}
+    _list_parts(model, "", whole, names)
+    chosen = {name: planned[entry] for name in names if (entry := nearest_entry(name, planned)) is not None}
+    return DeviceMap(chosen, window_bytes=planned.window_bytes, rates=planned.rates)
+
+
+def _list_parts(module: nn.Module, name: str, whole: Collection[str], names: dict[str, None]) -> None:
+    children = list(module.named_children())
+    if name and (not children or type(module).__name__ in whole):
+        names[name] = None
+        return
+    prefix = f"{name}." if name else ""
+    for own, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        names[prefix + own] = None
+    for inner, child in children:
+        _list_parts(child, prefix + inner, whole, names)
+
+
+def check_device_map(model: nn.Module, device_map: dict[str, str | int | torch.device]) -> None:
+    """Check that a device map gives each parameter and buffer a device; warn of names that the model lacks.
+
+    Raises:
+        ValueError: A parameter or buffer has no device.
+    """
+    tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    known = {*tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    if unknown := [name for name in device_map if name not in known]:
+        warnings.warn(f"device_map names {unknown}, which the model does not have", stacklevel=2)
+    if left := [name for name in tensors if nearest_entry(name, device_map) is None]:
+        raise ValueError(
+            f'device_map gives no device for {", ".join(left)}: name them or a module around them; "" covers the rest'
+        )
+
+
+def clean_device_map(
+    device_map: dict[str, int | str | torch.device], module_name: str = ""
+) -> dict[str, int | str | torch.device]:
+    """Make modules whose parts are all on one device one entry of a map.
+
+    Args:
+        device_map: The map; changed in place.
+        module_name: The module to begin with; the whole model by default.
+
+    Returns:
+        The same map.
+    """
+    prefix = f"{module_name}." if module_name else ""
+    inside = [name for name in device_map if name.startswith(prefix)]
+    devices = {device_map[name] for name in inside}
+    if len(devices) == 1 and len(inside) > 1:
+        for name in inside:
+            del device_map[name]
+        device_map[module_name] = devices.pop()
+        return device_map
+    for child in sorted(
+        {prefix + name.removeprefix(prefix).partition(".")[0] for name in inside} - {module_name}
+    ):
+        if any(name.startswith(f"{child}.") for name in inside):
+            clean_device_map(device_map, child)
+    return device_map
+
+
+def names_on(device_map: Mapping[str, Any], place: str) -> list[str]:
+    """Return the entries of a map on a device that is named so."""
+    return [name for name, device in device_map.items() if device == place]

@@ -1,0 +1,188 @@
+"""Load checkpoints: into a dict, into a model, or into a model that is dispatched at once."""
+
+import logging
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_accelerate.models.device_maps import (
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+)
+from drivetrain_accelerate.models.dispatch import dispatch_model
+from drivetrain_accelerate.models.module_tensors import Where, dtype_of
+from drivetrain_accelerate.models.offloaded_sources import WeightSources, remember_sources
+from drivetrain_dispatch import load_checkpoint_in_model as load_in_model
+from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.planning.device_map import place_of
+from drivetrain_weights import MappedFile, read_torch_file
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Folder = str | PathLike[str]
+_LOGGER = logging.getLogger(__name__)
+_WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_state_dict(
+    checkpoint_file: Folder, device_map: Mapping[str, Where] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of a weight file, each on its device.
+
+    Args:
+        checkpoint_file: A safetensors file, or one that `torch.save` wrote.
+        device_map: Devices by name; what is for the disk is in host memory, as pages of the file.
+    """
+    path = Path(checkpoint_file)
+    if path.suffix != ".safetensors":
+        return dict(read_torch_file(path))
+    file = MappedFile(path)
+    return {name: file.tensor(name).to(_place(name, device_map)) for name in file.in_order}
+
+
+def _place(name: str, device_map: Mapping[str, Where] | None) -> torch.device:
+    entry = nearest_entry(name, device_map or {})
+    place = "disk" if device_map is None or entry is None else place_of(device_map[entry])
+    return torch.device("cpu") if place == "disk" else place
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Folder,
+    device_map: dict[str, int | str | torch.device] | None = None,
+    offload_folder: Folder | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001 no weight takes host memory twice
+    offload_buffers: bool = False,  # noqa: ARG001 buffers are loaded by the map like parameters
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,  # noqa: ARG001 packed weights are offloaded as they are
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model, each straight to its device; those for the disk stay in the checkpoint's files.
+
+    Args:
+        model: The model; changed in place.
+        checkpoint: A weight file, the index of several, or a folder that holds one of them.
+        device_map: Devices by name; None keeps each tensor on its device.
+        offload_folder: The folder for weights on the disk that no file holds in their final form.
+        dtype: The dtype of floating-point tensors; None keeps the model's.
+        offload_state_dict: Without effect.
+        offload_buffers: Without effect.
+        keep_in_fp32_modules: Names of modules at any depth whose tensors stay in fp32.
+        offload_8bit_bnb: Without effect.
+        strict: Whether the checkpoint must have exactly the model's names; otherwise what differs is logged.
+        full_state_dict: Must be true.
+        broadcast_from_rank0: Whether rank 0 reads for all ranks, all of which call this.
+
+    Raises:
+        ValueError: `full_state_dict` is false, or another argument is wrong.
+        WeightsMismatchError: Names or shapes do not fit.
+    """
+    if not full_state_dict:
+        raise ValueError(
+            "full_state_dict=False: a sharded checkpoint is loaded by Accelerator.load_state; a full one is read by "
+            "each rank for its own shards, whatever this argument"
+        )
+    report = load_in_model(
+        model, Path(checkpoint), device_map, dtype=dtype_of(dtype), strict=strict,
+        special_dtypes=_in_fp32(model, keep_in_fp32_modules),
+        read_by="rank 0" if broadcast_from_rank0 else "each",
+        offload_folder=None if offload_folder is None else Path(offload_folder),
+    )  # fmt: skip
+    if report.unexpected:
+        _LOGGER.warning(
+            "Some weights of %s are not in the model: %s", checkpoint, ", ".join(report.unexpected)
+        )
+    if report.mapped or report.computed:
+        sources = WeightSources(
+            mapped=dict(report.mapped), dtypes=dict(report.converted_at_use), in_memory=report.computed
+        )
+        remember_sources(model, sources)
+
+
+def _in_fp32(model: nn.Module, kept: list[str] | None) -> dict[str, torch.dtype]:
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {
+        name: torch.float32
+        for name, tensor in tensors
+        if tensor.is_floating_point() and not set(kept or ()).isdisjoint(name.split(".")[:-1])
+    }
+
+
+def load_checkpoint_and_dispatch(
+    model: AnyModule,
+    checkpoint: Folder,
+    device_map: str | dict[str, int | str | torch.device] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> AnyModule:
+    """Load and dispatch a model that may be larger than the accelerator or the machine.
+
+    Args:
+        model: The model, usually from `init_empty_weights`; changed in place.
+        checkpoint: A weight file, the index of several, or a folder that holds one of them.
+        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential"; None only loads.
+        max_memory: The memory budget of each device for a planned map; None for what is free now.
+        no_split_module_classes: Names of classes of modules that a planned map keeps whole.
+        offload_folder: The folder for weights on the disk that no file holds in their final form.
+        offload_buffers: Whether buffers are offloaded too.
+        dtype: The dtype of floating-point tensors; None keeps the model's.
+        offload_state_dict: Without effect.
+        skip_keys: Keyword arguments that stay on their device.
+        preload_module_classes: Names of module classes whose weights are fetched all at once.
+        force_hooks: Whether a model on one device gets hooks too.
+        strict: Whether the checkpoint must have exactly the model's names.
+        full_state_dict: Must be true.
+        broadcast_from_rank0: Whether rank 0 reads for all ranks, all of which call this.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: `device_map` is a string that is none of those, or another argument is wrong.
+        WeightsMismatchError: Names or shapes do not fit.
+    """
+    chosen = (
+        _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        if isinstance(device_map, str)
+        else device_map
+    )
+    load_checkpoint_in_model(
+        model, checkpoint, chosen, offload_folder, dtype, bool(offload_state_dict), offload_buffers,
+        strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
+    )  # fmt: skip
+    if chosen is None:
+        return model
+    return dispatch_model(
+        model, chosen, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes, force_hooks=force_hooks,
+    )  # fmt: skip
+
+
+def _planned(
+    model: nn.Module, way: str, max_memory: Any, whole: list[str] | None, dtype: Any, offload_buffers: bool
+) -> dict[str, int | str | torch.device]:
+    if way not in _WAYS:
+        raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
+    budgets: Any = (
+        get_max_memory(max_memory)
+        if way == "sequential"
+        else get_balanced_memory(model, max_memory, whole, dtype, low_zero=way == "balanced_low_0")
+    )
+    return infer_auto_device_map(model, budgets, whole, dtype, offload_buffers=offload_buffers)

@@ -1,0 +1,194 @@
+"""The parameters and buffers of a module: list them, and put one on a device."""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
+from drivetrain_dispatch.model.tensor_subclass import is_packed
+from drivetrain_dispatch.planning.device_map import place_of
+
+Where = int | str | torch.device
+# For the address of each tied tensor, its copy on each device.
+TiedCopies = MutableMapping[int, dict[torch.device, Tensor]]
+_NON_PERSISTENT = "_non_persistent_buffers_set"  # torch has no public name for it
+
+
+def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype that is given by its name, such as "float16".
+
+    Raises:
+        ValueError: torch has no dtype of that name.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: no dtype of torch is called so; give torch.float16 or 'float16'")
+    return found
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module, then its buffers, with their names.
+
+    Args:
+        module: The module.
+        include_buffers: Whether buffers are among them.
+        recurse: Whether those of the modules inside are too.
+        remove_non_persistent: Whether buffers that a state dict does not hold are left out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = (
+            get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set[str]()
+        )
+        for name, buffer in module.named_buffers(recurse=recurse):
+            if name not in left_out:
+                yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers of a module that a state dict does not hold.
+
+    Args:
+        module: The module.
+        recurse: Whether those of the modules inside are among them.
+        fqns: Whether these have their names as the module sees them; otherwise as their own modules do.
+    """
+    found: set[str] = set()
+    for prefix, each in module.named_modules() if recurse else [("", module)]:
+        own: set[str] = getattr(each, _NON_PERSISTENT)
+        found |= {f"{prefix}.{name}" if fqns and prefix else name for name in own}
+    return found
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Where,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.HalfTensor | None = None,
+    tied_params_map: TiedCopies | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,  # noqa: ARG001 torch's cache is left as it is: what is freed is used again
+) -> None:
+    """Put a parameter or buffer on a device, with its present values or new ones.
+
+    Args:
+        module: The module, or one around it.
+        tensor_name: The name of the tensor in it; dots lead into modules inside.
+        device: The device.
+        value: The new values; None for the present ones.
+        dtype: The dtype of the new values; None for that of the tensor. Integer and boolean values keep theirs.
+        fp16_statistics: The scales of an 8-bit weight of bitsandbytes.
+        tied_params_map: The copies of tied tensors that are made already, and where a new one is noted.
+        non_blocking: Whether the copy may go on after the call.
+        clear_cache: Without effect.
+
+    Raises:
+        ValueError: The module has no such tensor, the shape differs, or the tensor has no values and none are given.
+    """
+    owner, _, name = tensor_name.rpartition(".")
+    module = module.get_submodule(owner) if owner else module
+    old = _tensor_of(module, name)
+    place = place_of(device)
+    place = torch.device("meta") if place == "disk" else place
+    if value is not None and value.shape != old.shape and not is_packed(old):
+        raise ValueError(
+            f"{tensor_name}: value={tuple(value.shape)} is another shape than the tensor's, {tuple(old.shape)}: give "
+            "values for the same model"
+        )
+    if value is None and old.is_meta and place.type != "meta":
+        raise ValueError(f"{tensor_name} has no values on the meta device: give value=... to put on {device}")
+    if value is None and old.device == place:
+        return
+    tied = _noted(tied_params_map, value if value is not None else old, place)
+    if tied is not None:
+        _put(module, name, tied)
+        return
+    new = _moved(old, value, dtype_of(dtype), place, non_blocking=non_blocking)
+    new = _wrapped(old, new, fp16_statistics)
+    _note(tied_params_map, value if value is not None else old, new)
+    _put(module, name, new)
+
+
+def _tensor_of(module: nn.Module, name: str) -> Tensor:
+    for attribute in (PARAMETERS, BUFFERS):
+        held: dict[str, Tensor | None] = getattr(module, attribute)
+        if (tensor := held.get(name)) is not None:
+            return tensor
+    raise ValueError(f"{type(module).__name__} has no parameter or buffer {name!r}: see named_parameters()")
+
+
+def _moved(
+    old: Tensor, value: Tensor | None, dtype: torch.dtype | None, place: torch.device, *, non_blocking: bool
+) -> Tensor:
+    if value is None:
+        return old.detach().to(place, non_blocking=non_blocking)
+    new = value.detach()
+    if new.is_floating_point() or new.is_complex():
+        new = new.to(dtype or old.dtype)
+    return new.to(place, non_blocking=non_blocking)
+
+
+def _wrapped(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:
+    """Return a tensor of the kind of the old one: a parameter of the same class and attributes, or a buffer."""
+    if not isinstance(old, nn.Parameter):
+        return new
+    kind, attributes = type(old), dict(vars(old))
+    if statistics is not None:
+        attributes["SCB"] = statistics.to(new.device)
+    if isinstance(new, kind) and kind is not nn.Parameter:
+        return new
+    trains = old.requires_grad and (new.is_floating_point() or new.is_complex())
+    if kind is nn.Parameter or not attributes:
+        return kind(new, requires_grad=trains)
+    attributes.pop("requires_grad", None)
+    made: Any = kind
+    return made(new, requires_grad=trains, **attributes)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    held: dict[str, Any] = getattr(module, PARAMETERS)
+    (held if name in held else getattr(module, BUFFERS))[name] = tensor
+
+
+def _noted(copies: TiedCopies | None, source: Tensor, place: torch.device) -> Tensor | None:
+    if copies is None or source.is_meta or place.type == "meta":
+        return None
+    return copies.get(source.data_ptr(), {}).get(place)
+
+
+def _note(copies: TiedCopies | None, source: Tensor, new: Tensor) -> None:
+    if copies is not None and not source.is_meta and source.data_ptr() in copies and not new.is_meta:
+        copies[source.data_ptr()][new.device] = new
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return what tells the memory of a tensor from that of others: its device, address and size in bytes."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return whether two names mean one device: "cuda" is the first of its kind."""
+    if first_device.type != second_device.type:
+        return False
+    return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model, maybe inside of a wrapper or compiled, is one of peft."""
+    inner: Any = getattr(getattr(model, "module", model), "_orig_mod", getattr(model, "module", model))
+    return any(
+        kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
+        for kind in type(inner).__mro__
+    )

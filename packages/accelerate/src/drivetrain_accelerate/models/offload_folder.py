@@ -1,0 +1,216 @@
+"""Folders of offloaded weights, in Accelerate's format: a file of values for each, and index.json."""
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain_weights import MappedFile, WeightFilesError
+from drivetrain_weights.safetensors_layout import bytes_of
+
+INDEX = "index.json"
+# What an index says of a weight: its dtype and shape, or the safetensors file that holds it and its name there.
+Entry = dict[str, Any]
+
+
+class ValuesFile(MappedFile):
+    """A file of the values of one tensor and nothing else, memory-mapped.
+
+    Args:
+        path: The path of the file.
+        name: The name of the tensor.
+        entry: What the index says of it.
+
+    Raises:
+        WeightFilesError: The file is missing, or does not have the size that the entry says.
+    """
+
+    def __init__(self, path: Path, name: str, entry: Entry) -> None:
+        self._name, self._entry = name, entry
+        super().__init__(path)
+
+    def _map(self, path: Path) -> dict[str, Tensor]:
+        dtype, shape = dtype_named(self._entry["dtype"]), tuple(self._entry["shape"])
+        values = torch.empty(shape, dtype=dtype, device="meta")
+        if path.stat().st_size < values.nbytes:
+            raise WeightFilesError(
+                f"{path} is shorter than the {values.nbytes} bytes that {INDEX} says: write it anew"
+            )
+        if not values.numel():
+            return {self._name: torch.empty(shape, dtype=dtype)}
+        self._starts = {self._name: 0}
+        pages = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
+        return {self._name: torch.frombuffer(pages, dtype=dtype, count=values.numel()).view(shape)}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that an index names, such as "bfloat16".
+
+    Raises:
+        WeightFilesError: torch has no such dtype.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise WeightFilesError(f"{INDEX} says dtype {name!r}, which this torch does not have")
+    return found
+
+
+def offload_weight(
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | PathLike[str],
+    index: dict[str, Entry] | None = None,
+) -> dict[str, Entry] | None:
+    """Write a weight to a file of its values.
+
+    Args:
+        weight: The weight.
+        weight_name: Its name; the file is called so, with ".dat".
+        offload_folder: The folder; it exists.
+        index: The index, to which the weight is added; None for none.
+
+    Returns:
+        The same index.
+    """
+    values = weight.detach().to("cpu").contiguous()
+    path = Path(offload_folder) / f"{weight_name}.dat"
+    path.unlink(missing_ok=True)  # what another process has mapped stays as it is
+    path.write_bytes(bytes_of(values.reshape(-1)))
+    if index is not None:
+        index[weight_name] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Entry) -> Tensor:
+    """Return the weight in a file of values, as the file's pages.
+
+    Args:
+        weight_file: The path of the file.
+        weight_info: What the index says of the weight.
+    """
+    return ValuesFile(Path(weight_file), "", weight_info).tensor("")
+
+
+def save_offload_index(index: dict[str, Entry] | None, offload_folder: str | PathLike[str]) -> None:
+    """Add entries to the index of a folder, which is written if there is none."""
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX
+    present = read_offload_index(offload_folder)
+    path.write_text(json.dumps({**present, **index}, indent=2), encoding="utf-8")
+
+
+def read_offload_index(folder: str | PathLike[str]) -> dict[str, Entry]:
+    """Return the index of a folder; empty if it has none."""
+    path = Path(folder) / INDEX
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def offload_state_dict(save_dir: str | PathLike[str], state_dict: dict[str, Tensor]) -> None:
+    """Write the weights of a state dict to a folder, with their index."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, Entry] = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """A mapping of which only the names are seen that begin with a prefix, without it.
+
+    Args:
+        dataset: The mapping.
+        prefix: The prefix.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names with their prefix, as Accelerate does."""
+        return (name for name in self.dataset if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        """Return the number of names that the prefix begins."""
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """The weights of a state dict, and those of an offload folder or an index, by name; read when they are asked for.
+
+    Args:
+        state_dict: Weights in memory.
+        save_folder: An offload folder.
+        index: The index of the others; None for that of the folder.
+        device: The device for weights from safetensors files; None for the host.
+
+    Raises:
+        ValueError: None of the first three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: dict[str, Tensor] | None = None,
+        save_folder: str | PathLike[str] | None = None,
+        index: Mapping[str, Entry] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("give a state_dict, a save_folder or an index: they say where the weights are")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index = (
+            read_offload_index(save_folder)
+            if index is None and save_folder is not None
+            else dict(index or {})
+        )
+        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.device = device
+        self._files: dict[Path, MappedFile] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        file, name = self.file_of(key)
+        weight = file.tensor(name)
+        wanted = self.index[key].get("dtype")
+        weight = weight if wanted is None else weight.to(dtype_named(str(wanted)))
+        return weight if self.device is None else weight.to(self.device)
+
+    def file_of(self, key: str) -> tuple[MappedFile, str]:
+        """Return the file of a weight that is not in memory, and the weight's name in it."""
+        entry = self.index[key]
+        stored = entry.get("safetensors_file")
+        if stored is None:
+            return ValuesFile(Path(self.save_folder or "") / f"{key}.dat", key, entry), key
+        path = Path(stored)
+        if path not in self._files:
+            self._files[path] = MappedFile(path)
+        return self._files[path], entry.get("weight_name", key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def extract_submodules_state_dict(
+    state_dict: dict[str, Tensor], submodule_names: list[str]
+) -> dict[str, Tensor]:
+    """Return the part of a state dict that belongs to some modules."""
+    prefixes = tuple(f"{name}." for name in submodule_names)
+    return {
+        name: value
+        for name, value in state_dict.items()
+        if name in submodule_names or name.startswith(prefixes)
+    }

@@ -1,0 +1,243 @@
+"""Quantise the linear layers of a model by bitsandbytes, while it is loaded or in memory."""
+
+from collections.abc import Collection
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+
+from drivetrain_accelerate.models.device_maps import get_balanced_memory, get_max_memory, present_classes
+from drivetrain_accelerate.models.dispatch import dispatch_model
+from drivetrain_accelerate.models.module_tensors import Where
+from drivetrain_accelerate.models.tied_weights import find_tied_parameters
+from drivetrain_dispatch import BitsAndBytes4Bit, BitsAndBytes8Bit, infer_auto_device_map, quantized_sizes
+from drivetrain_dispatch import load_checkpoint_and_dispatch as load_and_dispatch
+from drivetrain_dispatch.planning.device_map import place_of
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+class QuantizationConfig(Protocol):
+    """What is read of a `BnbQuantizationConfig`."""
+
+    load_in_8bit: bool
+    load_in_4bit: bool
+    llm_int8_threshold: float
+    bnb_4bit_quant_type: Any
+    bnb_4bit_use_double_quant: bool
+    bnb_4bit_compute_dtype: Any
+    torch_dtype: torch.dtype
+    skip_modules: list[str] | None
+    keep_in_fp32_modules: list[str] | None
+
+
+def load_and_quantize_model(
+    model: AnyModule,
+    bnb_quantization_config: QuantizationConfig,
+    weights_location: str | PathLike[str] | None = None,
+    device_map: dict[str, int | str | torch.device] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    offload_folder: str | PathLike[str] | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001 no weight takes host memory twice
+) -> AnyModule:
+    """Load a model with its linear layers quantised, each packed as it is read; or quantise a model in memory.
+
+    Args:
+        model: The model; changed in place. On the meta device if its weights are loaded.
+        bnb_quantization_config: How it is quantised.
+        weights_location: A weight file, the index of several, or a folder that holds one of them.
+        device_map: Devices by name; None for the current accelerator, or the host if there is none.
+        no_split_module_classes: Names of classes of modules that a planned map keeps whole.
+        max_memory: The memory budget of each device for a planned map.
+        offload_folder: The folder for weights on the disk.
+        offload_state_dict: Without effect.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The model is on the meta device and `weights_location` is missing.
+    """
+    config = bnb_quantization_config
+    kept = config.skip_modules if config.skip_modules is not None else get_keys_to_not_convert(model)
+    quantization = _quantization(config, [*kept, *(config.keep_in_fp32_modules or ())])
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    if is_empty and weights_location is None:
+        raise ValueError(
+            "the model is on the meta device: give weights_location=..., the folder of its weights"
+        )
+    chosen = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    if weights_location is None:
+        _pack_in_memory(model, config, quantization, chosen)
+        dispatch_model(model, chosen, offload_dir=offload_folder)
+    else:
+        load_and_dispatch(
+            model, Path(weights_location), chosen, dtype=config.torch_dtype, quantization=quantization, strict=False,
+            keep_in_fp32_modules=_present(model, config.keep_in_fp32_modules),
+            offload_folder=None if offload_folder is None else Path(offload_folder),
+        )  # fmt: skip
+    shown: Any = model
+    shown.hf_device_map = chosen
+    shown.is_loaded_in_8bit, shown.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
+    return model
+
+
+def _quantization(config: QuantizationConfig, kept: Collection[str]) -> BitsAndBytes8Bit | BitsAndBytes4Bit:
+    if config.load_in_8bit:
+        return BitsAndBytes8Bit(threshold=config.llm_int8_threshold, skip_modules=tuple(kept))
+    return BitsAndBytes4Bit(
+        quant_type=config.bnb_4bit_quant_type, double_quant=config.bnb_4bit_use_double_quant,
+        compute_dtype=config.bnb_4bit_compute_dtype, skip_modules=tuple(kept),
+    )  # fmt: skip
+
+
+def _present(model: nn.Module, names: Collection[str] | None) -> list[str]:
+    """Return the names among some that a module of the model has, at any depth."""
+    known = {part for name, _ in model.named_modules() for part in name.split(".")}
+    return [name for name in names or () if name in known]
+
+
+def _pack_in_memory(
+    model: nn.Module,
+    config: QuantizationConfig,
+    quantization: BitsAndBytes8Bit | BitsAndBytes4Bit,
+    device_map: dict[str, Any],
+) -> None:
+    place = next(
+        (place for place in map(place_of, device_map.values()) if place != "disk"), torch.device("cpu")
+    )
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and not _is_kept(name, quantization.skip_modules or ()):
+            weight = module.weight.detach().to(config.torch_dtype).to(place)
+            layer = quantization.layer(module, quantization.pack(weight))
+            if layer is not None:
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, layer)
+    in_fp32 = config.keep_in_fp32_modules or ()
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            wanted = torch.float32 if _is_kept(name, in_fp32) else config.torch_dtype
+            parameter.data = parameter.data.to(wanted)
+
+
+def _is_kept(name: str, kept: Collection[str]) -> bool:
+    return any(each in name.split(".") or name == each or name.startswith(f"{each}.") for each in kept)
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: QuantizationConfig,
+    device_map: str | dict[str, int | str | torch.device] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+) -> dict[str, Any]:
+    """Return the device map of a model that is to be quantised.
+
+    Args:
+        model: The model.
+        bnb_quantization_config: How it is quantised.
+        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential"; None for the current
+            accelerator, or the host if there is none.
+        max_memory: The memory budget of each device for a planned map.
+        no_split_module_classes: Names of classes of modules that stay whole.
+    """
+    if device_map is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return {"": "cpu" if found is None else torch.accelerator.current_device_index()}
+    if not isinstance(device_map, str):
+        return dict(device_map)
+    config = bnb_quantization_config
+    kept = config.skip_modules if config.skip_modules is not None else get_keys_to_not_convert(model)
+    sizes = quantized_sizes(model, _quantization(config, kept), dtype=config.torch_dtype)
+    whole = present_classes(model, no_split_module_classes)
+    budgets: dict[Where, int | str] = {
+        **(
+            get_max_memory(max_memory)
+            if device_map == "sequential"
+            else get_balanced_memory(model, max_memory, whole, low_zero=device_map == "balanced_low_0")
+        )
+    }
+    return infer_auto_device_map(
+        model, budgets, dtype=config.torch_dtype, special_sizes=sizes, no_split_module_classes=whole
+    )
+
+
+def replace_with_bnb_layers(
+    model: AnyModule,
+    bnb_quantization_config: QuantizationConfig,
+    modules_to_not_convert: list[str] | None = None,
+    current_key_name: list[str] | None = None,
+) -> AnyModule:
+    """Replace the linear layers of a model by those of bitsandbytes, which quantise their weights when they move.
+
+    Args:
+        model: The model; changed in place.
+        bnb_quantization_config: How it is quantised.
+        modules_to_not_convert: Names of modules that stay.
+        current_key_name: The names of the modules around the model.
+    """
+    for name, module in list(model.named_modules()):
+        full = ".".join([*(current_key_name or ()), name])
+        if name and isinstance(module, nn.Linear) and not _is_kept(full, modules_to_not_convert or ()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, _bnb_layer(module, bnb_quantization_config))
+    return model
+
+
+def _bnb_layer(linear: nn.Linear, config: QuantizationConfig) -> nn.Module:
+    import bitsandbytes
+
+    library: Any = bitsandbytes
+    bias: Any = linear.bias  # None in a layer without
+    sizes = (linear.in_features, linear.out_features)
+    if config.load_in_8bit:
+        layer = library.nn.Linear8bitLt(
+            *sizes,
+            bias is not None,
+            has_fp16_weights=False,
+            threshold=config.llm_int8_threshold,
+            device="meta",
+        )
+    else:
+        layer = library.nn.Linear4bit(
+            *sizes, bias is not None, config.bnb_4bit_compute_dtype, quant_type=config.bnb_4bit_quant_type,
+            compress_statistics=config.bnb_4bit_use_double_quant, device="meta",
+        )  # fmt: skip
+    made: Any = type(layer.weight)
+    layer.weight = made(linear.weight.data, requires_grad=False)
+    layer.bias = bias
+    layer.requires_grad_(False)
+    return cast("nn.Module", layer)
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Return the names of the modules that stay in full precision: the output head, and those tied to others."""
+    tied = [name for group in find_tied_parameters(model) for name in group]
+    prefix: Any = getattr(model, "base_model_prefix", None)
+    is_base = prefix is not None and not hasattr(model, prefix)
+    if not tied and is_base:
+        return []
+    last = [name for name, _ in model.named_children()][-1:]
+    names = [name.removesuffix(".weight").removesuffix(".bias") for name in (*tied, *last)]
+    return list(dict.fromkeys(names))
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Return whether a module of a model is a 4-bit layer of bitsandbytes."""
+    return any(
+        kind.__name__ == "Linear4bit" and kind.__module__.partition(".")[0] == "bitsandbytes"
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Return the device of the first parameter of a module.
+
+    Raises:
+        StopIteration: It has no parameters.
+    """
+    return next(parameter.parameters()).device

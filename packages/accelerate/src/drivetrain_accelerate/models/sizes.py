@@ -1,0 +1,237 @@
+"""The bytes of a model, of its modules and of its tensors, even on the meta device."""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_accelerate.models.module_tensors import dtype_of
+from drivetrain_accelerate.plugins.enums import CustomDtype
+from drivetrain_dispatch import compute_module_sizes as sizes_of_modules
+from drivetrain_dispatch.model.sizes import enclosing_modules
+
+AnyDtype = str | torch.dtype | CustomDtype
+_BYTES_OF_CUSTOM = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+_NAMES_OF_UNITS = ("KB", "MB", "GB", "KiB", "MiB", "GiB")
+_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+# A part of a model in a list of those to place: a module, or a parameter.
+NamedPart = tuple[str, nn.Module]
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size in bytes, given with a unit such as "5GB" or "5GiB"; "Gb" means bits.
+
+    Raises:
+        ValueError: The size has no unit that is known.
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
+    if match is None:
+        raise ValueError(
+            f"size={size!r}: give an int of bytes, or a number with a unit: {', '.join(_NAMES_OF_UNITS)}"
+        )
+    factor = _UNITS[match[2].upper()]
+    in_bits = match[2].endswith("b") and "i" not in match[2].lower()
+    return int(float(match[1]) * factor) // (8 if in_bits else 1)
+
+
+def dtype_byte_size(dtype: torch.dtype) -> int | float:
+    """Return the bytes of an element of a dtype, which may be one that torch has no name for."""
+    given: Any = dtype
+    if isinstance(given, CustomDtype):
+        return _BYTES_OF_CUSTOM[given]
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: str | torch.device | None = None,
+    special_dtypes: dict[str, str | torch.device] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of a model, as `""`, and of each module and tensor in it.
+
+    Args:
+        model: The model.
+        dtype: The dtype that floating-point tensors will have; None for that they have.
+        special_dtypes: The dtypes of single tensors by name.
+        buffers_only: Whether only buffers count.
+    """
+    plain, sizes = planned_sizes(model, dtype, special_dtypes)
+    if not buffers_only:
+        return sizes_of_modules(model, dtype=plain, special_sizes=sizes)
+    found: defaultdict[str, int] = defaultdict(int)
+    each = sizes_of_modules(model, dtype=plain, special_sizes=sizes)
+    for name, _ in model.named_buffers():
+        for module in enclosing_modules(name):
+            found[module] += each[name]
+        found[name] = each[name]
+    return dict(found)
+
+
+def planned_sizes(
+    model: nn.Module, dtype: Any, special_dtypes: Mapping[str, Any] | None
+) -> tuple[torch.dtype | None, dict[str, int]]:
+    """Return the dtype that torch knows, if it is one, and the bytes of the tensors that get another."""
+    tensors = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    special = {name: each for name, each in (special_dtypes or {}).items() if name in tensors}
+    if isinstance(dtype, CustomDtype):
+        floating = {name: dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+        special = {**floating, **special}
+        dtype = None
+    sizes: dict[str, int] = {}
+    for name, each in special.items():
+        chosen: Any = each if isinstance(each, CustomDtype) else dtype_of(each)
+        sizes[name] = int(tensors[name].numel() * dtype_byte_size(chosen))
+    return dtype_of(dtype), sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: str | torch.device | None = None,
+    special_dtypes: dict[str, str | torch.device] | None = None,
+) -> int:
+    """Return the bytes of all buffers of a model; see `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of a model, and those of its largest layer with the names of the layers of that size."""
+    sizes = compute_module_sizes(model)
+    whole = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, list(whole))
+
+
+def get_max_layer_size(
+    modules: list[tuple[str, nn.Module]], module_sizes: dict[str, int], no_split_module_classes: list[str]
+) -> tuple[int, list[str]]:
+    """Return the bytes of the largest layer among some parts of a model, and the names of those of that size.
+
+    Args:
+        modules: The parts and their names.
+        module_sizes: The bytes of each name.
+        no_split_module_classes: Names of classes that count as one layer.
+    """
+    whole = classes_listed(no_split_module_classes)
+    largest, names = 0, list[str]()
+    for name in _layers(modules, whole):
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def classes_listed(classes: str | Collection[str] | None) -> Collection[str]:
+    """Return names of classes as a collection; a name alone is one of them."""
+    return (classes,) if isinstance(classes, str) else classes or ()
+
+
+def _layers(parts: Iterable[tuple[str, nn.Module]], whole: Collection[str]) -> Iterable[str]:
+    """Yield the names of the parts that are not divided."""
+    for name, part in parts:
+        children = list(part.named_children()) if isinstance(part, nn.Module) else []  # pyright: ignore[reportUnnecessaryIsInstance] parameters are among them
+        if not children or type(part).__name__ in whole:
+            yield name
+        else:
+            yield from _layers([(f"{name}.{inner}", child) for inner, child in children], whole)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Return the names in which no other name is."""
+    outer = {around for name in module_sizes for around in enclosing_modules(name) if around}
+    return [name for name in module_sizes if name and name not in outer]
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: list[NamedPart],
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Return the bytes of a module together with those that share weights with it, and these modules.
+
+    Args:
+        tied_params: The names of the shared weights in the others.
+        module_size: The bytes of the module.
+        module_sizes: The bytes of each name.
+        modules_to_treat: The modules among which the others are.
+    """
+    names, modules, size = list[str](), list[nn.Module](), module_size
+    for tied in tied_params:
+        found = next(
+            ((name, part) for name, part in modules_to_treat if tied == name or tied.startswith(f"{name}.")),
+            None,
+        )
+        if found is not None and found[0] not in names:
+            names.append(found[0])
+            modules.append(found[1])
+            size += module_sizes[found[0]] - module_sizes[tied]
+    return size, names, modules
+
+
+def fallback_allocate(
+    modules: list[tuple[str, nn.Module]],
+    module_sizes: dict[str, int],
+    size_limit: int | str,
+    no_split_module_classes: list[str] | None = None,
+    tied_parameters: list[list[str]] | None = None,
+) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
+    """Return the first module that fits into a size, and the parts that are left without it.
+
+    Args:
+        modules: The parts of a model.
+        module_sizes: The bytes of each name.
+        size_limit: The size.
+        no_split_module_classes: Names of classes that are not divided.
+        tied_parameters: The names of weights with several; modules that share one are not looked at.
+
+    Returns:
+        The name of the module, the module, and the parts left; both None if nothing fits.
+    """
+    limit = convert_file_size_to_int(size_limit)
+    whole = classes_listed(no_split_module_classes)
+    shared = [name for group in tied_parameters or () for name in group]
+    for path in _paths([], modules, whole):
+        name, part = path[-1]
+        ties = any(tied == name or tied.startswith(f"{name}.") for tied in shared)
+        if not ties and module_sizes.get(name, 0) <= limit:
+            return name, part, _left(modules, path)
+    return None, None, modules
+
+
+def _paths(
+    around: list[NamedPart], parts: list[NamedPart], whole: Collection[str]
+) -> Iterable[list[NamedPart]]:
+    """Yield each part with those around it, outermost first; a part comes before those inside of it."""
+    for part in parts:
+        path = [*around, part]
+        yield path
+        yield from _paths(path, _inside(part, whole), whole)
+
+
+def _inside(part: NamedPart, whole: Collection[str]) -> list[NamedPart]:
+    name, module = part
+    if not isinstance(module, nn.Module) or type(module).__name__ in whole:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return []
+    return [(f"{name}.{inner}", child) for inner, child in module.named_children()]
+
+
+def _left(modules: list[NamedPart], path: list[NamedPart]) -> list[NamedPart]:
+    """Return the parts without the last of a path, those around it divided."""
+    left: list[NamedPart] = []
+    for name, part in modules:
+        if name != path[0][0]:
+            left.append((name, part))
+        elif len(path) > 1:
+            own: list[Any] = [
+                (f"{name}.{inner}", each) for inner, each in part.named_parameters(recurse=False)
+            ]
+            left += [*own, *_left(_inside((name, part), ()), path[1:])]
+    return left

@@ -1,0 +1,92 @@
+"""Models that bitsandbytes quantises."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from drivetrain_accelerate.models import quantized
+from drivetrain_accelerate.models.empty_weights import init_empty_weights
+
+pytest.importorskip("bitsandbytes")
+
+
+@dataclass
+class Config:
+    """The attributes of a `BnbQuantizationConfig`."""
+
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    llm_int8_threshold: float = 6.0
+    bnb_4bit_quant_type: Any = "nf4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = torch.float32
+    torch_dtype: torch.dtype = torch.float32
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] = field(default_factory=list)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.fixture
+def plain() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_model_is_quantised_while_it_is_loaded_or_in_memory(
+    plain: Model, bits: int, loaded: bool, tmp_path: Path
+) -> None:
+    config = Config(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    x = torch.randn(3, 64)
+    expected = plain(x)
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = Model()
+    model = quantized.load_and_quantize_model(
+        empty if loaded else plain, config, tmp_path if loaded else None, device_map={"": "cpu"}
+    ).eval()
+    assert type(model.body[0]).__name__ == {8: "Linear8bitLt", 4: "Linear4bit"}[bits]
+    assert type(model.head) is nn.Linear  # the output head stays
+    assert quantized.has_4bit_bnb_layers(model) == (bits == 4)
+    assert (model(x) - expected).abs().max() < 0.3 * expected.abs().max()
+    assert model.hf_device_map == {"": "cpu"}
+
+
+def test_a_model_without_memory_needs_weights() -> None:
+    with init_empty_weights():
+        model = Model()
+    with pytest.raises(ValueError, match="give weights_location"):
+        quantized.load_and_quantize_model(model, Config(load_in_4bit=True))
+
+
+def test_layers_are_replaced_but_for_those_named(plain: Model) -> None:
+    theirs: Any = pytest.importorskip("accelerate.utils.bnb")
+    assert quantized.get_keys_to_not_convert(plain) == theirs.get_keys_to_not_convert(plain)
+    quantized.replace_with_bnb_layers(plain, Config(load_in_4bit=True), ["head", "0"])
+    assert [type(each).__name__ for each in (plain.body[0], plain.body[2], plain.head)] == [
+        "Linear", "Linear4bit", "Linear",
+    ]  # fmt: skip
+    assert quantized.get_parameter_device(plain) == torch.device("cpu")
+
+
+def test_a_map_is_planned_by_packed_sizes(plain: Model) -> None:
+    config = Config(load_in_4bit=True)
+    budgets: Any = {"cpu": 60_000}
+    assert quantized.get_quantized_model_device_map(plain, config, "sequential", budgets) == {"": "cpu"}
+    assert quantized.get_quantized_model_device_map(plain, config, {"": "cpu"}) == {"": "cpu"}
+    assert set(quantized.get_quantized_model_device_map(plain, config)) == {""}
