@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from drivetrain_accelerate.compat import count_call
+from drivetrain_accelerate.compat import count_call, num_calls
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
