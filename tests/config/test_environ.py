@@ -139,3 +139,11 @@ def test_overrides_are_our_variables_but_for_the_one_handed_down() -> None:
 
 def test_the_variable_of_a_field_is_derived_from_its_names() -> None:
     assert environ.override_name("run", "mixed_precision") == "DRIVETRAIN_RUN__MIXED_PRECISION"
+
+
+def test_put_lasts_until_it_is_taken_back() -> None:
+    with environ.exported(DRIVETRAIN_TEST_PUT=None):
+        environ.put(DRIVETRAIN_TEST_PUT="1")
+        assert environ.read("DRIVETRAIN_TEST_PUT") == "1"
+        environ.put(DRIVETRAIN_TEST_PUT=None)
+        assert environ.read("DRIVETRAIN_TEST_PUT") is None

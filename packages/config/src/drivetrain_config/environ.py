@@ -147,6 +147,14 @@ def exported(**variables: str | None) -> Generator[None]:
         _apply(before)
 
 
+def put(**variables: str | None) -> None:
+    """Set variables (or unset them, where None) for the rest of the process, as an interface that is told so does.
+
+    Other threads of the process see the change; `exported` ends with a block, and is better wherever it suffices.
+    """
+    _apply(variables)
+
+
 def replace(environment: Mapping[str, str]) -> None:
     """Replace all variables, in a process that has just been forked to become another."""
     _apply({name: environment.get(name) for name in {*os.environ, *environment}})

@@ -1,0 +1,124 @@
+"""A DeepSpeed configuration that programs ask by dotted names."""
+
+import json
+from base64 import urlsafe_b64decode
+from binascii import Error as Base64Error
+from collections.abc import Mapping
+from copy import deepcopy
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration; `zero_optimization.stage` names a value of it.
+
+    Args:
+        config_file_or_dict: A mapping, which is copied; a JSON file; or JSON in base64.
+
+    Attributes:
+        config: The configuration as a nested dict.
+    """
+
+    config: dict[str, Any]
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config = _read(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read the stage, and whether anything is offloaded, from the configuration as it is now."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = (
+            self.get_value(f"zero_optimization.{name}.device")
+            for name in ("offload_optimizer", "offload_param")
+        )
+        self._offload = self.is_zero2() or self.is_zero3()
+        self._offload = self._offload and any(device in ("cpu", "nvme") for device in devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the mapping that a value is in, None if there is none, and the value's name there."""
+        *path, name = ds_key_long.split(".")
+        node: Any = self.config
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), name
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value, or the default if there is none."""
+        node, name = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(name, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a value or a whole section.
+
+        Raises:
+            ValueError: There is none, and `must_exist`.
+        """
+        node, name = self.find_config_node(ds_key_long)
+        if node is not None and node.get(name) is not None:
+            del node[name]
+        elif must_exist:
+            raise ValueError(f"Can't find {ds_key_long} entry in the config: {self.config}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether there is a value, and it is true."""
+        value = self.get_value(ds_key_long)
+        return value is not None and bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return whether there is a value, and it is false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_zero2(self) -> bool:
+        """Return whether gradients and optimizer states are partitioned."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Return whether parameters are partitioned too."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Return whether anything is offloaded."""
+        return self._offload
+
+
+def _read(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return deepcopy(dict(cast("Mapping[str, Any]", given)))
+    if not isinstance(given, str | PathLike):
+        raise TypeError(
+            f"a DeepSpeed configuration is a mapping, a JSON file or JSON in base64, not {type(given).__name__}"
+        )
+    text = _text(cast("str | PathLike[str]", given))
+    try:
+        read = json.loads(text, object_pairs_hook=_without_repeats)
+    except ValueError as error:
+        raise ValueError(f"{given}: is no JSON ({error})") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{given}: must hold a JSON object, not a {type(read).__name__}")
+    return cast("dict[str, Any]", read)
+
+
+def _text(given: "str | PathLike[str]") -> str:
+    try:
+        path = Path(given)
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+    except OSError:  # base64 is longer than names of files may be
+        pass
+    try:
+        return urlsafe_b64decode(str(given)).decode("utf-8")
+    except (Base64Error, UnicodeDecodeError, ValueError):
+        raise ValueError(
+            "Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
+            f"Received: {given}"
+        ) from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{', '.join(repeated)} stands there twice")
+    return dict(pairs)

@@ -1,0 +1,58 @@
+"""Fill values of a DeepSpeed configuration that are "auto", and compare the others with the run's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain_accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
+
+
+def fill_auto(
+    config: HfDeepSpeedConfig, name: str, values: Mapping[str, Any], mismatches: list[str] | None
+) -> None:
+    """Replace a value that is "auto" by the run's, in place.
+
+    Args:
+        config: The configuration.
+        name: The dotted name of the value; nothing happens if there is none.
+        values: The run's values by dotted name.
+        mismatches: The list that a difference is added to; None: it does not count.
+
+    Raises:
+        ValueError: The value is "auto", and the run has none.
+    """
+    node, key = config.find_config_node(name)
+    if node is None:
+        return
+    given = node.get(key)
+    if given == "auto":
+        if name not in values:
+            raise ValueError(
+                f"`{name}` not found in kwargs. Please specify `{name}` without `auto` (set to correct value) in the "
+                "DeepSpeed config file or pass it in kwargs."
+            )
+        node[key] = values[name]
+    elif mismatches is not None and given is not None and name in values and given != values[name]:
+        mismatches.append(f"- ds {name}={given} vs arg {name}={values[name]}")
+
+
+def fill_tree(
+    config: HfDeepSpeedConfig,
+    section: Mapping[str, Any],
+    prefix: str,
+    values: Mapping[str, Any],
+    mismatches: list[str] | None,
+) -> None:
+    """Do so for each value of a section and of those inside of it.
+
+    Args:
+        config: The configuration.
+        section: The section.
+        prefix: Its dotted name with a dot at the end; empty for the whole.
+        values: The run's values by dotted name.
+        mismatches: The list that differences are added to; None: they do not count.
+    """
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            fill_tree(config, value, f"{prefix}{key}.", values, mismatches)
+        else:
+            fill_auto(config, f"{prefix}{key}", values, mismatches)

@@ -1,0 +1,321 @@
+"""The options of DeepSpeed."""
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+from warnings import warn
+
+from torch import nn
+
+from drivetrain_accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
+from drivetrain_accelerate.plugins.deepspeed_filling import fill_auto, fill_tree
+from drivetrain_accelerate.plugins.environment_words import word_from
+from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
+from drivetrain_config import environ
+
+_ENV = "ACCELERATE_DEEPSPEED"
+_IN_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+    "mixed_precision",
+)
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Options of DeepSpeed; those not given come from the environment, and all of them end in `deepspeed_config`.
+
+    Attributes:
+        hf_ds_config: A configuration: a mapping, a file, or `HfDeepSpeedConfig`.
+        gradient_accumulation_steps: The number of micro-batches in a step; "auto": the Accelerator's.
+        gradient_clipping: The norm that gradients are clipped to.
+        zero_stage: What is partitioned: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        is_train_batch_min: Whether the smallest of several loaders' batch sizes counts, not the largest.
+        offload_optimizer_device: Where optimizer states are held: "none", "cpu" or "nvme".
+        offload_param_device: Where parameters are held, in stage 3.
+        offload_optimizer_nvme_path: The folder of the first.
+        offload_param_nvme_path: The folder of the second.
+        zero3_init_flag: Whether models are partitioned as they are made, in stage 3.
+        zero3_save_16bit_model: Whether whole weights are saved in stage 3.
+        transformer_moe_cls_names: The classes of layers with experts, separated by commas.
+        enable_msamp: Whether to train by MS-AMP.
+        msamp_opt_level: The level of it.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: Any = None
+    gradient_clipping: Any = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        """Fill the fields, and make the configuration.
+
+        Raises:
+            ValueError: The configuration has no `zero_optimization`, or a launcher's file says what belongs there.
+        """
+        self.deepspeed_config: dict[str, Any] = {}
+        self._selected = False
+        self._fill_from_environment()
+        if self.hf_ds_config is None:
+            self.hf_ds_config = word_from(f"{_ENV}_CONFIG_FILE", "none")
+        if isinstance(self.hf_ds_config, (dict, HfDeepSpeedConfig, Path)) or self.hf_ds_config != "none":
+            self._read_config()
+        else:
+            self._make_config()
+        self.deepspeed_config["steps_per_print"] = math.inf  # DeepSpeed would print progress of its own
+        if self.enable_msamp:
+            self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = (
+                word_from(f"{_ENV}_ZERO3_INIT", str(self.zero_stage == 3)).lower() == "true"
+            )
+        if self.zero3_init_flag and self.zero_stage != 3:
+            warn("zero3_init_flag is of stage 3 alone: it is set to False", stacklevel=3)
+            self.zero3_init_flag = False
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the plugin in use, of several."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            f"selected={value}: call AcceleratorState().select_deepspeed_plugin(name) to choose a plugin"
+        )
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Mark this plugin as the one in use, on behalf of `AcceleratorState`.
+
+        Raises:
+            ValueError: A program calls it.
+        """
+        if not _from_accelerator_state:
+            raise ValueError("call AcceleratorState().select_deepspeed_plugin(name) to choose a plugin")
+        self._selected = True
+        self.set_deepspeed_weakref()
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return whether a value of the configuration is "auto"."""
+        return self.get_value(ds_key_long) == "auto"
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value of the configuration, or the default."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Replace a value that is "auto", and note one that differs from the run's.
+
+        Args:
+            ds_key_long: The dotted name of the value.
+            mismatches: The list that differences are added to.
+            must_match: Whether differences count.
+            **kwargs: The run's values by dotted name.
+
+        Raises:
+            ValueError: The value is "auto", and the run has none.
+        """
+        fill_auto(self.hf_ds_config, ds_key_long, kwargs, mismatches if must_match else None)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill and compare all values of the configuration, or of a section of it.
+
+        Raises:
+            ValueError: A value is "auto", and the run has none; or values differ. The message lists them.
+        """
+        found = [] if mismatches is None else mismatches
+        section = self.deepspeed_config if config is None else config
+        fill_tree(self.hf_ds_config, section, prefix, kwargs, found if must_match else None)
+        if found and not prefix:
+            listed = "\n".join(found)
+            raise ValueError(
+                f"Please correct the following DeepSpeed config values that mismatch kwargs  values:\n{listed}\n"
+                "The easiest method is to set these DeepSpeed config values to 'auto'."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str | None) -> None:
+        """Write a precision into the configuration.
+
+        Raises:
+            ValueError: The configuration says the other half precision.
+        """
+        config, mode = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(mode or "")
+        if other is not None and config.get(other, {}).get("enabled") is True:
+            raise ValueError(
+                f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the "
+                "DeepSpeed config file."
+            )
+        if mode == "fp16" and "fp16" not in config:
+            config["fp16"] = {"enabled": True, "auto_cast": True}
+        for name in ("fp16", "bf16"):
+            section = config.setdefault(name, {"enabled": name == mode})
+            if section.get("enabled") == "auto":
+                section["enabled"] = name == mode
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers know the configuration, by which it partitions models that it loads."""
+        config = deepcopy(self.deepspeed_config)
+        for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(name, "auto") == "auto":
+                config[name] = 1
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        if find_spec("transformers") is None:
+            return
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig as Announced
+
+        self.dschf = Announced(config)  # transformers holds it weakly
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return whether models are partitioned as they are made."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
+        """Run the block with models partitioned as they are made, or not."""
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable
+        try:
+            if before != enable:
+                self.set_deepspeed_weakref()
+            yield
+        finally:
+            self.zero3_init_flag = before
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Tell DeepSpeed which layers hold experts, that all of a layer's are gathered together in stage 3.
+
+        Raises:
+            ValueError: The model has no module of a class that is named.
+        """
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = environ.read(f"{_ENV}_MOE_LAYER_CLS_NAMES")
+        if self.transformer_moe_cls_names is None:
+            return
+        from deepspeed.utils import set_z3_leaf_modules
+
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        found = {name: get_module_class_from_name(model, name) for name in names}
+        if missing := [name for name, kind in found.items() if kind is None]:
+            raise ValueError(
+                f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}: the model has no module of the class "
+                f"{missing[0]!r}"
+            )
+        set_z3_leaf_modules(model, [kind for kind in found.values() if kind is not None])
+
+    def _fill_from_environment(self) -> None:
+        if self.gradient_accumulation_steps is None:
+            text = word_from("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+            self.gradient_accumulation_steps = int(text) if text.isdigit() else text
+        if self.gradient_clipping is None:
+            text = word_from("ACCELERATE_GRADIENT_CLIPPING", "auto")
+            self.gradient_clipping = (
+                None if text.lower() == "none" else text if text == "auto" else float(text)
+            )
+        if self.zero_stage is None:
+            self.zero_stage = int(word_from(f"{_ENV}_ZERO_STAGE", "2"))
+        for name in (
+            *("offload_optimizer_device", "offload_param_device"),
+            *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, word_from(f"{_ENV}_{name.upper()}", "none"))
+        if self.zero3_save_16bit_model is None:
+            self.zero3_save_16bit_model = (
+                word_from(f"{_ENV}_ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
+            )
+        if self.enable_msamp is None:
+            self.enable_msamp = word_from("ACCELERATE_FP8_BACKEND", "none").upper() == "MSAMP"
+        if self.msamp_opt_level is None:
+            self.msamp_opt_level = word_from("ACCELERATE_FP8_OPT_LEVEL", "O1")  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _read_config(self) -> None:
+        """Take a given configuration: what it says comes before the fields, which fill its "auto" values."""
+        self._check_launcher()
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        config = self.hf_ds_config.config
+        if "zero_optimization" not in config:
+            raise ValueError(
+                "Please specify the ZeRO optimization config in the DeepSpeed config: a section "
+                'zero_optimization, such as {"stage": 2}'
+            )
+        config.setdefault("gradient_accumulation_steps", 1)
+        fields = {
+            "gradient_accumulation_steps": "gradient_accumulation_steps",
+            "gradient_clipping": "gradient_clipping",
+            "zero_optimization.stage": "zero_stage",
+            "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+            "zero_optimization.offload_param.device": "offload_param_device",
+            "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
+            "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
+        }
+        values = {name: getattr(self, field) for name, field in fields.items()}
+        for name, field in fields.items():
+            fill_auto(self.hf_ds_config, name, values, None)
+            setattr(self, field, self.hf_ds_config.get_value(name, values[name]))
+        self.hf_ds_config.set_stage_and_offload()
+        self.deepspeed_config = config
+
+    def _make_config(self) -> None:
+        config: dict[str, Any] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                **{
+                    name: {"device": getattr(self, f"{name}_device"), "nvme_path": self._nvme_path(name)}
+                    for name in ("offload_optimizer", "offload_param")
+                },
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+        }
+        if self.gradient_clipping:
+            config["gradient_clipping"] = self.gradient_clipping
+        self.hf_ds_config = HfDeepSpeedConfig(config)
+        self.deepspeed_config = self.hf_ds_config.config
+
+    def _nvme_path(self, name: str) -> str | None:
+        return getattr(self, f"{name}_nvme_path") if getattr(self, f"{name}_device") == "nvme" else None
+
+    def _check_launcher(self) -> None:
+        """Refuse fields that a launcher's file says beside a configuration, which would not be heard."""
+        said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
+        if unheard := [name for name in _IN_FILE if name in said]:
+            raise ValueError(
+                "When using `deepspeed_config_file`, the following accelerate config variables will be ignored: "
+                f"{unheard}. Write them into the DeepSpeed configuration, and take them out of the launcher's file"
+            )

@@ -1,0 +1,337 @@
+"""The options of FSDP."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from drivetrain_accelerate.plugins.environment_words import integer_from, truth, truth_from, word_from
+from drivetrain_accelerate.plugins.fsdp_words import (
+    mixed_precision_of,
+    no_offload,
+    offload,
+    prefetch_of,
+    state_dict_type_of,
+    strategy_of,
+    wrap_policy_of,
+)
+from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
+from drivetrain_config import environ
+
+_logger = getLogger(__name__)
+_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Options of FSDP; those not given come from the environment.
+
+    `fsdp_version` says in which form the fields are: of torch's first FSDP, or of `fully_shard`. FSDP2 runs both.
+
+    Attributes:
+        fsdp_version: 1 or 2.
+        sharding_strategy: Version 1: what is sharded.
+        reshard_after_forward: Version 2: whether parameters are let go between forward and backward.
+        backward_prefetch: Version 1: when the next block is gathered in backward.
+        mixed_precision_policy: The dtypes of computation, reduction, and buffers or outputs.
+        auto_wrap_policy: The blocks that are gathered one at a time: a word, or a function of torch's form.
+        cpu_offload: Whether parameters are held on the CPU.
+        ignored_modules: Modules that are not sharded, or a pattern of their names.
+        state_dict_type: The form of a state dict.
+        state_dict_config: Options of that form.
+        optim_state_dict_config: The same for optimizers.
+        limit_all_gathers: Version 1: whether gathers wait for memory.
+        use_orig_params: Version 1: whether parameters keep their identity, as they do in version 2.
+        param_init_fn: Version 1: a function that gives a module on meta its values.
+        sync_module_states: Version 1: whether all ranks start from rank 0's values.
+        forward_prefetch: Version 1: whether the next block is gathered in forward.
+        activation_checkpointing: Whether activations are recomputed.
+        activation_checkpointing_offload: Version 2: whether what is kept for that is held on the CPU.
+        cpu_ram_efficient_loading: Whether rank 0 alone reads a pretrained model.
+        transformer_cls_names_to_wrap: The classes of the blocks.
+        min_num_params: The least number of parameters of a block.
+    """
+
+    fsdp_version: Any = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: "str | BackwardPrefetch | None" = None
+    mixed_precision_policy: "dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None" = None
+    auto_wrap_policy: Callable[..., Any] | str | None = None
+    cpu_offload: "bool | CPUOffload | OffloadPolicy | None" = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: "FullStateDictConfig | ShardedStateDictConfig | None" = None
+    optim_state_dict_config: "FullOptimStateDictConfig | ShardedOptimStateDictConfig | None" = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: Any = None
+
+    def __post_init__(self) -> None:
+        """Fill the fields, and read words.
+
+        Raises:
+            ValueError: A word is unknown, or a field is not one of this version.
+        """
+        self.fsdp_version = _version(self.fsdp_version)
+        (self._read_first_version if self.fsdp_version == 1 else self._read_second_version)()
+        if self.cpu_offload is None:
+            self.cpu_offload = truth_from("FSDP_OFFLOAD_PARAMS")
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        self._read_wrap_policy()
+        self.set_state_dict_type()
+        for name in ("activation_checkpointing", "activation_checkpointing_offload"):
+            self._read_truth(name)
+        self._check_checkpointing()
+        if self.ignored_modules is None:
+            self.ignored_modules = environ.read("FSDP_IGNORED_MODULES")
+        if self.mixed_precision_policy is not None:
+            if isinstance(self.mixed_precision_policy, str):
+                self.set_mixed_precision(self.mixed_precision_policy, override=True)
+            elif isinstance(self.mixed_precision_policy, dict):
+                self.mixed_precision_policy = mixed_precision_of(
+                    self.mixed_precision_policy, self.fsdp_version
+                )
+            self.validate_mixed_precision_policy()
+        self._read_loading()
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set the form of state dicts, and its options where there are none yet.
+
+        Args:
+            state_dict_type: The form, by name or as torch's enum; None: the field's, or the version's own.
+
+        Raises:
+            ValueError: The form is unknown, or not one of this version.
+        """
+        default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        given = self.state_dict_type if state_dict_type is None else state_dict_type
+        self.state_dict_type = state_dict_type_of(
+            word_from("FSDP_STATE_DICT_TYPE", default) if given is None else given
+        )
+        if self.fsdp_version == 2 and self.state_dict_type == StateDictType.LOCAL_STATE_DICT:
+            raise ValueError(
+                "state_dict_type='LOCAL_STATE_DICT': FSDP2 has no such form; say SHARDED_STATE_DICT or "
+                "FULL_STATE_DICT"
+            )
+        is_full = self.state_dict_type == StateDictType.FULL_STATE_DICT
+        if is_full and self.state_dict_config is None:
+            self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        if is_full and self.optim_state_dict_config is None:
+            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        is_sharded = self.state_dict_type == StateDictType.SHARDED_STATE_DICT
+        if is_sharded and self.state_dict_config is None:
+            self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
+        if is_sharded and self.optim_state_dict_config is None:
+            self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Make the wrap policy one for this model, with its classes or the least size.
+
+        Raises:
+            ValueError: The model has no module of a class that is named.
+        """
+        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+            if self.transformer_cls_names_to_wrap is None:
+                self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
+            classes = {self._class_in(model, name) for name in self.transformer_cls_names_to_wrap}
+            self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+            least = self.min_num_params
+            self.auto_wrap_policy = (
+                partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
+            )
+
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Set all dtypes to that of a mode, if there is no policy yet.
+
+        Args:
+            mixed_precision: "fp32", "fp16", "bf16", "fp8" (which is bf16 here), or a dtype.
+            buffer_autocast: Version 1: whether buffers stay in fp32.
+            override: Whether to replace a policy.
+
+        Raises:
+            ValueError: The mode is unknown.
+        """
+        if isinstance(self.mixed_precision_policy, dict):
+            self.mixed_precision_policy = mixed_precision_of(self.mixed_precision_policy, self.fsdp_version)
+        made = mixed_precision_of(
+            mixed_precision, self.fsdp_version, buffer=torch.float32 if buffer_autocast else None
+        )
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = made
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Check that the policy is of the class of this version.
+
+        Raises:
+            ValueError: It is not.
+        """
+        needed = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        if not isinstance(self.mixed_precision_policy, needed):
+            raise ValueError(
+                f"mixed_precision_policy={self.mixed_precision_policy!r}: with fsdp_version={self.fsdp_version} it "
+                f"must be an instance of `torch.distributed.fsdp.{needed.__name__}`"
+            )
+
+    def set_cpu_offload(self) -> None:
+        """Turn a truth value into the class of this version."""
+        if isinstance(self.cpu_offload, bool):
+            self.cpu_offload = (offload if self.cpu_offload else no_offload)(self.fsdp_version)
+
+    def validate_cpu_offload(self) -> None:
+        """Check that the offload is of the class of this version.
+
+        Raises:
+            ValueError: It is not.
+        """
+        needed = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
+        if not isinstance(self.cpu_offload, needed):
+            raise ValueError(
+                f"cpu_offload={self.cpu_offload!r}: with fsdp_version={self.fsdp_version} it must be a bool or an "
+                f"instance of `torch.distributed.fsdp.{needed.__name__}`"
+            )
+
+    def _read_first_version(self) -> None:
+        if self.sharding_strategy is not None:
+            _logger.warning("sharding_strategy is the word of old versions for reshard_after_forward")
+        else:
+            self.sharding_strategy = word_from("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+        self.sharding_strategy = strategy_of(self.sharding_strategy, field="sharding_strategy")
+        if isinstance(self.reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward}: with fsdp_version=1 it must be a sharding "
+                "strategy, such as 'FULL_SHARD'; a bool is for fsdp_version=2"
+            )
+        if self.reshard_after_forward is not None:
+            self.reshard_after_forward = strategy_of(
+                self.reshard_after_forward, field="reshard_after_forward"
+            )
+        if self.backward_prefetch is None:
+            self.backward_prefetch = environ.read("FSDP_BACKWARD_PREFETCH")
+        self.backward_prefetch = prefetch_of(self.backward_prefetch)
+        for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
+            self._read_truth(name)
+
+    def _read_second_version(self) -> None:
+        if self.reshard_after_forward is None:
+            if self.sharding_strategy is not None:
+                raise ValueError(
+                    f"sharding_strategy={self.sharding_strategy!r}: with fsdp_version=2 say "
+                    "reshard_after_forward=True (as FULL_SHARD) or False (as SHARD_GRAD_OP)"
+                )
+            self.reshard_after_forward = truth_from("FSDP_RESHARD_AFTER_FORWARD", default=True)
+        elif isinstance(self.reshard_after_forward, str):
+            self.reshard_after_forward = truth(self.reshard_after_forward, of="reshard_after_forward")
+        elif not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: with fsdp_version=2 it must be a bool"
+            )
+        if prefetch_of(self.backward_prefetch) is not None:
+            _logger.warning("backward_prefetch is not of fsdp_version=2, which decides by itself")
+        self.backward_prefetch = None
+        for name in ("use_orig_params", "sync_module_states"):
+            if getattr(self, name) is not None:
+                _logger.warning("%s is not of fsdp_version=2, which always does so", name)
+                setattr(self, name, None)
+        if self.forward_prefetch is not None:
+            raise ValueError(
+                f"forward_prefetch={self.forward_prefetch}: is not of fsdp_version=2; leave it out, or say "
+                "fsdp_version=1"
+            )
+
+    def _read_wrap_policy(self) -> None:
+        given = self.auto_wrap_policy
+        if given is None:
+            given = word_from("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+        self.auto_wrap_policy = wrap_policy_of(given) if isinstance(given, str) else given
+        if self.auto_wrap_policy is size_based_auto_wrap_policy:
+            if self.min_num_params is None:
+                self.min_num_params = integer_from("FSDP_MIN_NUM_PARAMS", 0)
+            if not isinstance(self.min_num_params, int):
+                raise ValueError(
+                    f"min_num_params={self.min_num_params!r}: `min_num_params` must be an integer"
+                )
+        names: Any = self.transformer_cls_names_to_wrap
+        if names is None and self.auto_wrap_policy is transformer_auto_wrap_policy:
+            names = environ.read("FSDP_TRANSFORMER_CLS_TO_WRAP") or None
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",")]
+        self.transformer_cls_names_to_wrap = names
+
+    def _check_checkpointing(self) -> None:
+        if not self.activation_checkpointing_offload:
+            return
+        if not self.activation_checkpointing:
+            raise ValueError(
+                "`activation_checkpointing_offload=True` requires `activation_checkpointing=True`."
+            )
+        if self.fsdp_version != 2:
+            raise ValueError("`activation_checkpointing_offload=True` requires `fsdp_version=2`.")
+
+    def _read_loading(self) -> None:
+        self._read_truth("cpu_ram_efficient_loading", _LOADING)
+        if self.fsdp_version == 1:
+            if self.cpu_ram_efficient_loading and not self.sync_module_states:
+                warn(
+                    "sync_module_states cannot be False with cpu_ram_efficient_loading: it is set to True",
+                    stacklevel=4,
+                )
+                self.sync_module_states = True
+            if self.sync_module_states and self.param_init_fn is None:
+                self.param_init_fn = make_room
+        # transformers reads it while it loads a model.
+        environ.put(**{_LOADING: str(self.cpu_ram_efficient_loading)})
+
+    def _read_truth(self, name: str, variable: str | None = None) -> None:
+        value = getattr(self, name)
+        found = truth_from(variable or f"FSDP_{name.upper()}") if value is None else truth(value, of=name)
+        setattr(self, name, found)
+
+    @staticmethod
+    def _class_in(model: nn.Module, name: str) -> type[nn.Module]:
+        found = get_module_class_from_name(model, name)
+        if found is None:
+            raise ValueError(f"Could not find the transformer layer class {name} in the model.")
+        return found
+
+
+def make_room(module: nn.Module) -> None:
+    """Give the tensors of a module memory, without values, on the device that trains."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module.to_empty(device=device or torch.device("cpu"), recurse=False)
+
+
+def _version(given: object) -> int:
+    value = word_from("FSDP_VERSION", "1") if given is None else given
+    if str(value) not in ("1", "2"):
+        raise ValueError(f"fsdp_version={value!r}: must be 1 or 2")
+    return int(str(value))

@@ -1,0 +1,20 @@
+"""What plugins say of a model's parts: a tensor's shape and dtype, a module's class."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class TensorInformation:
+    """The shape and dtype of a tensor, which stand for it where only rank 0 holds one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of this name among a module and those inside of it; None if there is none."""
+    found = (type(inner) for inner in module.modules() if type(inner).__name__ == name)
+    return next(found, None)

@@ -1,0 +1,228 @@
+"""The sizes of the parallel dimensions of a run, and the mesh that they span."""
+
+from dataclasses import dataclass, fields
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from drivetrain_accelerate.plugins.compat import flatten_mesh
+from drivetrain_accelerate.plugins.environment_words import integer_from, word_from
+from drivetrain_accelerate.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+_DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+_MESH_ORDER = (
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "sp",
+    "tp",
+)  # the last are neighbours, with the fastest links
+_BACKENDS = MappingProxyType({"cp_backend": ("torch",), "sp_backend": ("deepspeed",)})
+
+
+@dataclass(repr=False)
+class ParallelismConfig:
+    """The number of processes along each parallel dimension; those not given come from the environment, or are 1.
+
+    Attributes:
+        dp_replicate_size: The number of replicas of the model.
+        dp_shard_size: The number of processes that shard a replica.
+        tp_size: The number of processes that split each matrix.
+        cp_size: The number of processes that split each sequence.
+        cp_backend: The library that splits sequences.
+        sp_size: The number of processes that split each sequence by DeepSpeed.
+        sp_backend: The library of it.
+        tp_handler: Options of tensor parallelism.
+        cp_handler: Options of context parallelism.
+        sp_handler: Options of sequence parallelism.
+    """
+
+    dp_replicate_size: int = None  # pyright: ignore[reportAssignmentType] filled below
+    dp_shard_size: int = None  # pyright: ignore[reportAssignmentType]
+    tp_size: int = None  # pyright: ignore[reportAssignmentType]
+    cp_size: int = None  # pyright: ignore[reportAssignmentType]
+    cp_backend: Literal["torch"] = None  # pyright: ignore[reportAssignmentType]
+    sp_size: int = None  # pyright: ignore[reportAssignmentType]
+    sp_backend: Literal["deepspeed"] = None  # pyright: ignore[reportAssignmentType]
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    device_mesh = None
+
+    def __post_init__(self) -> None:
+        """Fill the fields, and check them together.
+
+        Raises:
+            ValueError: A size or a library is not allowed, or two sizes exclude each other.
+        """
+        for name in _DIMENSIONS:
+            if getattr(self, f"{name}_size") is None:
+                setattr(self, f"{name}_size", integer_from(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1))
+        for name, allowed in _BACKENDS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, word_from(f"PARALLELISM_CONFIG_{name.upper()}", allowed[0]))
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {list(allowed)}, but got {getattr(self, name)}")
+        for name in _DIMENSIONS:
+            self._check_size(name)
+        if self.tp_size > 1 and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_size > 1 and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.sp_size > 1 and self.sp_handler is None:
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
+        self._check_together()
+
+    def __repr__(self) -> str:
+        lines = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)]
+        return "ParallelismConfig(\n\t" + ",\n\t".join([*lines, f"total_size={self.total_size}"]) + ")\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as values that JSON has."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: vars(value) if name.endswith("_handler") and value is not None else value
+            for name, value in found.items()
+        }
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The axes along which processes read different samples."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The axes along which processes read the same samples."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The axes over which FSDP shards."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The axes over which losses are averaged."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of the mesh that FSDP takes."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def total_size(self) -> int:
+        """The number of processes."""
+        return prod(self._sizes.values())
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of processes that read the same samples."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of groups that read different samples."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether the model is replicated."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether the model is sharded."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether matrices are split."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether DeepSpeed splits sequences."""
+        return self.sp_size > 1
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The axes with more than one process."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return a new mesh, with the joint axes that FSDP and losses use. Called on all ranks.
+
+        Args:
+            device_type: The kind of device, such as "cuda".
+
+        Returns:
+            The mesh; None if no axis has more than one process, or with sequence parallelism, which has groups of
+            its own.
+        """
+        names = [name for name in _MESH_ORDER if self._sizes[name] > 1]
+        if not names or self.sp_size > 1:
+            return None
+        mesh = init_device_mesh(
+            device_type, tuple(self._sizes[n] for n in names), mesh_dim_names=tuple(names)
+        )
+        for joint, parts in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if parts:
+                flatten_mesh(mesh, parts, joint)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Return the mesh, which the first call makes. Called on all ranks.
+
+        Raises:
+            ValueError: There is none yet, and no kind of device is given; or the mesh has another kind.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, self.device_mesh.device_type):
+            raise ValueError(
+                f"device_type={device_type!r}: the mesh was made for {self.device_mesh.device_type!r}; make a new "
+                "ParallelismConfig for another kind of device"
+            )
+        return self.device_mesh
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self, f"{name}_size") for name in _DIMENSIONS}
+
+    def _enabled(self, *names: str) -> list[str]:
+        return [name for name in names if self._sizes[name] > 1]
+
+    def _check_size(self, name: str) -> None:
+        size: object = getattr(self, f"{name}_size")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}_size must be at least 1, but got {size!r}")
+
+    def _check_together(self) -> None:
+        if self.cp_size > 1 and self.sp_size > 1:
+            raise ValueError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} are mutually exclusive: set one of them to 1"
+            )
+        if (self.tp_size > 1 or self.cp_size > 1) and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size}, cp_size={self.cp_size}: "
+                "tensor and context parallelism take sharded replicas; set dp_shard_size above 1"
+            )

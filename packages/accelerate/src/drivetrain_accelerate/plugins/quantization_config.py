@@ -1,0 +1,76 @@
+"""The options of models whose weights bitsandbytes quantises."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from drivetrain_accelerate.plugins.enums import CustomDtype
+
+_DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """Options of quantised weights.
+
+    Attributes:
+        load_in_8bit: Whether weights are held in 8 bits.
+        llm_int8_threshold: The size of activations that are computed in half precision.
+        load_in_4bit: Whether weights are held in 4 bits.
+        bnb_4bit_quant_type: The 4-bit type, "fp4" or "nf4".
+        bnb_4bit_use_double_quant: Whether the scales of 4-bit weights are quantised too.
+        bnb_4bit_compute_dtype: The dtype that products of 4-bit weights are computed in.
+        torch_dtype: The dtype of what is not quantised.
+        skip_modules: The names of modules that are not quantised.
+        keep_in_fp32_modules: The names of modules that are held in fp32.
+    """
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: Any = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: Any = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = "fp16"
+    torch_dtype: Any = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields, and read names of dtypes.
+
+        Raises:
+            ValueError: A field has the wrong type or value; the message begins with its name.
+        """
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a boolean, not {getattr(self, name)!r}")
+        if self.load_in_4bit == self.load_in_8bit:
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_4bit}: choose one")
+        if not isinstance(self.llm_int8_threshold, int | float):
+            raise ValueError(f"llm_int8_threshold must be a float or an int, not {self.llm_int8_threshold!r}")
+        kind = self.bnb_4bit_quant_type
+        if not isinstance(kind, str):
+            raise ValueError(f"bnb_4bit_quant_type must be a string, not {kind!r}")
+        if kind not in ("fp4", "nf4"):
+            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {kind}")
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list):
+                raise ValueError(f"{name} must be a list of strings, not {value!r}")
+        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        self.target_dtype: Any = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+        if self.torch_dtype is None:
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+
+
+def _dtype(field: str, value: object) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{field} must be a string or a torch.dtype, not {value!r}")
+    if value not in _DTYPES:
+        raise ValueError(f"{field} must be in {list(_DTYPES)} but found {value}")
+    return _DTYPES[value]

@@ -1,0 +1,125 @@
+"""Drivetrain's recipes for the options of training in fp8."""
+
+from types import MappingProxyType
+from typing import Any
+
+from drivetrain_accelerate.plugins.fp8_recipes import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from drivetrain_accelerate.plugins.translation import Fields, TranslationError, refusal
+from drivetrain_precision import Fp8Recipe, LayerFilter, TorchaoRecipe, TransformerEngineRecipe
+
+AO_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "config": "TorchaoRecipe(scaling=, round_scales=, all_gather=)",
+            "module_filter_func": "LayerFilter(accept=)",
+            "enable_fsdp_float8_all_gather": "TorchaoRecipe(all_gather=)",
+        }
+    ),
+    refused=frozenset(),
+    without_effect=MappingProxyType(
+        {
+            "pad_inner_dim": "layers whose sizes are no multiple of 16 stay in bf16, as by Accelerate's own filter"
+        }
+    ),
+)
+TE_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            name: f"TransformerEngineRecipe(options={{{name!r}: ...}})"
+            for name in (
+                "margin",
+                "fp8_format",
+                "amax_history_len",
+                "amax_compute_algo",
+                "override_linear_precision",
+            )
+        }
+        | {"use_mxfp8_block_scaling": "TransformerEngineRecipe(scaling='mxfp8')"}
+    ),
+    refused=frozenset(),
+    without_effect=MappingProxyType(
+        {
+            "interval": "Transformer Engine computes scales in every step, and ignores it",
+            "use_autocast_during_eval": "evaluation computes in the same formats as training",
+        }
+    ),
+)
+MSAMP_FIELDS = Fields(
+    translated=MappingProxyType({}), refused=frozenset({"opt_level"}), without_effect=MappingProxyType({})
+)
+
+
+def fp8_recipe(handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs) -> Fp8Recipe:
+    """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
+
+    Raises:
+        TranslationError: No recipe computes so.
+    """
+    if isinstance(handler, AORecipeKwargs):
+        return _torchao(handler)
+    is_msamp = handler.backend == "MSAMP" if isinstance(handler, FP8RecipeKwargs) else False
+    if is_msamp or not isinstance(handler, TERecipeKwargs):
+        raise TranslationError(
+            f"{type(handler).__name__}: MS-AMP (drivetrain: fp8 recipes) is not trained with, nor maintained; "
+            "give AORecipeKwargs() or TERecipeKwargs()"
+        )
+    return _transformer_engine(handler)
+
+
+def _torchao(handler: AORecipeKwargs) -> TorchaoRecipe:
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig
+
+    config: Any = handler.config
+    plain = replace(
+        config,
+        enable_fsdp_float8_all_gather=False,
+        pad_inner_dim=False,
+        round_scales_to_power_of_2=False,
+        emulate=False,
+        force_recompute_fp8_weight_in_bwd=False,
+    )
+    for scaling in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        known: Any = Float8LinearConfig.from_recipe_name(scaling)
+        if plain != replace(known, round_scales_to_power_of_2=False):
+            continue
+        return TorchaoRecipe(
+            scaling=scaling,
+            round_scales=config.round_scales_to_power_of_2 and scaling == "tensorwise",
+            all_gather=config.enable_fsdp_float8_all_gather,
+            layers=_layers(handler),
+        )
+    raise refusal(
+        "AORecipeKwargs",
+        "config",
+        config,
+        "TorchaoRecipe(scaling=)",
+        "the recipes are those of Float8LinearConfig.from_recipe_name: tensorwise, rowwise and rowwise_with_gw_hp",
+    )
+
+
+def _layers(handler: AORecipeKwargs) -> LayerFilter:
+    function = handler.module_filter_func
+    if function is None:
+        return LayerFilter()  # all but the first and the last, as by Accelerate's own filter
+    return LayerFilter(
+        skip_first=False, skip_last=False, accept=lambda name, module: bool(function(module, name))
+    )
+
+
+def _transformer_engine(handler: TERecipeKwargs) -> TransformerEngineRecipe:
+    every = LayerFilter(skip_first=False, skip_last=False)
+    options: dict[str, object] = {"margin": handler.margin, "fp8_format": str(handler.fp8_format).lower()}
+    if handler.use_mxfp8_block_scaling:
+        return TransformerEngineRecipe(scaling="mxfp8", options=options, layers=every)
+    options["amax_history_len"] = handler.amax_history_len
+    options["amax_compute_algo"] = handler.amax_compute_algo
+    if any(handler.override_linear_precision or ()):
+        options["override_linear_precision"] = handler.override_linear_precision
+    return TransformerEngineRecipe(scaling="delayed", options=options, layers=every)

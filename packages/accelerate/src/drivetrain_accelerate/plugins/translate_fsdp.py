@@ -1,0 +1,290 @@
+"""The `fsdp` section for an FSDP plugin."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from drivetrain_accelerate.plugins.compat import either_policy, wrapped_classes
+from drivetrain_accelerate.plugins.environment_words import truth
+from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin, make_room
+from drivetrain_accelerate.plugins.fsdp_words import strategy_of
+from drivetrain_accelerate.plugins.translation import Fields, TranslationError, refusal
+
+FSDP_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "sharding_strategy": "fsdp.strategy",
+            "reshard_after_forward": "fsdp.strategy",
+            "auto_wrap_policy": "fsdp.wrap or fsdp.min_num_params",
+            "transformer_cls_names_to_wrap": "fsdp.wrap",
+            "min_num_params": "fsdp.min_num_params",
+            "cpu_offload": "fsdp.offload, fsdp.pin_memory",
+            "forward_prefetch": "fsdp.prefetch",
+            "activation_checkpointing": "fsdp.activation_checkpointing",
+            "mixed_precision_policy": "run.mixed_precision, precision.reduce_dtype, .buffer_dtype, .output_dtype",
+        }
+    ),
+    refused=frozenset(
+        {"ignored_modules", "param_init_fn", "activation_checkpointing_offload", "backward_prefetch"}
+    ),
+    without_effect=MappingProxyType(
+        {
+            "fsdp_version": "FSDP2 runs either version's options, with the same results",
+            "state_dict_type": "saves hold whole tensors by name, which load on any number of ranks",
+            "state_dict_config": "as state_dict_type",
+            "optim_state_dict_config": "as state_dict_type",
+            "limit_all_gathers": "FSDP2 always limits how much is gathered ahead",
+            "use_orig_params": "FSDP2 always keeps the model's own parameters",
+            "sync_module_states": "all ranks always start from rank 0's values",
+            "cpu_ram_efficient_loading": "transformers reads it while it loads; ranks with models on meta are filled "
+            "from rank 0 in any case",
+        }
+    ),
+)
+_OWNER = "FullyShardedDataParallelPlugin"
+_STRATEGIES = {
+    ShardingStrategy.FULL_SHARD: "full_shard",
+    ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
+    ShardingStrategy.NO_SHARD: "no_shard",
+    ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
+}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def fsdp_sections(
+    plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module] = ()
+) -> dict[str, object]:
+    """Return the fields of the `fsdp` section that a plugin says.
+
+    Args:
+        plugin: The plugin, before or after `set_auto_wrap_policy`.
+        models: The models that are prepared; peft's wrap policy names classes that a model need not have, and these
+            are left out where models are given.
+
+    Raises:
+        TranslationError: A field cannot be honoured.
+    """
+    _check(plugin)
+    section: dict[str, object] = {
+        "strategy": _strategy(plugin),
+        **_wrapping(plugin, models),
+        **_offload(plugin),
+    }
+    if plugin.forward_prefetch:
+        section["prefetch"] = 1
+    if truth(plugin.activation_checkpointing or False, of="activation_checkpointing"):
+        section["activation_checkpointing"] = "full"
+    return section
+
+
+def fsdp_precision_sections(
+    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
+) -> dict[str, object]:
+    """Return the fields of the `precision` section that a plugin's own policy says.
+
+    Call it before `plugin.set_mixed_precision(mode)`, which makes a policy where the program gave none: without one,
+    drivetrain adds gradients up in fp32.
+
+    Args:
+        plugin: The plugin.
+        mixed_precision: The precision of the run: "no", "fp16", "bf16" or "fp8".
+
+    Raises:
+        TranslationError: The policy computes in another dtype than the run, or casts in another way.
+    """
+    policy: Any = plugin.mixed_precision_policy
+    if policy is None:
+        return {}
+    compute = {"no": None, "fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        mixed_precision
+    ]
+    if policy.param_dtype not in (compute, torch.float32 if compute is None else compute):
+        raise refusal(
+            _OWNER,
+            "mixed_precision_policy",
+            policy,
+            "run.mixed_precision",
+            f"it computes in {policy.param_dtype}, the run in mixed_precision={mixed_precision!r}; make them equal",
+        )
+    _check_casts(policy)
+    return {
+        name: _NAMES[dtype]
+        for name in ("reduce_dtype", "buffer_dtype", "output_dtype")
+        if (dtype := getattr(policy, name, None)) is not None
+    }
+
+
+def _check(plugin: FullyShardedDataParallelPlugin) -> None:
+    if plugin.backward_prefetch == BackwardPrefetch.BACKWARD_POST:
+        raise refusal(
+            _OWNER,
+            "backward_prefetch",
+            "BACKWARD_POST",
+            "fsdp.prefetch",
+            "FSDP2 gathers the next block before this one's gradients are computed, or none; leave it out",
+        )
+    if plugin.ignored_modules is not None:
+        raise refusal(
+            _OWNER,
+            "ignored_modules",
+            plugin.ignored_modules,
+            "backend fsdp",
+            "every parameter of a prepared model is sharded; leave these modules out of the model, or leave it out",
+        )
+    if plugin.param_init_fn not in (None, make_room):
+        raise refusal(
+            _OWNER,
+            "param_init_fn",
+            plugin.param_init_fn,
+            "building()",
+            "models on meta get rank 0's values, or those of reset_parameters(); leave it out",
+        )
+    if plugin.activation_checkpointing_offload:
+        raise refusal(
+            _OWNER,
+            "activation_checkpointing_offload",
+            True,
+            "fsdp.activation_checkpointing",
+            "activations are not offloaded; activation_checkpointing=True alone saves most",
+        )
+    if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        raise refusal(
+            _OWNER,
+            "state_dict_type",
+            "LOCAL_STATE_DICT",
+            "checkpoint",
+            "saves hold whole tensors by name, never a rank's own layout; say FULL_STATE_DICT",
+        )
+
+
+def _strategy(plugin: FullyShardedDataParallelPlugin) -> str:
+    """Return the strategy: `reshard_after_forward` before `sharding_strategy`, the older word for it."""
+    said, older = plugin.reshard_after_forward, plugin.sharding_strategy
+    if isinstance(said, bool):
+        said = ShardingStrategy.FULL_SHARD if said else ShardingStrategy.SHARD_GRAD_OP
+    strategy = strategy_of(older, field="sharding_strategy") if said is None else said
+    if older is not None and strategy_of(older, field="sharding_strategy") not in (
+        strategy,
+        ShardingStrategy.FULL_SHARD,  # what stands there if it is not said
+    ):
+        raise refusal(
+            _OWNER,
+            "sharding_strategy",
+            older,
+            "fsdp.strategy",
+            f"contradicts reshard_after_forward={plugin.reshard_after_forward}; keep one of the two",
+        )
+    if strategy not in _STRATEGIES:
+        raise refusal(
+            _OWNER,
+            "sharding_strategy",
+            strategy.name.lstrip("_"),
+            "fsdp.strategy",
+            "nothing here shards within a node and keeps parameters gathered; HYBRID_SHARD lets them go, "
+            "SHARD_GRAD_OP shards over all ranks",
+        )
+    return _STRATEGIES[strategy]
+
+
+def _wrapping(plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> dict[str, object]:
+    names, least = plugin.transformer_cls_names_to_wrap, plugin.min_num_params
+    policy = plugin.auto_wrap_policy
+    if policy is None:  # what is said beside it is not heard in Accelerate, and is here
+        said: dict[str, object] = {"wrap": tuple(names) if names else None, "min_num_params": least or None}
+        found = {name: value for name, value in said.items() if value} or {"wrap": ()}
+    else:
+        found = _of_policy(policy, plugin, models)
+    if len(found) > 1 or (least and "min_num_params" not in found):
+        raise refusal(
+            _OWNER,
+            "min_num_params",
+            least,
+            "fsdp.min_num_params",
+            f"goes with size_based_wrap, not with {names or policy!r}; leave one of the two out",
+        )
+    return found
+
+
+def _of_policy(
+    policy: Any, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> dict[str, object]:
+    """Return the classes or the size of a policy, be it torch's function, a partial of it, or peft's combination."""
+    function = policy.func if isinstance(policy, partial) else policy
+    options: dict[str, Any] = policy.keywords if isinstance(policy, partial) else {}
+    if function is transformer_auto_wrap_policy:
+        names = plugin.transformer_cls_names_to_wrap
+        if (classes := options.get("transformer_layer_cls")) is not None:
+            names = _names(classes, models)
+        return {"wrap": tuple(names)} if names else {}  # the model's own blocks
+    if function is size_based_auto_wrap_policy:
+        least = options.get("min_num_params", plugin.min_num_params)
+        return {"min_num_params": least} if least else {"wrap": ()}
+    if isinstance(policy, ModuleWrapPolicy):
+        return {"wrap": tuple(_names(wrapped_classes(policy), models))}
+    if function is either_policy:
+        # peft wraps each trainable leaf too, since FSDP1 shards what is trained and what is not apart: FSDP2 shards
+        # each parameter by itself.
+        known = [part for part in options["policies"] if _function(part) is not lambda_auto_wrap_policy]
+        if len(known) == 1:
+            return _of_policy(known[0], plugin, models)
+    raise refusal(
+        _OWNER,
+        "auto_wrap_policy",
+        policy,
+        "fsdp.wrap",
+        "blocks are chosen by class or by size: say auto_wrap_policy='transformer_based_wrap' with "
+        "transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params",
+    )
+
+
+def _names(classes: Iterable[type[nn.Module]], models: Sequence[nn.Module]) -> list[str]:
+    """Return the names of classes, of those that a model has where models are given."""
+    there = {type(module) for model in models for module in model.modules()}
+    return sorted(kind.__name__ for kind in classes if not models or kind in there)
+
+
+def _function(policy: Any) -> Any:
+    return policy.func if isinstance(policy, partial) else policy
+
+
+def _offload(plugin: FullyShardedDataParallelPlugin) -> dict[str, object]:
+    held = plugin.cpu_offload
+    if isinstance(held, CPUOffload):
+        return {"offload": held.offload_params}
+    if isinstance(held, CPUOffloadPolicy):
+        return {"offload": True} if held.pin_memory else {"offload": True, "pin_memory": False}
+    return {"offload": False}
+
+
+def _check_casts(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
+    """Refuse what a policy says about casts, beside dtypes, that is not the default."""
+    default = type(policy)()
+    names = {
+        MixedPrecision: ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"),
+        MixedPrecisionPolicy: ("cast_forward_inputs",),
+    }[type(policy)]
+    for name in names:
+        if getattr(policy, name) != getattr(default, name):
+            raise TranslationError(
+                f"mixed_precision_policy: {name}={getattr(policy, name)} (drivetrain: backend fsdp): inputs are cast "
+                "to the dtype that a block computes in, and gradients are held in the parameters' own; leave it out"
+            )

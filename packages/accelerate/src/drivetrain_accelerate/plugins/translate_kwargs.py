@@ -1,0 +1,284 @@
+"""Drivetrain's settings for the options that `Accelerator` takes beside a backend's."""
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
+from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType, DynamoBackend
+from drivetrain_accelerate.plugins.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration, ProjectConfiguration
+from drivetrain_accelerate.plugins.translation import Fields, refusal
+
+_NOT_HERE: MappingProxyType[str, str] = MappingProxyType({})
+DDP_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "broadcast_buffers": "ddp.broadcast_buffers",
+            "bucket_cap_mb": "ddp.bucket_size_mb",
+            "find_unused_parameters": "ddp.find_unused_parameters",
+            "gradient_as_bucket_view": "ddp.gradient_as_bucket_view",
+            "static_graph": "ddp.static_graph",
+            "comm_hook": "ddp.communication_hook",
+            "comm_state_option": "ddp.power_sgd_rank, ddp.power_sgd_start_step",
+        }
+    ),
+    refused=frozenset({"dim", "comm_wrapper"}),
+    without_effect=MappingProxyType({"check_reduction": "torch ignores it too"}),
+)
+SCALER_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "init_scale": "precision.initial_scale",
+            "growth_factor": "precision.growth_factor",
+            "backoff_factor": "precision.backoff_factor",
+            "growth_interval": "precision.growth_interval",
+        }
+    ),
+    refused=frozenset({"enabled"}),
+    without_effect=_NOT_HERE,
+)
+GROUP_FIELDS = Fields(
+    translated=MappingProxyType({"timeout": "state.timeout_seconds"}),
+    refused=frozenset({"backend", "init_method"}),
+    without_effect=_NOT_HERE,
+)
+AUTOCAST_FIELDS = Fields(
+    translated=MappingProxyType(
+        {"enabled": "torch.autocast(enabled=)", "cache_enabled": "torch.autocast(cache_enabled=)"}
+    ),
+    refused=frozenset(),
+    without_effect=_NOT_HERE,
+)
+COMPILE_FIELDS = Fields(
+    translated=MappingProxyType(
+        {name: f"torch.compile({name}=)" for name in ("backend", "mode", "fullgraph", "dynamic", "options")}
+        | {"disable": "torch.compile(disable=)", "use_regional_compilation": "compiles_regions()"}
+    ),
+    refused=frozenset(),
+    without_effect=_NOT_HERE,
+)
+DATA_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "split_batches": "data.split_batches",
+            "dispatch_batches": "data.dispatch",
+            "even_batches": "data.even",
+            "data_seed": "data.seed",
+            "non_blocking": "data.non_blocking",
+        }
+    ),
+    refused=frozenset(),
+    without_effect=MappingProxyType(
+        {
+            "use_seedable_sampler": "an order always follows from a seed and the epoch",
+            "use_stateful_dataloader": "prepared loaders always have state_dict",
+        }
+    ),
+)
+PROJECT_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "project_dir": "run.project_dir",
+            "automatic_checkpoint_naming": "checkpoint.directory",
+            "total_limit": "checkpoint.keep_last",
+        }
+    ),
+    refused=frozenset({"save_on_each_node"}),
+    without_effect=MappingProxyType(
+        {
+            "logging_dir": "trackers get it from the program's tracker, not from settings",
+            "iteration": "the number of the next checkpoint, which the Accelerator counts",
+        }
+    ),
+)
+
+
+def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
+    """Return the fields of the `ddp` section.
+
+    Raises:
+        TranslationError: A field cannot be honoured.
+    """
+    owner = "DistributedDataParallelKwargs"
+    if handler.dim != 0:
+        raise refusal(
+            owner, "dim", handler.dim, "ddp", "batches are divided along their first dimension; leave it out"
+        )
+    if handler.comm_wrapper != DDPCommunicationHookType.NO:
+        raise refusal(
+            owner,
+            "comm_wrapper",
+            handler.comm_wrapper,
+            "ddp.communication_hook",
+            "hooks are not nested; leave it out",
+        )
+    return {
+        "broadcast_buffers": handler.broadcast_buffers,
+        "bucket_size_mb": float(handler.bucket_cap_mb),
+        # A static graph finds unused parameters by itself.
+        "find_unused_parameters": handler.find_unused_parameters and not handler.static_graph,
+        "gradient_as_bucket_view": handler.gradient_as_bucket_view,
+        "static_graph": handler.static_graph,
+        **_hook(handler),
+    }
+
+
+def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
+    """Return the fields of the `precision` section that say how fp16's loss scale moves.
+
+    Raises:
+        TranslationError: The scale is turned off.
+    """
+    if not handler.enabled:
+        raise refusal(
+            "GradScalerKwargs",
+            "enabled",
+            False,
+            "precision",
+            "fp16 without a loss scale loses small gradients; say mixed_precision='bf16'",
+        )
+    section: dict[str, object] = {
+        "initial_scale": handler.init_scale,
+        "growth_factor": handler.growth_factor,
+        "backoff_factor": handler.backoff_factor,
+        "growth_interval": handler.growth_interval,
+    }
+    if handler.init_scale < 1:
+        section["min_scale"] = handler.init_scale  # by default the scale does not fall below 1
+    return section
+
+
+def group_sections(handler: InitProcessGroupKwargs, device_type: str) -> dict[str, object]:
+    """Return the fields of the `state` section.
+
+    Args:
+        handler: The options of the process group.
+        device_type: The kind of device that trains, such as "cuda".
+
+    Raises:
+        TranslationError: The group would be another one than drivetrain's.
+    """
+    owner = "InitProcessGroupKwargs"
+    own = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
+    mine = own.get(device_type, "gloo")
+    # The default, "nccl", means what fits the device in Accelerate too.
+    if handler.backend not in (None, "nccl", mine, f"cpu:gloo,{device_type}:{mine}"):
+        raise refusal(
+            owner,
+            "backend",
+            handler.backend,
+            "state",
+            f"processes on {device_type} communicate by {mine}; leave it out, or make the group by "
+            "torch.distributed.init_process_group before the Accelerator, which takes it",
+        )
+    if handler.init_method not in (None, "env://"):
+        raise refusal(
+            owner,
+            "init_method",
+            handler.init_method,
+            "state",
+            "processes meet at MASTER_ADDR and MASTER_PORT; leave it out, or make the group before the Accelerator",
+        )
+    return {} if handler.timeout is None else {"timeout_seconds": handler.timeout.total_seconds()}
+
+
+def autocast_options(handler: AutocastKwargs) -> dict[str, object]:
+    """Return the arguments of `torch.autocast` beside device and dtype."""
+    options: dict[str, object] = {"enabled": handler.enabled}
+    return options if handler.cache_enabled is None else {**options, "cache_enabled": handler.cache_enabled}
+
+
+def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any] | None:
+    """Return the arguments of `torch.compile`; None if nothing is compiled."""
+    if plugin.backend == DynamoBackend.NO:
+        return None
+    options = plugin.to_dict()
+    del options["use_regional_compilation"]
+    if options["mode"] == "default":
+        del options["mode"]
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def compiles_regions(plugin: TorchDynamoPlugin) -> bool:
+    """Return whether the blocks of a model are compiled one by one."""
+    return plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation
+
+
+def data_sections(configuration: DataLoaderConfiguration) -> dict[str, object]:
+    """Return the fields of the `data` section.
+
+    `even_batches` fills the tail from the epoch's beginning, and `gather_for_metrics` leaves what was filled in out;
+    drivetrain's "pad" does both. Without it, no sample is repeated, and ranks stay in step.
+    """
+    return {
+        "split_batches": configuration.split_batches,
+        "dispatch": configuration.dispatch_batches,
+        "even": "pad" if configuration.even_batches else "uneven",
+        "seed": configuration.data_seed,
+        "non_blocking": configuration.non_blocking,
+    }
+
+
+def checkpoint_sections(configuration: ProjectConfiguration) -> dict[str, object]:
+    """Return the fields of the `checkpoint` section.
+
+    Raises:
+        TranslationError: Each node is to store what all share.
+    """
+    if configuration.save_on_each_node:
+        raise refusal(
+            "ProjectConfiguration",
+            "save_on_each_node",
+            True,
+            "checkpoint.directory",
+            "a checkpoint is one folder that all nodes see; leave it out, and name a shared folder or a URL",
+        )
+    section: dict[str, object] = {}
+    if configuration.automatic_checkpoint_naming:
+        if configuration.project_dir is not None:
+            section["directory"] = Path(configuration.project_dir) / "checkpoints"
+        if configuration.total_limit is not None:
+            section["keep_last"] = configuration.total_limit
+    elif configuration.total_limit is not None:
+        raise refusal(
+            "ProjectConfiguration",
+            "total_limit",
+            configuration.total_limit,
+            "checkpoint.keep_last",
+            "old checkpoints are known by their automatic names; say automatic_checkpoint_naming=True too",
+        )
+    return section
+
+
+def _hook(handler: DistributedDataParallelKwargs) -> dict[str, object]:
+    owner = "DistributedDataParallelKwargs"
+    options = dict(handler.comm_state_option)
+    if handler.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+        raise refusal(
+            owner,
+            "comm_hook",
+            handler.comm_hook,
+            "ddp.communication_hook",
+            "PowerSGD over whole buckets is less accurate; say POWER_SGD",
+        )
+    section: dict[str, object] = {"communication_hook": str(handler.comm_hook.value)}
+    if handler.comm_hook == DDPCommunicationHookType.NO:
+        section["communication_hook"] = "none"
+    if handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
+        section["power_sgd_rank"] = options.pop("matrix_approximation_rank", 1)
+        section["power_sgd_start_step"] = options.pop("start_powerSGD_iter", 1000)
+    if options:
+        raise refusal(
+            owner,
+            "comm_state_option",
+            options,
+            "ddp.power_sgd_rank, ddp.power_sgd_start_step",
+            "matrix_approximation_rank and start_powerSGD_iter of POWER_SGD are set here; leave the others out",
+        )
+    return section

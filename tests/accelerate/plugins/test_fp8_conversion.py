@@ -1,0 +1,52 @@
+"""Conversion to torchao's float8 and to Transformer Engine, held against the installed Accelerate."""
+
+import pytest
+from torch import nn
+
+from drivetrain_accelerate.plugins import torchao_conversion as ours
+from drivetrain_accelerate.plugins import transformer_engine_conversion
+from drivetrain_precision import PrecisionError
+
+pytest.importorskip("accelerate")
+pytest.importorskip("torchao")
+from accelerate.utils import ao as theirs
+
+
+def model() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(32, 20), nn.Linear(32, 32))
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), inner, nn.Linear(32, 32))
+
+
+def test_layers_are_chosen_as_by_the_real_one() -> None:
+    for each in (model(), nn.ReLU(), nn.Linear(2, 2)):
+        assert ours.find_first_last_linear_layers(each) == theirs.find_first_last_linear_layers(each)
+    for name, module in model().named_modules():
+        for left_out in ([], ["2.1"], ["2"], [name]):
+            found = ours.filter_linear_layers(module, name, left_out)
+            assert found == theirs.filter_linear_layers(module, name, left_out)
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_the_same_layers_are_converted(chosen: str | None) -> None:
+    function = None if chosen is None else lambda _, name: name == chosen
+    names = []
+    for module in (ours, theirs):
+        converted = model()
+        assert not module.has_ao_layers(converted)
+        module.convert_model_to_fp8_ao(converted, module_filter_func=function)
+        assert module.has_ao_layers(converted)
+        assert ours.has_ao_layers(converted)
+        names.append(
+            [name for name, each in converted.named_modules() if "Float8Linear" in type(each).__name__]
+        )
+    assert names[0] == names[1]
+
+
+def test_without_transformer_engine_it_is_named() -> None:
+    plain = nn.Sequential(nn.Linear(16, 16))
+    assert not transformer_engine_conversion.has_transformer_engine_layers(plain)
+    transformer_engine_conversion.convert_model(plain, _convert_linear=False)
+    transformer_engine_conversion.convert_model(plain, to_transformer_engine=False)
+    pytest.importorskip("torchao")
+    with pytest.raises(PrecisionError, match="transformer-engine"):
+        transformer_engine_conversion.convert_model(plain)

@@ -1,0 +1,264 @@
+"""The plugins of compilation, fp8, parallelism, quantisation and Megatron, held against the installed ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain_accelerate.errors import NotProvidedError
+from drivetrain_accelerate.plugins import (
+    compilation,
+    fp8_recipes,
+    megatron_plugin,
+    model_parts,
+    parallelism_config,
+    parallelism_handlers,
+    quantization_config,
+)
+from drivetrain_config import environ
+
+pytest.importorskip("accelerate")
+from accelerate.utils import dataclasses as real
+
+from accelerate import parallelism_config as real_parallelism
+
+COMPILE: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {}),
+    ({"backend": "inductor"}, {}),
+    (
+        {
+            "backend": "EAGER",
+            "mode": "max-autotune",
+            "fullgraph": True,
+            "dynamic": False,
+            "options": {"a": 1},
+        },
+        {},
+    ),
+    ({"backend": "bogus"}, {}),
+    ({"disable": True, "use_regional_compilation": True}, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
+    ({}, {"ACCELERATE_DYNAMO_MODE": "reduce-overhead", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "1"}),
+    ({}, {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true", "ACCELERATE_DYNAMO_USE_DYNAMIC": "false"}),
+    ({"fullgraph": False}, {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "1"}),
+    ({}, {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "bad"}),
+]
+TENSOR: list[tuple[dict[str, Any], dict[str, str]]] = [({}, {}), ({"tp_size": 2}, {})]
+CONTEXT: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {}),
+    ({"cp_comm_strategy": "alltoall"}, {}),
+    ({"cp_comm_strategy": "bad"}, {}),
+    ({}, {"PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"}),
+]
+SEQUENCE: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {}),
+    ({"sp_seq_length": 3}, {}),
+    ({"sp_seq_length_is_variable": False}, {}),
+    ({"sp_seq_length": 4, "sp_seq_length_is_variable": False}, {}),
+    ({}, {"PARALLELISM_CONFIG_SP_SEQ_LENGTH": "5", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "false"}),
+    ({}, {"PARALLELISM_CONFIG_SP_SEQ_LENGTH": "5"}),
+    *(
+        ({"sp_attn_implementation": name}, {})
+        for name in ("sdpa", "eager", "flash_attention_3", "paged", "kernels-community/flash-attn2")
+    ),
+    ({}, {"PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa"}),
+]
+QUANTISED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    (fields, {})
+    for fields in (
+        *({}, {"load_in_8bit": True}, {"load_in_4bit": True}, {"load_in_4bit": True, "load_in_8bit": True}),
+        *({"load_in_8bit": "x"}, {"load_in_8bit": True, "llm_int8_threshold": "x"}),
+        *({"load_in_4bit": True, "bnb_4bit_quant_type": kind} for kind in ("nf4", "bad", 1)),
+        *(
+            {"load_in_4bit": True, "bnb_4bit_compute_dtype": kind}
+            for kind in ("bf16", "bad", torch.float16, 3)
+        ),
+        *({"load_in_8bit": True, "torch_dtype": kind} for kind in ("bf16", "bad", torch.float32)),
+        *({"load_in_8bit": True, "skip_modules": names} for names in ("x", ["x"])),
+        {"load_in_4bit": True, "bnb_4bit_use_double_quant": 1},
+        {"load_in_8bit": True, "keep_in_fp32_modules": "x"},
+    )
+]
+MEGATRON: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {}),
+    ({"tp_degree": 2, "other_megatron_args": {"a": 1}, "tensorboard_dir": "/x"}, {}),
+    *(
+        ({}, {f"MEGATRON_LM_{name}": text})
+        for names, text in (
+            (("TP_DEGREE", "PP_DEGREE", "NUM_MICRO_BATCHES", "CONTEXT_PARALLEL_SIZE"), "3"),
+            (("RECOMPUTE_NUM_LAYERS", "DECODER_LAST_PIPELINE_NUM_LAYERS"), "4"),
+            (("EXPERT_MODEL_PARALLEL_SIZE", "EXPERT_TENSOR_PARALLEL_SIZE"), "5"),
+            (("GRADIENT_CLIPPING", "ATTENTION_DROPOUT", "HIDDEN_DROPOUT"), "0.5"),
+            (("RECOMPUTE_GRANULARITY", "RECOMPUTE_METHOD"), "block"),
+            (("USE_CUSTOM_FSDP", "NO_LOAD_OPTIM", "EOD_MASK_LOSS", "USE_DISTRIBUTED_OPTIMIZER"), "true"),
+            (("SEQUENCE_PARALLELISM", "RECOMPUTE_ACTIVATIONS", "OPTIMIZER_CPU_OFFLOAD"), "true"),
+            (("ATTENTION_BACKEND", "CALCULATE_PER_TOKEN_LOSS", "ATTENTION_SOFTMAX_IN_FP32"), "false"),
+        )
+        for name in names
+    ),
+]
+CASES = [
+    (ours, getattr(real, ours.__name__), fields, variables)
+    for ours, cases in (
+        (compilation.TorchDynamoPlugin, COMPILE),
+        (parallelism_handlers.TorchTensorParallelPlugin, TENSOR),
+        (parallelism_handlers.TorchTensorParallelConfig, [({}, {})]),
+        (parallelism_handlers.TorchContextParallelConfig, CONTEXT),
+        (parallelism_handlers.DeepSpeedSequenceParallelConfig, SEQUENCE),
+        (quantization_config.BnbQuantizationConfig, QUANTISED),
+        (megatron_plugin.MegatronLMPlugin, MEGATRON),
+        (
+            fp8_recipes.MSAMPRecipeKwargs,
+            [({}, {}), ({"opt_level": "O3"}, {}), ({}, {"ACCELERATE_FP8_OPT_LEVEL": "O1"})],
+        ),
+    )
+    for fields, variables in cases
+]
+
+
+def made(kind: Any, fields: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+    with environ.exported(**variables):
+        try:
+            plugin = kind(**fields)
+        except (ValueError, TypeError):
+            return None
+    methods = [getattr(plugin, name)() for name in ("to_dict", "to_kwargs") if hasattr(plugin, name)]
+    return {
+        name: value if isinstance(value, dict) else str(value) for name, value in vars(plugin).items()
+    }, methods
+
+
+@pytest.mark.parametrize(("ours", "theirs", "fields", "variables"), CASES)
+def test_fields_and_variables_become_what_the_real_one_makes_of_them(
+    ours: Any, theirs: Any, fields: dict[str, Any], variables: dict[str, str]
+) -> None:
+    assert made(ours, fields, variables) == made(theirs, fields, variables)
+
+
+PROPERTIES = (
+    *("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names", "fsdp_dim_names"),
+    *(
+        "total_size",
+        "non_data_parallel_size",
+        "data_parallel_size",
+        "dp_replicate_enabled",
+        "dp_shard_enabled",
+    ),
+    *("tp_enabled", "cp_enabled", "sp_enabled", "active_mesh_dims", "cp_backend", "sp_backend"),
+    *("tp_handler", "cp_handler", "sp_handler"),
+)
+SIZES: list[dict[str, Any]] = [
+    {},
+    *({f"{name}_size": size} for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp") for size in (2, 0)),
+    {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2, "cp_size": 2},
+    {"dp_replicate_size": 2, "dp_shard_size": 2, "sp_size": 2},
+    {"dp_replicate_size": 2, "tp_size": 2},
+    {"cp_size": 2, "sp_size": 2},
+    {"cp_backend": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sizes_give_the_axes_of_the_real_one(sizes: dict[str, Any]) -> None:
+    found: list[Any] = []
+    for kind in (parallelism_config.ParallelismConfig, real_parallelism.ParallelismConfig):
+        try:
+            made: Any = kind(**sizes)
+        except ValueError:
+            found.append("refused")
+            continue
+        found.append({name: str(getattr(made, name)) for name in PROPERTIES})
+    assert found[0] == found[1]
+
+
+def test_sizes_come_from_the_environment_and_can_be_written_as_json() -> None:
+    with environ.exported(PARALLELISM_CONFIG_DP_SHARD_SIZE="4", PARALLELISM_CONFIG_TP_SIZE="2"):
+        config = parallelism_config.ParallelismConfig()
+    assert (config.dp_shard_size, config.tp_size) == (4, 2)
+    assert config.to_json()["tp_handler"] == {"enable_async_tp": False}
+    assert "total_size=8" in repr(config)
+    with pytest.raises(ValueError, match="You need to pass a device_type"):
+        config.get_device_mesh()
+
+
+def test_a_run_of_one_process_has_no_mesh() -> None:
+    assert parallelism_config.ParallelismConfig().get_device_mesh("cpu") is None
+
+
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")  # torch 2.15
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"dp_replicate_size": 2, "dp_shard_size": 4, "cp_size": 2}, {"dp_shard_size": 16}]
+)
+def test_the_mesh_is_that_of_the_real_one(sizes: dict[str, int]) -> None:
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
+    try:
+        found = []
+        for kind in (parallelism_config.ParallelismConfig, real_parallelism.ParallelismConfig):
+            mesh: Any = kind(**sizes).get_device_mesh("cpu")
+            joint = [mesh[name].mesh.tolist() for name in ("dp", "dp_shard_cp", "dp_cp")]
+            found.append((mesh.mesh_dim_names, mesh.mesh.tolist(), joint))
+        assert found[0] == found[1]
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fields", [{}, {"pad_inner_dim": False}, {"enable_fsdp_float8_all_gather": False}])
+def test_torchaos_configuration_is_made_as_by_the_real_one(fields: dict[str, bool]) -> None:
+    pytest.importorskip("torchao")
+    variables = {"ACCELERATE_FP8_PAD_INNER_DIM": "false"}
+    for given in ({}, variables):
+        assert made(fp8_recipes.AORecipeKwargs, fields, given) == made(real.AORecipeKwargs, fields, given)
+
+
+def test_transformer_engines_options_are_filled_and_checked() -> None:
+    # The real one wants the library to be installed; these are its values where it is.
+    found = fp8_recipes.TERecipeKwargs()
+    assert vars(found) == {
+        "use_autocast_during_eval": False,
+        "margin": 0,
+        "interval": 1,
+        "fp8_format": "HYBRID",
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+        "override_linear_precision": (False, False, False),
+        "use_mxfp8_block_scaling": False,
+    }
+    variables = {"ACCELERATE_FP8_FORMAT": "e4m3", "ACCELERATE_FP8_OVERRIDE_WGRAD": "true"}
+    with environ.exported(**variables, ACCELERATE_FP8_BACKEND="te"):
+        old = fp8_recipes.FP8RecipeKwargs()
+    assert (old.fp8_format, old.override_linear_precision, old.backend) == (
+        "E4M3",
+        (False, False, True),
+        "TE",
+    )
+    for wrong in ({"fp8_format": "bad"}, {"amax_compute_algo": "bad"}, {"backend": "AO"}):
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be one of"):
+            fp8_recipes.FP8RecipeKwargs(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_megatron_is_refused_where_it_would_run() -> None:
+    plugin = megatron_plugin.MegatronLMPlugin()
+    for call in (
+        lambda: plugin.set_network_size_args(nn.Linear(1, 1)),
+        lambda: plugin.set_mixed_precision("bf16"),
+        lambda: plugin.set_training_args(1, 1),
+        lambda: plugin.set_optimizer_type(None),
+        lambda: plugin.set_scheduler_args(None),
+        plugin.set_tensorboard_logging_options,
+    ):
+        with pytest.raises(NotProvidedError, match="drivetrain has no Megatron backend yet; train by FSDP"):
+            call()
+
+
+def test_a_class_is_found_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
+    for name in ("ReLU", "Sequential", "Other"):
+        assert model_parts.get_module_class_from_name(model, name) is real.get_module_class_from_name(
+            model, name
+        )
+    assert model_parts.TensorInformation(torch.Size([1]), torch.int8).shape == (1,)

@@ -1,0 +1,518 @@
+"""The translations of plugins to drivetrain's settings: each field is translated, refused, or has a reason."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from drivetrain.settings import RunSettings
+from drivetrain_accelerate.plugins import (
+    translate_deepspeed,
+    translate_fp8,
+    translate_fsdp,
+    translate_kwargs,
+    translate_parallelism,
+)
+from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
+from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
+from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType as Hook
+from drivetrain_accelerate.plugins.fp8_recipes import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+from drivetrain_accelerate.plugins.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
+from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
+from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration, ProjectConfiguration
+from drivetrain_accelerate.plugins.translation import TranslationError
+from drivetrain_backends.deepspeed.config import EngineRun, engine_config
+from drivetrain_backends.settings import DDPSettings, DeepSpeedSettings, FSDPSettings
+from drivetrain_checkpoint.settings import CheckpointSettings
+from drivetrain_data.settings import DataSettings
+from drivetrain_precision.settings import PrecisionSettings
+from drivetrain_state.settings import StateSettings
+
+Fsdp, Ds, Ddp = FullyShardedDataParallelPlugin, DeepSpeedPlugin, DistributedDataParallelKwargs
+
+TABLES: list[tuple[Any, Any]] = [
+    (Fsdp, translate_fsdp.FSDP_FIELDS),
+    (Ds, translate_deepspeed.DEEPSPEED_FIELDS),
+    (Ddp, translate_kwargs.DDP_FIELDS),
+    (GradScalerKwargs, translate_kwargs.SCALER_FIELDS),
+    (InitProcessGroupKwargs, translate_kwargs.GROUP_FIELDS),
+    (AutocastKwargs, translate_kwargs.AUTOCAST_FIELDS),
+    (TorchDynamoPlugin, translate_kwargs.COMPILE_FIELDS),
+    (DataLoaderConfiguration, translate_kwargs.DATA_FIELDS),
+    (ProjectConfiguration, translate_kwargs.PROJECT_FIELDS),
+    (AORecipeKwargs, translate_fp8.AO_FIELDS),
+    (TERecipeKwargs, translate_fp8.TE_FIELDS),
+    (MSAMPRecipeKwargs, translate_fp8.MSAMP_FIELDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "table"), TABLES)
+def test_every_field_is_translated_or_refused_or_without_effect_for_a_reason(kind: Any, table: Any) -> None:
+    assert table.all() == {each.name for each in fields(kind)}
+    groups = (set(table.translated), set(table.refused), set(table.without_effect))
+    assert sum(map(len, groups)) == len(table.all())
+    assert all(len(reason) > 10 or reason.startswith("as ") for reason in table.without_effect.values())
+
+
+def fsdp(**given: Any) -> Any:
+    """Return the whole section, which its own checks accept."""
+    section: Any = translate_fsdp.fsdp_sections(Fsdp(**given))
+    FSDPSettings(**section)
+    return section
+
+
+def deepspeed(**given: Any) -> Any:
+    section: Any = translate_deepspeed.deepspeed_sections(Ds(**given))
+    DeepSpeedSettings(**section)
+    return section["config"]
+
+
+def ddp(**given: Any) -> Any:
+    section: Any = translate_kwargs.ddp_sections(Ddp(**given))
+    DDPSettings(**section)
+    return section
+
+
+def scaler(**given: Any) -> Any:
+    section: Any = translate_kwargs.scaler_sections(GradScalerKwargs(**given))
+    PrecisionSettings(**section)
+    return section
+
+
+def group(**given: Any) -> Any:
+    section: Any = translate_kwargs.group_sections(InitProcessGroupKwargs(**given), "cpu")
+    StateSettings(**section)
+    return section
+
+
+def data(**given: Any) -> Any:
+    section: Any = translate_kwargs.data_sections(DataLoaderConfiguration(**given))
+    DataSettings(**section)
+    return section
+
+
+def checkpoint(**given: Any) -> Any:
+    section: Any = translate_kwargs.checkpoint_sections(ProjectConfiguration(**given))
+    CheckpointSettings(**section)
+    return section
+
+
+# For each field, a value that is not the default, and what must be given beside it.
+OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]]] = [
+    (
+        fsdp,
+        translate_fsdp.FSDP_FIELDS,
+        {
+            "sharding_strategy": ("SHARD_GRAD_OP", {}),
+            "reshard_after_forward": (False, {"fsdp_version": 2}),
+            "auto_wrap_policy": ("size_based_wrap", {"min_num_params": 3}),
+            "transformer_cls_names_to_wrap": (["A"], {}),
+            "min_num_params": (3, {}),
+            "cpu_offload": (True, {}),
+            "forward_prefetch": (True, {}),
+            "activation_checkpointing": (True, {}),
+            "ignored_modules": ("abc", {}),
+            "param_init_fn": (len, {}),
+            "activation_checkpointing_offload": (True, {"fsdp_version": 2, "activation_checkpointing": True}),
+            "backward_prefetch": ("BACKWARD_POST", {}),
+            "fsdp_version": (1, {}),
+            "state_dict_type": ("SHARDED_STATE_DICT", {}),
+            "limit_all_gathers": (False, {}),
+            "use_orig_params": (True, {}),
+            "sync_module_states": (True, {}),
+        },
+    ),
+    (
+        ddp,
+        translate_kwargs.DDP_FIELDS,
+        {
+            "broadcast_buffers": (False, {}),
+            "bucket_cap_mb": (7, {}),
+            "find_unused_parameters": (True, {}),
+            "gradient_as_bucket_view": (True, {}),
+            "static_graph": (True, {}),
+            "comm_hook": (Hook.FP16, {}),
+            "comm_state_option": ({"matrix_approximation_rank": 3}, {"comm_hook": Hook.POWER_SGD}),
+            "dim": (1, {}),
+            "comm_wrapper": (Hook.FP16, {}),
+            "check_reduction": (True, {}),
+        },
+    ),
+    (
+        scaler,
+        translate_kwargs.SCALER_FIELDS,
+        {
+            "init_scale": (4.0, {}),
+            "growth_factor": (3.0, {}),
+            "backoff_factor": (0.25, {}),
+            "growth_interval": (7, {}),
+            "enabled": (False, {}),
+        },
+    ),
+    (
+        group,
+        translate_kwargs.GROUP_FIELDS,
+        {"timeout": (timedelta(seconds=7), {}), "backend": ("mpi", {}), "init_method": ("tcp://x:1", {})},
+    ),
+    (
+        data,
+        translate_kwargs.DATA_FIELDS,
+        {
+            "split_batches": (True, {}),
+            "dispatch_batches": (True, {}),
+            "even_batches": (False, {}),
+            "data_seed": (3, {}),
+            "non_blocking": (True, {}),
+            "use_seedable_sampler": (True, {}),
+            "use_stateful_dataloader": (True, {}),
+        },
+    ),
+    (
+        checkpoint,
+        translate_kwargs.PROJECT_FIELDS,
+        {
+            "total_limit": (3, {"automatic_checkpoint_naming": True}),
+            "automatic_checkpoint_naming": (True, {"project_dir": "x"}),
+            "save_on_each_node": (True, {}),
+            "logging_dir": ("x", {}),
+            "iteration": (3, {}),
+        },
+    ),
+    (
+        deepspeed,
+        translate_deepspeed.DEEPSPEED_FIELDS,
+        {
+            "gradient_accumulation_steps": (3, {}),
+            "gradient_clipping": (0.5, {}),
+            "zero_stage": (1, {}),
+            "offload_optimizer_device": ("cpu", {}),
+            "offload_param_device": ("cpu", {"zero_stage": 3}),
+            "offload_optimizer_nvme_path": ("/x", {"zero_stage": 3, "offload_optimizer_device": "nvme"}),
+            "offload_param_nvme_path": ("/x", {"zero_stage": 3, "offload_param_device": "nvme"}),
+            "enable_msamp": (True, {}),
+            "is_train_batch_min": (False, {}),
+            "transformer_moe_cls_names": ("A", {}),
+            "msamp_opt_level": ("O2", {}),
+            "zero3_init_flag": (False, {"zero_stage": 3}),
+        },
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:sync_module_states")
+@pytest.mark.parametrize(
+    ("translate", "table", "name", "value", "beside"),
+    [(made, table, name, *given) for made, table, values in OTHER for name, given in values.items()],
+)
+def test_a_value_of_a_field_changes_the_settings_or_is_refused_as_the_table_says(
+    translate: Callable[..., Any], table: Any, name: str, value: Any, beside: dict[str, Any]
+) -> None:
+    if name in table.refused:
+        with pytest.raises(TranslationError, match=rf"\({name}=.*\(drivetrain: .*\): "):
+            translate(**beside, **{name: value})
+        return
+    without = {key: each for key, each in beside.items() if not key.startswith("min_")}
+    changes = translate(**beside, **{name: value}) != translate(**without)
+    assert changes == (name in table.translated), (name, translate(**beside, **{name: value}))
+
+
+@given(
+    version=st.sampled_from([1, 2]),
+    policy=st.sampled_from([None, "transformer_based_wrap", "size_based_wrap", "no_wrap"]),
+    names=st.sampled_from([None, ["A"], ["A", "B"]]),
+    least=st.sampled_from([None, 0, 10]),
+    offload=st.booleans(),
+    checkpointing=st.booleans(),
+)
+def test_any_fsdp_plugin_gives_a_section_or_an_error(
+    version: int, policy: Any, names: Any, least: Any, offload: bool, checkpointing: bool
+) -> None:
+    given = {
+        "fsdp_version": version,
+        "auto_wrap_policy": policy,
+        "transformer_cls_names_to_wrap": names,
+        "min_num_params": least,
+        "cpu_offload": offload,
+        "activation_checkpointing": checkpointing,
+    }
+    if least and (policy == "transformer_based_wrap" or (policy in (None, "no_wrap") and names)):
+        with pytest.raises(TranslationError, match="min_num_params"):
+            fsdp(**given)
+        return
+    section = fsdp(**given)
+    assert section.get("offload") == offload
+    assert section.get("activation_checkpointing", "none") == ("full" if checkpointing else "none")
+    said = tuple(names) if names else None
+    if policy == "transformer_based_wrap":
+        assert section.get("wrap") == said
+    elif policy == "size_based_wrap":
+        assert section.get("min_num_params", 0) == (least or 0)
+
+
+def test_strategies() -> None:
+    for theirs, ours in (
+        ("FULL_SHARD", "full_shard"),
+        ("NO_SHARD", "no_shard"),
+        ("HYBRID_SHARD", "hybrid_shard"),
+    ):
+        assert fsdp(sharding_strategy=theirs)["strategy"] == ours
+        assert fsdp(reshard_after_forward=theirs)["strategy"] == ours
+    assert fsdp(fsdp_version=2)["strategy"] == "full_shard"
+    assert fsdp(fsdp_version=2, reshard_after_forward=False)["strategy"] == "shard_grad_op"
+    with pytest.raises(TranslationError, match=r"HYBRID_SHARD_ZERO2.*nothing here shards within a node"):
+        fsdp(sharding_strategy="HYBRID_SHARD_ZERO2")
+    with pytest.raises(TranslationError, match="contradicts reshard_after_forward"):
+        fsdp(sharding_strategy="NO_SHARD", reshard_after_forward="FULL_SHARD")
+    with pytest.raises(TranslationError, match="LOCAL_STATE_DICT"):
+        fsdp(state_dict_type="LOCAL_STATE_DICT")
+    assert fsdp(sharding_strategy=ShardingStrategy.NO_SHARD)["strategy"] == "no_shard"
+
+
+def test_wrap_policies_of_torch_and_peft_are_read() -> None:
+    by_class = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear, nn.ReLU})
+    assert fsdp(auto_wrap_policy=by_class)["wrap"] == ("Linear", "ReLU")
+    assert (
+        fsdp(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=9))["min_num_params"] == 9
+    )
+    assert fsdp(auto_wrap_policy=ModuleWrapPolicy([nn.Linear]))["wrap"] == ("Linear",)
+    assert fsdp()["wrap"] == fsdp(auto_wrap_policy="no_wrap")["wrap"] == ()
+    assert "wrap" not in fsdp(auto_wrap_policy="transformer_based_wrap")  # the model's own blocks
+    with pytest.raises(TranslationError, match="blocks are chosen by class or by size"):
+        fsdp(auto_wrap_policy=len)
+    peft = pytest.importorskip("peft.utils.other")
+    plugin = Fsdp(auto_wrap_policy=peft.fsdp_auto_wrap_policy(Blocks()))
+    assert translate_fsdp.fsdp_sections(plugin, [Blocks()])["wrap"] == ("Linear",)
+
+
+class Blocks(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_offload_to_memory_that_is_not_pinned() -> None:
+    section = fsdp(fsdp_version=2, cpu_offload=CPUOffloadPolicy(pin_memory=False))
+    assert (section["offload"], section["pin_memory"]) == (True, False)
+
+
+def test_a_policy_of_dtypes_becomes_precision() -> None:
+    def sections(mode: str, **given: Any) -> Any:
+        found: Any = translate_fsdp.fsdp_precision_sections(Fsdp(**given), mode)
+        PrecisionSettings(**found)
+        return found
+
+    assert sections("bf16") == {}
+    assert sections("bf16", mixed_precision_policy="bf16") == {"reduce_dtype": "bf16", "buffer_dtype": "bf16"}
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float16
+    )
+    found = sections("fp8", fsdp_version=2, mixed_precision_policy=policy)
+    assert found == {"reduce_dtype": "fp32", "output_dtype": "fp16"}
+    with pytest.raises(TranslationError, match=r"it computes in torch\.bfloat16.*mixed_precision='no'"):
+        sections("no", mixed_precision_policy="bf16")
+    odd = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    with pytest.raises(TranslationError, match="keep_low_precision_grads=True"):
+        sections("bf16", mixed_precision_policy=odd)
+
+
+TYPICAL: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "given", [{}, {"zero_stage": 3}, {"offload_optimizer_device": "cpu"}, {"hf_ds_config": TYPICAL}]
+)
+def test_the_engine_takes_the_configuration_that_is_handed_through(mode: str, given: dict[str, Any]) -> None:
+    plugin = Ds(**given)
+    plugin.set_mixed_precision(mode)
+    section: Any = translate_deepspeed.deepspeed_sections(plugin)
+    scale: Any = translate_deepspeed.deepspeed_precision_sections(plugin)
+    run = EngineRun(
+        world_size=2,
+        gradient_accumulation_steps=translate_deepspeed.deepspeed_accumulation(plugin) or 4,
+        micro_batch_size=2,
+        mode=mode,
+        scaling=PrecisionSettings(**scale) if mode == "fp16" else None,
+        num_elements=1000,
+        optimizer="AdamW",
+    )
+    config = engine_config(DeepSpeedSettings(**section), run)
+    assert config["zero_optimization"]["stage"] == plugin.zero_stage
+    assert config["train_batch_size"] == 2 * 2 * 4
+    if "hf_ds_config" in given:
+        assert scale == {"initial_scale": 65536.0, "growth_interval": 1000, "min_scale": 1.0}
+
+
+def test_fields_that_a_configuration_leaves_open_are_added_and_others_contradict() -> None:
+    zero3 = {"zero_optimization": {"stage": 3}}
+    assert deepspeed(hf_ds_config=zero3, gradient_clipping=0.5)["gradient_clipping"] == 0.5
+    found = deepspeed(hf_ds_config=zero3, offload_param_device="cpu")
+    assert found["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    plugin = Ds(hf_ds_config=zero3)
+    plugin.zero_stage = 2
+    with pytest.raises(TranslationError, match=r"zero_stage=2.*contradicts stage=3"):
+        translate_deepspeed.deepspeed_sections(plugin)
+    with pytest.raises(TranslationError, match="offload_param_nvme_path='/x'"):
+        deepspeed(offload_param_nvme_path="/x")
+    still = Ds(hf_ds_config={**zero3, "fp16": {"enabled": True, "loss_scale": 128}})
+    with pytest.raises(TranslationError, match=r"fp16\.loss_scale=128"):
+        translate_deepspeed.deepspeed_precision_sections(still)
+
+
+def test_accumulation_is_the_plugins_or_open() -> None:
+    assert translate_deepspeed.deepspeed_accumulation(Ds()) is None
+    assert translate_deepspeed.deepspeed_accumulation(Ds(gradient_accumulation_steps=4)) == 4
+
+
+def test_hooks_of_ddp() -> None:
+    assert ddp()["communication_hook"] == "none"
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 5}
+    section = ddp(comm_hook=Hook.POWER_SGD, comm_state_option=options)
+    assert (section["power_sgd_rank"], section["power_sgd_start_step"]) == (2, 5)
+    assert not ddp(static_graph=True, find_unused_parameters=True)["find_unused_parameters"]
+    with pytest.raises(TranslationError, match="say POWER_SGD"):
+        ddp(comm_hook=Hook.BATCHED_POWER_SGD)
+    with pytest.raises(TranslationError, match="use_error_feedback"):
+        ddp(comm_hook=Hook.POWER_SGD, comm_state_option={"use_error_feedback": False})
+
+
+def test_a_small_scale_may_be_as_small_as_it_begins() -> None:
+    assert scaler(init_scale=0.5)["min_scale"] == 0.5
+
+
+def test_the_group_is_drivetrains_own() -> None:
+    assert group(backend="gloo") == group() == group(init_method="env://") == {}
+    assert translate_kwargs.group_sections(InitProcessGroupKwargs(), "cuda") == {}
+    with pytest.raises(TranslationError, match="processes on cuda communicate by nccl"):
+        translate_kwargs.group_sections(InitProcessGroupKwargs(backend="gloo"), "cuda")
+
+
+def test_what_is_compiled() -> None:
+    options = translate_kwargs.compile_options
+    assert options(TorchDynamoPlugin()) is None
+    assert options(TorchDynamoPlugin(mode="max-autotune")) is None
+    plugin = TorchDynamoPlugin(backend="eager", dynamic=False, use_regional_compilation=True)  # pyright: ignore[reportArgumentType]
+    assert options(plugin) == {"backend": "eager", "fullgraph": False, "dynamic": False, "disable": False}
+    assert translate_kwargs.compiles_regions(plugin)
+    assert not translate_kwargs.compiles_regions(TorchDynamoPlugin())
+    assert translate_kwargs.autocast_options(AutocastKwargs(cache_enabled=False)) == {
+        "enabled": True,
+        "cache_enabled": False,
+    }
+
+
+def test_checkpoints_of_a_project() -> None:
+    section = checkpoint(project_dir="x", automatic_checkpoint_naming=True, total_limit=2)
+    assert section == {"directory": Path("x/checkpoints"), "keep_last": 2}
+    with pytest.raises(TranslationError, match="say automatic_checkpoint_naming=True too"):
+        checkpoint(total_limit=2)
+    assert RunSettings(project_dir=Path("x")).project_dir == Path("x")
+
+
+def test_dimensions() -> None:
+    sections = translate_parallelism.parallelism_sections
+    assert sections(ParallelismConfig()) == {}
+    assert sections(ParallelismConfig(dp_shard_size=4)) == {"strategy": "full_shard"}
+    hybrid: Any = sections(ParallelismConfig(dp_shard_size=4, dp_replicate_size=2))
+    assert FSDPSettings(**hybrid).shard_size == 4
+    for name in ("tp_size", "cp_size", "sp_size"):
+        with pytest.raises(TranslationError, match=rf"ParallelismConfig\({name}=2\)"):
+            sections(ParallelismConfig(**{name: 2}))
+    translate_parallelism.check_tensor_parallel(TorchTensorParallelPlugin())
+    with pytest.raises(TranslationError, match="tp_size=2"):
+        translate_parallelism.check_tensor_parallel(TorchTensorParallelPlugin(tp_size=2))
+
+
+def test_recipes_of_torchao() -> None:
+    torchao = pytest.importorskip("torchao.float8")
+    recipe: Any = translate_fp8.fp8_recipe(AORecipeKwargs())
+    assert (recipe.scaling, recipe.all_gather, recipe.layers.skip_first) == ("tensorwise", True, True)
+    config = torchao.Float8LinearConfig.from_recipe_name("rowwise")
+    chosen: Any = translate_fp8.fp8_recipe(
+        AORecipeKwargs(config=config, module_filter_func=lambda _, name: name == "a")
+    )
+    assert (chosen.scaling, chosen.all_gather, chosen.layers.skip_first) == ("rowwise", False, False)
+    assert chosen.layers.accept("a", nn.Linear(1, 1))
+    assert not chosen.layers.accept("b", nn.Linear(1, 1))
+    slow = torchao.config.Float8GemmConfig(use_fast_accum=False)
+    odd = torchao.Float8LinearConfig(gemm_config_output=slow)
+    with pytest.raises(TranslationError, match="tensorwise, rowwise and rowwise_with_gw_hp"):
+        translate_fp8.fp8_recipe(AORecipeKwargs(config=odd))
+
+
+def test_recipes_of_transformer_engine() -> None:
+    recipe: Any = translate_fp8.fp8_recipe(TERecipeKwargs(margin=2, fp8_format="E4M3"))
+    assert recipe.scaling == "delayed"
+    assert recipe.options == {
+        "margin": 2,
+        "fp8_format": "e4m3",
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+    }
+    mx: Any = translate_fp8.fp8_recipe(FP8RecipeKwargs(backend="TE", use_mxfp8_block_scaling=True))
+    assert mx.scaling == "mxfp8"
+    exact: Any = translate_fp8.fp8_recipe(TERecipeKwargs(override_linear_precision=(False, False, True)))
+    assert exact.options["override_linear_precision"] == (False, False, True)
+    for handler in (MSAMPRecipeKwargs(), FP8RecipeKwargs(backend="MSAMP")):
+        with pytest.raises(TranslationError, match="MS-AMP"):
+            translate_fp8.fp8_recipe(handler)
