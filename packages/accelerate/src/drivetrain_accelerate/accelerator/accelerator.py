@@ -13,6 +13,7 @@ from drivetrain_accelerate.accelerator.run_options import (
     sort_handlers,
 )
 from drivetrain_accelerate.accelerator.training import Training
+from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 from drivetrain_accelerate.plugins.run_configuration import (
@@ -98,7 +99,7 @@ class Accelerator(Training, Checkpoints, Results, Ranks):
             handlers=sort_handlers(kwargs_handlers),
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
-            dynamo_plugin=dynamo_plugin if dynamo_plugin is not None else dynamo_backend,
+            dynamo_plugin=_compilation(dynamo_plugin, dynamo_backend),
             parallelism_config=parallelism_config,
             log_with=log_with if isinstance(log_with, list) else [log_with] if log_with else [],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -108,7 +109,7 @@ class Accelerator(Training, Checkpoints, Results, Ranks):
         state = AcceleratorState(
             options.mixed_precision,
             cpu,
-            dynamo_plugin=dynamo_plugin,
+            dynamo_plugin=options.dynamo_plugin,
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             parallelism_config=parallelism_config,
@@ -235,6 +236,13 @@ class Accelerator(Training, Checkpoints, Results, Ranks):
     def save_iteration(self) -> int:
         """The number of the next checkpoint."""
         return self.project_configuration.iteration
+
+
+def _compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
+    """Return the options of compilation that the two arguments say."""
+    if plugin is not None and backend is not None:
+        raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
+    return plugin or TorchDynamoPlugin(**({} if backend is None else {"backend": backend}))
 
 
 def _refuse_unsupported(**plugins: Any) -> None:

@@ -33,5 +33,9 @@ class Basis:
         Not earlier: programs change their plugins after they construct an Accelerator.
         """
         if self._inner is None:
-            self._inner = compose(self.options, self.state.num_processes)
+            self._inner = compose(
+                self.options,
+                deepspeed_plugin=self.state.deepspeed_plugin,
+                num_processes=self.state.num_processes,
+            )
         return self._inner

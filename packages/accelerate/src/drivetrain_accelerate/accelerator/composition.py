@@ -1,89 +1,96 @@
-"""Make drivetrain's Accelerator out of what a program says in Accelerate's words."""
+"""Make drivetrain's Accelerator out of the arguments of Accelerate's: plan its settings, then compose it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from drivetrain import Accelerator
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType, LoggerType
-from drivetrain_accelerate.plugins.kwargs_handlers import DistributedDataParallelKwargs, GradScalerKwargs
-from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration
+from drivetrain_accelerate.plugins.enums import LoggerType
+from drivetrain_accelerate.plugins.translate_deepspeed import (
+    deepspeed_accumulation,
+    deepspeed_precision_sections,
+    deepspeed_sections,
+)
+from drivetrain_accelerate.plugins.translate_fp8 import fp8_recipe
+from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
+from drivetrain_accelerate.plugins.translate_kwargs import data_sections, ddp_sections, scaler_sections
+from drivetrain_accelerate.plugins.translate_parallelism import parallelism_sections
+from drivetrain_precision import Fp8Recipe
 
-Section = dict[str, object]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompositionPlan:
+    """The arguments of drivetrain's Accelerator for a run.
+
+    Attributes:
+        backend: The name of the backend; None for what the launch says.
+        num_micro_batches: The number of micro-batches in one optimizer step.
+        fp8_recipe: The recipe of fp8; None for the default one, or in other precisions.
+        sections: The settings by section.
+    """
+
+    backend: str | None
+    num_micro_batches: int
+    fp8_recipe: Fp8Recipe | None
+    sections: dict[str, dict[str, object]]
 
 
-def compose(options: RunOptions, num_processes: int) -> Accelerator:
-    """Return the Accelerator that carries a run out. Called on all ranks."""
-    sections: dict[str, object] = {
-        "data": data_section(options.data, num_processes),
-        "checkpoint": {"keep_last": 1},  # a second save into a folder replaces the first
-    }
-    if options.handlers.ddp is not None:
-        sections["ddp"] = ddp_section(options.handlers.ddp)
-    if options.handlers.scaler is not None:
-        sections["precision"] = scaler_section(options.handlers.scaler)
+def compose(options: RunOptions, *, deepspeed_plugin: Any, num_processes: int) -> Accelerator:
+    """Return the Accelerator that carries a run out. Called on all ranks.
+
+    Args:
+        options: The arguments of the program.
+        deepspeed_plugin: The selected plugin of DeepSpeed; None without.
+        num_processes: The number of ranks.
+
+    Raises:
+        TranslationError: An option cannot be honoured; the message says what to do instead.
+    """
+    plan = plan_composition(options, deepspeed_plugin=deepspeed_plugin, num_processes=num_processes)
     mode: Any = options.mixed_precision
     return Accelerator(
         mixed_precision=mode,
-        gradient_accumulation_steps=options.accumulation.num_steps or 1,
+        fp8_recipe=plan.fp8_recipe,
+        backend=plan.backend,
+        gradient_accumulation_steps=plan.num_micro_batches,
         project_dir=options.project.logging_dir,
         log_with=tracker_names(options.log_with),
         cpu=options.cpu or None,
-        sections=sections,
+        sections=plan.sections,
     )
 
 
-def data_section(configuration: DataLoaderConfiguration, num_processes: int) -> Section:
-    """Return the `data` section of a configuration.
-
-    `even_batches` promises batches of one size on all processes, which programs rely on where they exchange tensors
-    themselves: the tail is filled with repeats, which `gather_for_metrics` leaves out. One process has no others to
-    keep in step with.
-    """
-    return {
-        "split_batches": configuration.split_batches,
-        "dispatch": configuration.dispatch_batches,
-        "even": "pad" if configuration.even_batches and num_processes > 1 else "uneven",
-        "seed": configuration.data_seed,
-        "non_blocking": configuration.non_blocking,
-    }
-
-
-def ddp_section(handler: DistributedDataParallelKwargs) -> Section:
-    """Return the `ddp` section of a handler.
-
-    Raises:
-        ValueError: The handler says what drivetrain's DDP has no counterpart for.
-    """
-    hooks = {
-        DDPCommunicationHookType.NO: "none",
-        DDPCommunicationHookType.FP16: "fp16",
-        DDPCommunicationHookType.BF16: "bf16",
-        DDPCommunicationHookType.POWER_SGD: "power_sgd",
-    }
-    hook = DDPCommunicationHookType(handler.comm_hook)
-    if hook not in hooks or DDPCommunicationHookType(handler.comm_wrapper) != DDPCommunicationHookType.NO:
-        raise ValueError(
-            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}, comm_wrapper={handler.comm_wrapper}): "
-            f"drivetrain has the hooks {', '.join(map(str, hooks))}, without a wrapper"
-        )
-    return {
-        "broadcast_buffers": handler.broadcast_buffers,
-        "bucket_size_mb": float(handler.bucket_cap_mb),
-        "find_unused_parameters": handler.find_unused_parameters,
-        "static_graph": handler.static_graph,
-        "communication_hook": hooks[hook],
-    }
-
-
-def scaler_section(handler: GradScalerKwargs) -> Section:
-    """Return the part of the `precision` section that a handler says."""
-    return {
-        "initial_scale": handler.init_scale,
-        "growth_factor": handler.growth_factor,
-        "backoff_factor": handler.backoff_factor,
-        "growth_interval": handler.growth_interval,
-    }
+def plan_composition(options: RunOptions, *, deepspeed_plugin: Any, num_processes: int) -> CompositionPlan:
+    """Return the arguments of drivetrain's Accelerator; see `compose`."""
+    handlers, fsdp = options.handlers, options.fsdp_plugin
+    num_micro_batches, backend = options.accumulation.num_steps or 1, None
+    precision: dict[str, object] = {} if handlers.scaler is None else scaler_sections(handlers.scaler)
+    data = data_sections(options.data)
+    if num_processes == 1:
+        data["even"] = "uneven"  # one process has no others to keep in step with
+    # A second save into a folder replaces the first.
+    sections: dict[str, dict[str, object]] = {"data": data, "checkpoint": {"keep_last": 1}}
+    if handlers.ddp is not None:
+        sections["ddp"] = ddp_sections(handlers.ddp)
+    if fsdp is not None:
+        backend, sections["fsdp"] = "fsdp", fsdp_sections(fsdp)
+        precision |= fsdp_precision_sections(fsdp, options.mixed_precision or "no")
+    elif deepspeed_plugin is not None:
+        backend, sections["deepspeed"] = "deepspeed", deepspeed_sections(deepspeed_plugin)
+        precision |= deepspeed_precision_sections(deepspeed_plugin)
+        num_micro_batches = deepspeed_accumulation(deepspeed_plugin) or num_micro_batches
+    if options.parallelism_config is not None:
+        sections["fsdp"] = {**sections.get("fsdp", {}), **parallelism_sections(options.parallelism_config)}
+    if precision:
+        sections["precision"] = precision
+    recipe: Any = handlers.fp8 if options.mixed_precision == "fp8" else None
+    return CompositionPlan(
+        backend=backend,
+        num_micro_batches=num_micro_batches,
+        fp8_recipe=None if recipe is None else fp8_recipe(recipe),
+        sections=sections,
+    )
 
 
 def tracker_names(log_with: Sequence[Any]) -> list[Any] | None:

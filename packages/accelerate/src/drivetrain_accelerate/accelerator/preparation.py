@@ -1,5 +1,6 @@
 """The methods of an Accelerator that prepare what a loop trains and reads, and release it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from drivetrain_accelerate.loaders.prepared_loader import (
     DataLoaderShard,
     skip_first_batches,
 )
+from drivetrain_accelerate.model_structure import compile_regions
+from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
+from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
+from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
 from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.scheduler import AcceleratedScheduler
 from drivetrain_backends import Scheduler, unwrap_compiled
@@ -43,9 +48,10 @@ class Preparation(Basis):
             The prepared objects in the order given; a single object is returned by itself.
         """
         del device_placement
-        trained = [each for each in args if _is_trained(each)]
+        given = self._made(args)
+        trained = [each for each in given if _is_trained(each)]
         found: dict[int, Any] = dict(zip(map(id, trained), self._prepared(trained), strict=True))
-        results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in args)
+        results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in given)
         return results[0] if len(results) == 1 else results
 
     def prepare_model(
@@ -160,21 +166,47 @@ class Preparation(Basis):
         """Do the same as `free_memory`."""
         return self.free_memory(*objects)
 
+    def _made(self, given: Sequence[Any]) -> list[Any]:
+        """Return objects with the optimizer and schedule that a DeepSpeed configuration describes in their places."""
+        plugin = self.state.deepspeed_plugin
+        if plugin is None:
+            return list(given)
+        config = plugin.deepspeed_config
+        optimizers = [each for each in given if isinstance(each, Optimizer | DummyOptim)]
+        schedulers = [each for each in given if isinstance(each, Scheduler | DummyScheduler)]
+        check_said_once(config, optimizers=optimizers, schedulers=schedulers)
+        made: dict[int, Any] = {
+            id(each): optimizer_for(each, config) for each in optimizers if isinstance(each, DummyOptim)
+        }
+        first: Any = next(iter(made.values()), next(iter(optimizers), None))
+        for each in schedulers:
+            if isinstance(each, DummyScheduler):
+                made[id(each)] = scheduler_for(each, first, config)
+        return [made.get(id(each), each) for each in given]
+
     def _prepared(self, trained: list[Any]) -> list[Any]:
         """Prepare models and optimizers together, since backends replace parameters."""
         if not trained:
             return []
-        plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
-        prepared = self.inner.prepare(*plain)
+        prepared = self.inner.prepare(*trained)
         results: list[Any] = []
         for each in [prepared] if len(trained) == 1 else prepared:
             if isinstance(each, Optimizer):
                 self._optimizers.append(AcceleratedOptimizer(each))
                 results.append(self._optimizers[-1])
             else:
-                self._models.append(each)
-                results.append(each)
+                self._models.append(self._compiled(each))
+                results.append(self._models[-1])
         return results
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        """Return a prepared model compiled as the options say, or as it is."""
+        plugin = self.options.dynamo_plugin
+        arguments = None if plugin is None else compile_options(plugin)
+        if plugin is None or arguments is None:
+            return model
+        compiled: Any = compile_regions if compiles_regions(plugin) else torch.compile
+        return compiled(model, **arguments)
 
     def _prepare_other(self, obj: Any) -> Any:
         if isinstance(obj, DataLoaderAdapter | AcceleratedScheduler | AcceleratedOptimizer):

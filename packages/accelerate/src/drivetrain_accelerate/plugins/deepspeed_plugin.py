@@ -114,6 +114,10 @@ class DeepSpeedPlugin:
         if not _from_accelerator_state:
             raise ValueError("call AcceleratorState().select_deepspeed_plugin(name) to choose a plugin")
         self._selected = True
+
+    def unselect(self) -> None:
+        """Give way to another plugin; called by the state that the Accelerators share."""
+        self._selected = False
         self.set_deepspeed_weakref()
 
     def is_auto(self, ds_key_long: str) -> bool:

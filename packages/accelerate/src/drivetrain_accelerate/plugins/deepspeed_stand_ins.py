@@ -1,6 +1,6 @@
 """Make the optimizer and the schedule that a DeepSpeed configuration describes, for their stand-ins."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCos
 _DEEPSPEED_ONLY = ("adam_w_mode", "torch_adam", "bias_correction")
 
 
-def check_said_once(config: Mapping[str, Any], *, optimizers: list[object], schedulers: list[object]) -> None:
+def check_said_once(
+    config: Mapping[str, Any], *, optimizers: Sequence[object], schedulers: Sequence[object]
+) -> None:
     """Check that a configuration's sections and the program's objects do not both say the same.
 
     Args:

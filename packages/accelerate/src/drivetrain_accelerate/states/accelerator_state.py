@@ -64,6 +64,8 @@ class AcceleratorState(PartialState):
         self.deepspeed_plugins = (
             plugins if plugins is None or isinstance(plugins, dict) else {"default": plugins}
         )
+        for chosen in list((self.deepspeed_plugins or {}).values())[:1]:
+            chosen.select(_from_accelerator_state=True)
         given = (dynamo_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config, fsdp_plugin)
         self.__dict__.update(zip(_OWN, given, strict=True))
         self.device_mesh = None
@@ -117,7 +119,9 @@ class AcceleratorState(PartialState):
         """Select a plugin of DeepSpeed by its name, for what is prepared from now on."""
         chosen = self.get_deepspeed_plugin(name or "default")
         for each in (self.deepspeed_plugins or {}).values():
-            each._unselect() if each is not chosen else each.select(_from_accelerator_state=True)
+            if each is not chosen:
+                each.unselect()
+        chosen.select(_from_accelerator_state=True)
 
     def _chosen_type(self) -> DistributedType:
         if self.deepspeed_plugins:
