@@ -20,6 +20,7 @@ from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, Te
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, choose_policy
+from drivetrain_precision.policy import unused_settings
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker
 
@@ -63,6 +64,7 @@ def compose(
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(parts.resolved)
+        _tell_other_modes(parts)
         _tell_unused(layers, parts.resolved, backends=registry.names(), chosen=type(parts.backend))
     return parts
 
@@ -187,6 +189,17 @@ def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
     for section in resolved.values():
         for disagreement in section.disagreements:
             logger.warning("%s", disagreement)
+
+
+def _tell_other_modes(parts: Parts) -> None:
+    """Warn of settings of a precision that the run does not train in."""
+    asked = parts.settings.mixed_precision
+    mode = parts.policy.mode if asked == "auto" else asked
+    for name, other in unused_settings(mode, parts.policy.settings).items():
+        value = getattr(parts.policy.settings, name)
+        logger.warning(
+            "precision.%s=%r has no effect with mixed_precision=%r: it is for %r", name, value, mode, other
+        )
 
 
 def _tell_unused(

@@ -8,12 +8,17 @@ import torch
 from drivetrain_precision.dtypes.dtype_policy import DtypePolicy, choose_dtypes
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
-from drivetrain_precision.fp8.registry import choose_recipe
+from drivetrain_precision.fp8.registry import check_recipe_name, choose_recipe
 from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import MODES, Support, supported_modes
 
 _BEST_FIRST = ("bf16", "fp16", "no")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# The settings that belong to one mode.
+_OF_MODE: Mapping[str, tuple[str, ...]] = {
+    "fp16": ("initial_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
+    "fp8": ("fp8_recipe", "fp8_fallback", "fp8_exclude", "fp8_skip_ends"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +71,11 @@ def choose_policy(
 
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
-            Or the dtypes of the settings contradict it.
+            Or the dtypes of the settings contradict it, or they name no recipe.
     """
     support = supported_modes(device)
+    if settings is not None:
+        check_recipe_name(settings.fp8_recipe)
     if mode == "fp8":
         return _fp8_policy(device, settings or PrecisionSettings(), recipe, support)
     if recipe is not None:
@@ -91,6 +98,22 @@ def choose_policy(
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
     return _policy(mode, device, settings, support[mode].reason)
+
+
+def unused_settings(mode: str, settings: PrecisionSettings) -> dict[str, str]:
+    """Return the settings that differ from their defaults and belong to another mode, with that mode.
+
+    Args:
+        mode: The mode that was asked for, or that "auto" chose.
+        settings: The section.
+    """
+    default = PrecisionSettings()
+    return {
+        name: other
+        for other, names in _OF_MODE.items()
+        for name in names
+        if other != mode and getattr(settings, name) != getattr(default, name)
+    }
 
 
 def _fp8_policy(

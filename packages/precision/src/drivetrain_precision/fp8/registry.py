@@ -31,17 +31,27 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
+def check_recipe_name(name: str) -> None:
+    """Refuse a name that settings give to no recipe; "auto" stands for any.
+
+    Raises:
+        PrecisionError: There is no recipe of this name; the message lists all.
+    """
+    if name != "auto" and name not in recipe_names():
+        raise PrecisionError(
+            f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
+        )
+
+
 def load_recipe(name: str) -> Fp8Recipe:
     """Return a recipe with its default options.
 
     Raises:
         PrecisionError: There is no recipe of this name; the message lists all.
     """
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return point.load()()
-    raise PrecisionError(
-        f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
-    )
+    check_recipe_name(name)
+    (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    return point.load()()
 
 
 def choose_recipe(
