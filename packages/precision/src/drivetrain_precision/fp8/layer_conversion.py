@@ -1,15 +1,15 @@
 """Convert the linear layers of a model to a recipe, report on each, and give the plain model back."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from drivetrain_precision.conversion.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_report import converted_names, describe_layers, describe_refusals
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
-from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
-from drivetrain_precision.fp8.hardware_check import check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 
 
@@ -28,13 +28,10 @@ class ConversionReport:
     @property
     def converted(self) -> tuple[str, ...]:
         """The names of the layers that compute in the recipe now."""
-        return tuple(each.name for each in self.layers if each.converts)
+        return converted_names(self.layers)
 
     def __str__(self) -> str:
-        reasons = Counter(each.reason for each in self.layers if not each.converts)
-        total = len(self.layers)
-        lines = [f"{len(self.converted)} of {total} layers compute in {self.recipe}; the others:"]
-        return "\n".join([*lines, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
+        return describe_layers(self.layers, f"compute in {self.recipe}")
 
 
 def convert_model(
@@ -73,7 +70,11 @@ def convert_model(
     decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
     if not report.converted:
-        raise NothingConvertedError(_nothing(model, report))
+        raise NothingConvertedError(
+            f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: "
+            f"{describe_refusals(model, decisions)}. Give LayerFilter what to convert (skip_first=False, "
+            "skip_last=False, other patterns), or train in bf16"
+        )
     for name in report.converted:
         _replace(model, name, recipe.convert)
     return report
@@ -133,14 +134,3 @@ def _replace(model: nn.Module, name: str, change: Callable[[nn.Module], nn.Modul
         for place, child in parent.named_children():
             if child is old:
                 setattr(parent, place, new)
-
-
-def _nothing(model: nn.Module, report: ConversionReport) -> str:
-    linear = [each for each in report.layers if each.is_linear]
-    shown = "; ".join(f"{each.name or type(model).__name__} {each.reason}" for each in linear[:8])
-    more = f"; and {len(linear) - 8} more" if len(linear) > 8 else ""
-    return (
-        f"recipe {report.recipe}: no layer of {type(model).__name__} can be converted: "
-        f"{shown or 'it has no nn.Linear'}{more}. Give LayerFilter what to convert (skip_first=False, "
-        "skip_last=False, other patterns), or train in bf16"
-    )

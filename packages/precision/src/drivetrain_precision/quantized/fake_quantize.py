@@ -1,6 +1,5 @@
 """Let linear layers round their weights and inputs in training as quantised inference will."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -8,10 +7,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from drivetrain_precision.conversion.class_exchange import exchange_class, undo_exchange
+from drivetrain_precision.conversion.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_report import converted_names, describe_layers, describe_refusals
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.class_exchange import exchange_class, undo_exchange
-from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
-from drivetrain_precision.fp8.layer_filter import LayerFilter
 from drivetrain_precision.quantized.scheme import QuantizedScheme
 
 _SCHEME = "quantized_scheme"
@@ -32,12 +32,10 @@ class QATReport:
     @property
     def prepared(self) -> tuple[str, ...]:
         """The names of the layers that compute with rounded weights now."""
-        return tuple(each.name for each in self.layers if each.converts)
+        return converted_names(self.layers)
 
     def __str__(self) -> str:
-        reasons = Counter(each.reason for each in self.layers if not each.converts)
-        lines = [f"{len(self.prepared)} of {len(self.layers)} layers train for {self.scheme}; the others:"]
-        return "\n".join([*lines, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
+        return describe_layers(self.layers, f"train for {self.scheme}")
 
 
 def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter | None = None) -> QATReport:
@@ -69,7 +67,10 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
     decisions = plan_conversion(model, scheme, filter or LayerFilter(skip_first=False))
     report = QATReport(scheme=scheme, layers=decisions)
     if not report.prepared:
-        raise PrecisionError(_nothing(model, report))
+        raise PrecisionError(
+            f"{scheme}: no layer of {type(model).__name__} can be quantised: {describe_refusals(model, decisions)}. "
+            "Give LayerFilter what to quantise (skip_last=False, other patterns), or another group_size"
+        )
     for name in report.prepared:
         _prepare(cast("nn.Linear", model.get_submodule(name)), scheme, config)
     return report
@@ -108,12 +109,3 @@ def _prepare(module: nn.Linear, scheme: QuantizedScheme, config: Any) -> None:
     made = parent[0]
     setattr(made, _SCHEME, scheme)
     exchange_class(module, made)
-
-
-def _nothing(model: nn.Module, report: QATReport) -> str:
-    linear = [each for each in report.layers if not each.reason.endswith("not nn.Linear")]
-    shown = "; ".join(f"{each.name or type(model).__name__} {each.reason}" for each in linear[:8])
-    return (
-        f"{report.scheme}: no layer of {type(model).__name__} can be quantised: {shown or 'it has no nn.Linear'}. "
-        "Give LayerFilter what to quantise (skip_last=False, other patterns), or another group_size"
-    )

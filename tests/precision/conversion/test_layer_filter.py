@@ -4,6 +4,8 @@ from torch import nn
 
 from drivetrain_precision import LayerFilter, PrecisionError, TorchaoRecipe, convert_model
 
+pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

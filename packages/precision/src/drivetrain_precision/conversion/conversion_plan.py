@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_filter import LayerFilter
 
 
 class Refuses(Protocol):
