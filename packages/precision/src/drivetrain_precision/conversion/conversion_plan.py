@@ -1,8 +1,10 @@
 """Decide for each layer of a model whether a recipe converts it; nothing is changed yet."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -42,8 +44,23 @@ class LayerDecision:
         return not self.reason
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of a model before its layers are looked at: modules by name, and the reasons of the plan."""
+
+    modules: Mapping[str, nn.Module]
+    kept: Mapping[nn.Module, str]
+    ties: Mapping[str, str]
+    ends: Mapping[str, str]
+
+
 def plan_conversion(
-    model: nn.Module, recipe: Refuses, layers: LayerFilter, *, kept: Collection[nn.Module] = ()
+    model: nn.Module,
+    recipe: Refuses,
+    layers: LayerFilter,
+    *,
+    kept: Mapping[nn.Module, str] = MappingProxyType({}),
+    known: Collection[str] = (),
 ) -> tuple[LayerDecision, ...]:
     """Decide for each module with parameters of its own, in the order of the model.
 
@@ -51,40 +68,51 @@ def plan_conversion(
         model: The model.
         recipe: The recipe or scheme, which refuses layers that it cannot convert.
         layers: The layers to convert, among the others.
-        kept: Modules that stay in fp32.
+        kept: Modules that stay as they are, each with the reason.
+        known: Names of linear layers of further models, which a pattern may match in place of this model's.
 
     Raises:
         PrecisionError: A pattern of the filter matches no linear layer.
     """
     modules = dict(model.named_modules())  # a shared one once, under its first name
-    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    layers.check(linear)
-    adapters = set(_adapters(modules))
-    inside = set(_inside(modules, layers))
-    ties = _ties(modules)
-    reasons: dict[str, str] = {}
-    for name, module in modules.items():
-        if not isinstance(module, nn.Linear):
-            reasons[name] = f"is of class {type(module).__name__}, not nn.Linear"
-        else:
-            why = "stays in fp32 (keep_fp32)" if module in kept else _why_unfit(module)
-            why = why or ("is a low-rank adapter" if name in adapters else None)
-            why = why or layers.refusal(name, module, is_inside=name in inside)
-            reasons[name] = why or _why_tied(name, ties) or recipe.refusal(module) or ""
-    names = list(linear)
-    for skips, at, place in ((layers.skip_first, 0, "first"), (layers.skip_last, -1, "last")):
-        if skips and names and not reasons[names[at]]:
-            reasons[names[at]] = f"is the {place} linear layer (skip_{place})"
+    linear = linear_names(model)
+    layers.check([*linear, *known])
+    bases = [name for name in linear if not _is_adapter(name, modules)]
+    facts = _Facts(modules, kept, _ties(modules), _ends(bases, layers))
     return tuple(
         LayerDecision(
             name=name,
             kind=type(module).__name__,
             shape=_shape(module),
-            is_linear=name in linear,
-            reason=reasons[name],
+            is_linear=isinstance(module, nn.Linear),
+            reason=_reason(name, recipe, layers, facts),
         )
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
+    )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's linear layers, in its order."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> str:
+    """Return the first reason why a module stays as it is; empty if it is converted."""
+    module = facts.modules[name]
+    if module in facts.kept:
+        return facts.kept[module]
+    if not isinstance(module, nn.Linear):
+        return f"is of class {type(module).__name__}, not nn.Linear"
+    if _is_adapter(name, facts.modules):
+        return "is a low-rank adapter"
+    is_inside = any(isinstance(facts.modules[outer], layers.inside) for outer in _lineage(name))
+    return (
+        _why_unfit(module)
+        or layers.refusal(name, module, is_inside=is_inside)
+        or _why_tied(name, facts.ties)
+        or recipe.refusal(module)
+        or facts.ends.get(name, "")
     )
 
 
@@ -104,27 +132,26 @@ def _why_unfit(module: nn.Linear) -> str | None:
     return None
 
 
-def _adapters(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield the names of what lies in an adapted layer beside the layer itself, as `peft` and its kin name it."""
-    for name, module in modules.items():
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
-            prefix = f"{name}." if name else ""
-            base = f"{prefix}base_layer"
-            yield from (
-                each
-                for each in modules
-                if each.startswith(prefix)
-                and each != name
-                and each != base
-                and not each.startswith(f"{base}.")
-            )
+def _ends(names: Sequence[str], layers: LayerFilter) -> dict[str, str]:
+    """Return the reasons of the first and the last of a model's linear layers."""
+    first = {names[0]: "is the first linear layer (skip_first)"} if layers.skip_first and names else {}
+    last = {names[-1]: "is the last linear layer (skip_last)"} if layers.skip_last and names else {}
+    return last | first
 
 
-def _inside(modules: Mapping[str, nn.Module], layers: LayerFilter) -> Iterator[str]:
-    for name, module in modules.items():
-        if isinstance(module, layers.inside):
-            prefix = f"{name}." if name else ""
-            yield from (each for each in modules if each == name or each.startswith(prefix))
+def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a module lies in an adapted layer beside that layer, as `peft` and its kin name it."""
+    steps = [modules[each] for each in _lineage(name)]
+    bases = (getattr(outer, "base_layer", None) for outer in steps)
+    return any(
+        isinstance(base, nn.Module) and inner is not base
+        for base, inner in zip(bases, steps[1:], strict=False)
+    )
+
+
+def _lineage(name: str) -> list[str]:
+    """Return the names of all modules that a module lies in, from the model on, and its own."""
+    return ["", *accumulate(name.split("."), "{}.{}".format)] if name else [""]
 
 
 def _ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:

@@ -1,11 +1,14 @@
 """Convert the linear layers of a model to a recipe, report on each, and give the plain model back."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from drivetrain_precision.compat import unwrap_compiled
 from drivetrain_precision.conversion.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.conversion.layer_changes import change_layers
 from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.conversion.layer_report import converted_names, describe_layers, describe_refusals
 from drivetrain_precision.conversion.library_check import check_library
@@ -39,7 +42,8 @@ def convert_model(
     recipe: Fp8Recipe,
     filter: LayerFilter | None = None,
     *,
-    kept: Collection[nn.Module] = (),
+    kept: Mapping[nn.Module, str] = MappingProxyType({}),
+    known: Collection[str] = (),
 ) -> ConversionReport:
     """Let the linear layers of a model compute in a recipe, in place.
 
@@ -50,45 +54,54 @@ def convert_model(
         model: The model; its layers are not divided among ranks yet.
         recipe: The recipe that layers are to compute in.
         filter: The layers to convert; None for the recipe's own filter.
-        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns.
+        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns or
+            those that another model shares and that are converted already, each with the reason for the report.
+        known: Names of linear layers of further models, which a pattern of the filter may match in place of this
+            model's.
 
     Returns:
         The report of every module with parameters of its own.
 
     Raises:
-        NothingConvertedError: No layer can be converted. The model is left as it was.
+        NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
+            left as it was.
         PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already.
             The model is left as it was.
     """
-    if (first := next(_converted(model, recipe), None)) is not None:
+    model = unwrap_compiled(model)
+    found = list(_converted(model, recipe))
+    if first := [name for name, module in found if module not in kept]:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
             "plain layers back"
         )
     if (missing := check_library(recipe.requirements)) is not None:
         raise PrecisionError(f"recipe {recipe.name}: {missing}")
-    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept)
+    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept, known=known)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
-    if not report.converted:
+    if not report.converted and not found:
         raise NothingConvertedError(
             f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: "
             f"{describe_refusals(model, decisions)}. Give LayerFilter what to convert (skip_first=False, "
             "skip_last=False, other patterns), or train in bf16"
         )
-    for name in report.converted:
-        _replace(model, name, recipe.convert)
+    change_layers(model, report.converted, recipe.convert, recipe.restore)
     return report
 
 
-def restore_model(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
+def restore_model(model: nn.Module, recipe: Fp8Recipe, *, kept: Container[nn.Module] = ()) -> tuple[str, ...]:
     """Give a model its plain linear layers back, in place, with equal weights.
+
+    Args:
+        model: The model.
+        recipe: The recipe that layers compute in.
+        kept: Modules that stay converted, such as those that another model shares.
 
     Returns:
         The names of the layers that were converted.
     """
-    names = tuple(name for name, _ in _converted(model, recipe))
-    for name in names:
-        _replace(model, name, recipe.restore)
+    names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
+    change_layers(unwrap_compiled(model), names, recipe.restore, recipe.convert)
     return names
 
 
@@ -116,21 +129,5 @@ def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, T
 
 
 def _converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, each) for name, each in model.named_modules() if recipe.is_converted(each))
-
-
-def _replace(model: nn.Module, name: str, change: Callable[[nn.Module], nn.Module]) -> None:
-    """Change a module, and put the result into every place of the model that holds it."""
-    old = model.get_submodule(name)
-    new = change(old)
-    if new is old:
-        return
-    if old is model:
-        raise PrecisionError(
-            f"the model is a single {type(old).__name__}, which this recipe exchanges for another module: put it "
-            "into an nn.Sequential"
-        )
-    for parent in model.modules():
-        for place, child in parent.named_children():
-            if child is old:
-                setattr(parent, place, new)
+    modules = unwrap_compiled(model).named_modules()
+    return ((name, each) for name, each in modules if recipe.is_converted(each))

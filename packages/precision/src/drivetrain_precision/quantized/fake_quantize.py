@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from drivetrain_precision.compat import unwrap_compiled
 from drivetrain_precision.conversion.class_exchange import exchange_class, undo_exchange
 from drivetrain_precision.conversion.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.conversion.layer_changes import change_layers
 from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.conversion.layer_report import converted_names, describe_layers, describe_refusals
 from drivetrain_precision.errors import PrecisionError
@@ -58,6 +61,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
             The model is left as it was.
         ImportError: torchao is missing or too old.
     """
+    model = unwrap_compiled(model)
     if (first := next(fake_quantized(model), None)) is not None:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} rounds its weight already ({scheme_of(first[1])}); "
@@ -71,8 +75,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
             f"{scheme}: no layer of {type(model).__name__} can be quantised: {describe_refusals(model, decisions)}. "
             "Give LayerFilter what to quantise (skip_last=False, other patterns), or another group_size"
         )
-    for name in report.prepared:
-        _prepare(cast("nn.Linear", model.get_submodule(name)), scheme, config)
+    change_layers(model, report.prepared, partial(_prepare, scheme=scheme, config=config), _undo)
     return report
 
 
@@ -82,9 +85,9 @@ def undo_qat(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The names of the layers that rounded their weights.
     """
-    found = tuple(fake_quantized(model))
+    found = tuple(fake_quantized(unwrap_compiled(model)))
     for _, module in found:
-        undo_exchange(module)
+        _undo(module)
     return tuple(name for name, _ in found)
 
 
@@ -98,14 +101,21 @@ def scheme_of(module: nn.Module) -> QuantizedScheme:
     return getattr(module, _SCHEME)
 
 
-def _prepare(module: nn.Linear, scheme: QuantizedScheme, config: Any) -> None:
+def _undo(module: nn.Module) -> nn.Module:
+    undo_exchange(module)
+    return module
+
+
+def _prepare(module: nn.Module, scheme: QuantizedScheme, config: Any) -> nn.Module:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig, QATStep
 
+    linear = cast("nn.Linear", module)
     with torch.device("meta"):
         # quantize_ exchanges the layers of a parent.
-        parent = nn.Sequential(nn.Linear(module.in_features, module.out_features, bias=False))
+        parent = nn.Sequential(nn.Linear(linear.in_features, linear.out_features, bias=False))
     quantize_(parent, QATConfig(config, step=QATStep.PREPARE))
     made = parent[0]
     setattr(made, _SCHEME, scheme)
     exchange_class(module, made)
+    return module
