@@ -110,7 +110,7 @@ def _reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> s
     return (
         _why_unfit(module)
         or layers.refusal(name, module, is_inside=is_inside)
-        or _why_tied(name, facts.ties)
+        or facts.ties.get(f"{name}.weight".lstrip("."))
         or recipe.refusal(module)
         or facts.ends.get(name, "")
     )
@@ -155,22 +155,18 @@ def _lineage(name: str) -> list[str]:
 
 
 def _ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
-    """Return for each parameter that several modules hold, by its full name, the names of the others."""
+    """Return for each parameter that several modules hold, by its full name, the reason to keep its layer."""
     holders: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
         for own, parameter in module.named_parameters(recurse=False):
             holders[id(parameter)].append(f"{name}.{own}" if name else own)
     return {
-        one: ", ".join(other for other in names if other != one)
+        one: f"shares its weight with {', '.join(each for each in names if each != one)}, which is used in full "
+        "precision"
         for names in holders.values()
         if len(names) > 1
         for one in names
     }
-
-
-def _why_tied(name: str, ties: Mapping[str, str]) -> str | None:
-    others = ties.get(f"{name}.weight" if name else "weight")
-    return None if others is None else f"shares its weight with {others}, which is used in full precision"
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

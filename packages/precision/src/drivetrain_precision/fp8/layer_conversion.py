@@ -7,34 +7,27 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from drivetrain_precision.compat import unwrap_compiled
-from drivetrain_precision.conversion.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.conversion.conversion_plan import plan_conversion
 from drivetrain_precision.conversion.layer_changes import change_layers
 from drivetrain_precision.conversion.layer_filter import LayerFilter
-from drivetrain_precision.conversion.layer_report import converted_names, describe_layers, describe_refusals
+from drivetrain_precision.conversion.layer_report import LayerReport
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
-    """A report of what a conversion did with each module that has parameters of its own.
+class ConversionReport(LayerReport):
+    """A report of which layers compute in a recipe now, and why the others do not.
 
     Attributes:
         recipe: The name of the recipe.
-        layers: A decision for each module, in the order of the model.
     """
 
     recipe: str
-    layers: tuple[LayerDecision, ...]
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """The names of the layers that compute in the recipe now."""
-        return converted_names(self.layers)
 
     def __str__(self) -> str:
-        return describe_layers(self.layers, f"compute in {self.recipe}")
+        return self.counts(f"compute in {self.recipe}")
 
 
 def convert_model(
@@ -82,7 +75,7 @@ def convert_model(
     if not report.converted and not found:
         raise NothingConvertedError(
             f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: "
-            f"{describe_refusals(model, decisions)}. Give LayerFilter what to convert (skip_first=False, "
+            f"{report.refusals(model)}. Give LayerFilter what to convert (skip_first=False, "
             "skip_last=False, other patterns), or train in bf16"
         )
     change_layers(model, report.converted, recipe.convert, recipe.restore)

@@ -10,10 +10,10 @@ from torch import nn
 
 from drivetrain_precision.compat import unwrap_compiled
 from drivetrain_precision.conversion.class_exchange import exchange_class, undo_exchange
-from drivetrain_precision.conversion.conversion_plan import LayerDecision, plan_conversion
+from drivetrain_precision.conversion.conversion_plan import plan_conversion
 from drivetrain_precision.conversion.layer_changes import change_layers
 from drivetrain_precision.conversion.layer_filter import LayerFilter
-from drivetrain_precision.conversion.layer_report import converted_names, describe_layers, describe_refusals
+from drivetrain_precision.conversion.layer_report import LayerReport
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.quantized.scheme import QuantizedScheme
 
@@ -21,24 +21,22 @@ _SCHEME = "quantized_scheme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QATReport:
-    """The decision of `prepare_qat` for each module that has parameters of its own.
+class QATReport(LayerReport):
+    """A report of which layers `prepare_qat` lets compute with rounded weights, and why not the others.
 
     Attributes:
         scheme: The bits and groups of the layers.
-        layers: A decision for each module, in the order of the model.
     """
 
     scheme: QuantizedScheme
-    layers: tuple[LayerDecision, ...]
 
     @property
     def prepared(self) -> tuple[str, ...]:
         """The names of the layers that compute with rounded weights now."""
-        return converted_names(self.layers)
+        return self.converted
 
     def __str__(self) -> str:
-        return describe_layers(self.layers, f"train for {self.scheme}")
+        return self.counts(f"train for {self.scheme}")
 
 
 def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter | None = None) -> QATReport:
@@ -72,7 +70,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
     report = QATReport(scheme=scheme, layers=decisions)
     if not report.prepared:
         raise PrecisionError(
-            f"{scheme}: no layer of {type(model).__name__} can be quantised: {describe_refusals(model, decisions)}. "
+            f"{scheme}: no layer of {type(model).__name__} can be quantised: {report.refusals(model)}. "
             "Give LayerFilter what to quantise (skip_last=False, other patterns), or another group_size"
         )
     change_layers(model, report.prepared, partial(_prepare, scheme=scheme, config=config), _undo)
