@@ -265,6 +265,56 @@ def test_a_preparation_that_fails_gives_the_plain_models_back() -> None:
         assert accelerator.plan.facts["fp8 layers"].startswith("1 of 3")
 
 
+def test_a_pattern_may_match_in_one_of_several_models() -> None:
+    sections = {"precision": {"fp8_exclude": ("2",)}}
+    with make(sections=sections) as accelerator:
+        other = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("first", "up", "last")})
+        accelerator.prepare(net(), other)
+        assert accelerator.plan.facts["fp8 layers"].startswith("1 of 3")
+        accelerator.prepare(nn.ModuleDict({name: nn.Linear(16, 16) for name in other}))
+        assert accelerator.plan.facts["fp8 layers"].startswith("2 of 6")
+    with make(sections=sections) as accelerator, pytest.raises(PrecisionError, match="exclude='2'"):
+        accelerator.prepare(other)
+
+
+def sharing() -> tuple[nn.Linear, nn.Sequential, nn.Sequential]:
+    shared = nn.Linear(16, 16)
+    first = nn.Sequential(nn.Linear(16, 16), shared, nn.Linear(16, 16), nn.Linear(16, 4))
+    return shared, first, nn.Sequential(nn.Linear(16, 16), shared, nn.Linear(16, 32), nn.Linear(32, 4))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_layer_that_two_models_share_is_converted_once_and_given_back_once(together: bool) -> None:
+    recipe = TorchaoRecipe()
+    with make(recipe) as accelerator:
+        shared, first, second = sharing()
+        if together:
+            accelerator.prepare(first, second)
+        else:
+            accelerator.prepare(first)
+            accelerator.prepare(second)
+        assert [recipe.is_converted(each) for each in (shared, first[2], second[2])] == [True] * 3
+        assert second(torch.ones(2, 16)).isfinite().all()
+        accelerator.free_memory()
+        assert {type(each) for each in (*first, *second)} == {nn.Linear}
+        accelerator.prepare(second)
+        assert recipe.is_converted(shared)
+
+
+def test_a_preparation_that_fails_leaves_the_layers_of_models_prepared_before_converted() -> None:
+    recipe = TorchaoRecipe()
+    with make(recipe) as accelerator:
+        shared, first, second = sharing()
+        prepared = accelerator.prepare(first)
+        with pytest.raises(ValueError, match="optimizer"):
+            accelerator.prepare(second, SGD(net().parameters(), lr=0.1))
+        assert recipe.is_converted(shared)
+        assert type(second[2]) is nn.Linear
+        with pytest.raises(ValueError, match="prepared"):
+            accelerator.prepare(prepared)
+        assert recipe.is_converted(first[2])
+
+
 def test_a_model_that_was_converted_by_hand_is_refused_and_stays_converted() -> None:
     recipe = TorchaoRecipe()
     with make() as accelerator:

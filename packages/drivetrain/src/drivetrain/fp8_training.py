@@ -19,6 +19,7 @@ from drivetrain_precision import (
     recipe_state,
     restore_model,
 )
+from drivetrain_precision.conversion.conversion_plan import linear_names
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_state import Context
@@ -51,6 +52,8 @@ class Fp8Training:
         self._on_count: Callable[[dict[str, str]], None] | None = on_count
         self._models: list[nn.Module] = []
         self._reports: list[ConversionReport] = []
+        self._linear_names: set[str] = set()
+        self._last = 0  # how many models there were before the last conversion
         self._products = FirstStepProducts(context.progress, recipe.counting)
 
     def convert(self, models: Sequence[nn.Module]) -> dict[str, str]:
@@ -63,24 +66,31 @@ class Fp8Training:
             PrecisionError: No layer of any model of the run can be converted, or a model cannot be converted as the
                 recipe says; all of them are left as they were.
         """
-        before = len(self._models)
+        self._last = len(self._models)
         refused: list[NothingConvertedError] = []
         plain = list(map(unwrap_compiled, models))
         # Found before any class changes: a pattern may be the name of a class.
         islands = find_islands(plain, self._keep_fp32, known=self._models)
+        # A pattern of the recipe may match in one of the run's models alone, as one of keep_fp32 may.
+        self._linear_names.update(name for model in plain for name in linear_names(model))
         try:
             for model in plain:
+                kept = dict.fromkeys(islands[model], "stays in fp32 (keep_fp32)")
+                kept |= dict.fromkeys(
+                    self._computing(self._models), "is shared with a model converted before"
+                )
                 try:
-                    self._reports.append(convert_model(model, self._recipe, kept=islands[model]))
+                    report = convert_model(model, self._recipe, kept=kept, known=self._linear_names)
+                    self._reports.append(report)
                     self._models.append(model)
                 except NothingConvertedError as error:
                     refused.append(error)
             if refused and not self._models:
                 raise refused[0]
         except BaseException:
-            self._undo(before)
+            self.undo()
             raise
-        for report in self._reports[before:]:
+        for report in self._reports[self._last :]:
             logger.info("%s", report)
         for error in refused:
             logger.warning("a model stays in bf16: %s", error)
@@ -105,15 +115,9 @@ class Fp8Training:
                         "that nothing is gathered in fp8; leave all_gather out, or train with backend='fsdp'"
                     )
 
-    def undo(self, models: Sequence[nn.Module]) -> None:
-        """Give models their plain layers back, after a preparation that failed."""
-        given = list(map(unwrap_compiled, models))
-        self._undo(
-            next(
-                (at for at, one in enumerate(self._models) if any(one is each for each in given)),
-                len(self._models),
-            )
-        )
+    def undo(self) -> None:
+        """Give the models of the last `convert` their plain layers back, after a preparation that failed."""
+        self._undo(self._last)
 
     def end_step(self) -> None:
         """Prepare the scales of the next step; after the first one, tell what ran. Called on all ranks.
@@ -129,6 +133,7 @@ class Fp8Training:
     def release(self) -> None:
         """Give all models their plain layers back and forget them, once the backend has released them."""
         self._undo(0)
+        self._linear_names.clear()
 
     def close(self) -> None:
         """Stop counting, and forget what the plan is told by. May be called on any rank."""
@@ -136,10 +141,15 @@ class Fp8Training:
         self._products.close()
 
     def _undo(self, first: int) -> None:
-        """Give the models that were converted last their plain layers back."""
+        """Give the models that were converted last their plain layers back, but for those that others share."""
+        kept = self._computing(self._models[:first])
         for model in self._models[first:]:
-            restore_model(model, self._recipe)
+            restore_model(model, self._recipe, kept=kept)
         del self._models[first:], self._reports[first:]
+
+    def _computing(self, models: Sequence[nn.Module]) -> set[nn.Module]:
+        """Return the layers of models that compute in the recipe."""
+        return {each for model in models for each in model.modules() if self._recipe.is_converted(each)}
 
     def _tell(self, counts: ProductCounts) -> None:
         total = counts.scaled + counts.others

@@ -89,7 +89,7 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
         models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
         parts.fp8.check()
     except BaseException:
-        parts.fp8.undo(found.models)
+        parts.fp8.undo()
         raise
     parts.facts.update(facts)
     return models

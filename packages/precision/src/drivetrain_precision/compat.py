@@ -276,6 +276,11 @@ def compiled_part(module: nn.Module) -> str | None:
     return None
 
 
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper; another module is returned as it is."""
+    return dict(model.named_children()).get(COMPILED_PREFIX.rstrip("."), model)
+
+
 def values_of_sparse(gradient: Tensor) -> Tensor:
     """Return the values of a sparse tensor without a copy; those of one place may stand there in several parts."""
     return gradient._values()  # pyright: ignore[reportPrivateUsage]

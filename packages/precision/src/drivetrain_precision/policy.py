@@ -123,21 +123,20 @@ def _fp8_policy(
     support: Mapping[str, Support],
 ) -> Policy:
     """Return the policy of a recipe: what it does not convert computes in bf16."""
-    chosen, why_not = choose_recipe(device, settings, recipe)
+    choice = choose_recipe(device, settings, recipe)
     bf16 = support["bf16"]
-    if chosen is None:
+    if choice.recipe is None:
         if settings.fp8_fallback == "bf16" and bf16.level != "none":
-            return _policy("bf16", device, settings, f"fp8_fallback: {why_not}")
-        raise PrecisionError(f"mixed_precision='fp8': {why_not}")
+            return _policy("bf16", device, settings, f"fp8_fallback: {choice.reason}")
+        raise PrecisionError(f"mixed_precision='fp8': {choice.reason}")
     if bf16.level == "none":
         raise PrecisionError(f"mixed_precision='fp8': other layers compute in bf16, and {bf16.reason}")
-    reason = f"{chosen.name}: {chosen.support(device).reason}"
     return Policy(
         mode="fp8",
         autocast_dtype=torch.bfloat16,
         scaling=None,
-        reason=reason,
-        recipe=chosen,
+        reason=choice.reason,
+        recipe=choice.recipe,
         settings=settings,
         dtypes=choose_dtypes("fp8", device, settings),
     )

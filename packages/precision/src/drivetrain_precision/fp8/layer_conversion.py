@@ -1,40 +1,33 @@
 """Convert the linear layers of a model to a recipe, report on each, and give the plain model back."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from drivetrain_precision.compat import unwrap_compiled
+from drivetrain_precision.conversion.conversion_plan import plan_conversion
+from drivetrain_precision.conversion.layer_changes import change_layers
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_report import LayerReport
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
-from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
-from drivetrain_precision.fp8.hardware_check import check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
-    """A report of what a conversion did with each module that has parameters of its own.
+class ConversionReport(LayerReport):
+    """A report of which layers compute in a recipe now, and why the others do not.
 
     Attributes:
         recipe: The name of the recipe.
-        layers: A decision for each module, in the order of the model.
     """
 
     recipe: str
-    layers: tuple[LayerDecision, ...]
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """The names of the layers that compute in the recipe now."""
-        return tuple(each.name for each in self.layers if each.converts)
 
     def __str__(self) -> str:
-        reasons = Counter(each.reason for each in self.layers if not each.converts)
-        total = len(self.layers)
-        lines = [f"{len(self.converted)} of {total} layers compute in {self.recipe}; the others:"]
-        return "\n".join([*lines, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
+        return self.counts(f"compute in {self.recipe}")
 
 
 def convert_model(
@@ -42,7 +35,8 @@ def convert_model(
     recipe: Fp8Recipe,
     filter: LayerFilter | None = None,
     *,
-    kept: Collection[nn.Module] = (),
+    kept: Mapping[nn.Module, str] = MappingProxyType({}),
+    known: Collection[str] = (),
 ) -> ConversionReport:
     """Let the linear layers of a model compute in a recipe, in place.
 
@@ -53,41 +47,54 @@ def convert_model(
         model: The model; its layers are not divided among ranks yet.
         recipe: The recipe that layers are to compute in.
         filter: The layers to convert; None for the recipe's own filter.
-        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns.
+        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns or
+            those that another model shares and that are converted already, each with the reason for the report.
+        known: Names of linear layers of further models, which a pattern of the filter may match in place of this
+            model's.
 
     Returns:
         The report of every module with parameters of its own.
 
     Raises:
-        NothingConvertedError: No layer can be converted. The model is left as it was.
+        NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
+            left as it was.
         PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already.
             The model is left as it was.
     """
-    if (first := next(_converted(model, recipe), None)) is not None:
+    model = unwrap_compiled(model)
+    found = list(_converted(model, recipe))
+    if first := [name for name, module in found if module not in kept]:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
             "plain layers back"
         )
     if (missing := check_library(recipe.requirements)) is not None:
         raise PrecisionError(f"recipe {recipe.name}: {missing}")
-    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept)
+    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept, known=known)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
-    if not report.converted:
-        raise NothingConvertedError(_nothing(model, report))
-    for name in report.converted:
-        _replace(model, name, recipe.convert)
+    if not report.converted and not found:
+        raise NothingConvertedError(
+            f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: "
+            f"{report.refusals(model)}. Give LayerFilter what to convert (skip_first=False, "
+            "skip_last=False, other patterns), or train in bf16"
+        )
+    change_layers(model, report.converted, recipe.convert, recipe.restore)
     return report
 
 
-def restore_model(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
+def restore_model(model: nn.Module, recipe: Fp8Recipe, *, kept: Container[nn.Module] = ()) -> tuple[str, ...]:
     """Give a model its plain linear layers back, in place, with equal weights.
+
+    Args:
+        model: The model.
+        recipe: The recipe that layers compute in.
+        kept: Modules that stay converted, such as those that another model shares.
 
     Returns:
         The names of the layers that were converted.
     """
-    names = tuple(name for name, _ in _converted(model, recipe))
-    for name in names:
-        _replace(model, name, recipe.restore)
+    names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
+    change_layers(unwrap_compiled(model), names, recipe.restore, recipe.convert)
     return names
 
 
@@ -115,32 +122,5 @@ def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, T
 
 
 def _converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, each) for name, each in model.named_modules() if recipe.is_converted(each))
-
-
-def _replace(model: nn.Module, name: str, change: Callable[[nn.Module], nn.Module]) -> None:
-    """Change a module, and put the result into every place of the model that holds it."""
-    old = model.get_submodule(name)
-    new = change(old)
-    if new is old:
-        return
-    if old is model:
-        raise PrecisionError(
-            f"the model is a single {type(old).__name__}, which this recipe exchanges for another module: put it "
-            "into an nn.Sequential"
-        )
-    for parent in model.modules():
-        for place, child in parent.named_children():
-            if child is old:
-                setattr(parent, place, new)
-
-
-def _nothing(model: nn.Module, report: ConversionReport) -> str:
-    linear = [each for each in report.layers if each.is_linear]
-    shown = "; ".join(f"{each.name or type(model).__name__} {each.reason}" for each in linear[:8])
-    more = f"; and {len(linear) - 8} more" if len(linear) > 8 else ""
-    return (
-        f"recipe {report.recipe}: no layer of {type(model).__name__} can be converted: "
-        f"{shown or 'it has no nn.Linear'}{more}. Give LayerFilter what to convert (skip_first=False, "
-        "skip_last=False, other patterns), or train in bf16"
-    )
+    modules = unwrap_compiled(model).named_modules()
+    return ((name, each) for name, each in modules if recipe.is_converted(each))

@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.library_check import NeededLibrary
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.support import Support
 
@@ -33,21 +34,15 @@ class Products:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requirements:
-    """The requirements of a recipe, for checks and for the table in the docs.
+class Requirements(NeededLibrary):
+    """The library, the hardware and the compiler that a recipe needs, for checks and for the table in the docs.
 
     Attributes:
-        library: The distribution that computes.
-        version: The first version of it that has the recipe.
-        extra: The extra of drivetrain-precision that installs it.
         capability: The first CUDA compute capability whose tensor cores compute the formats.
         hardware: The devices in words.
         wants_compile: Whether it is faster than bf16 under torch.compile alone, which fuses its casts.
     """
 
-    library: str
-    version: str
-    extra: str
     capability: tuple[int, int]
     hardware: str
     wants_compile: bool = False

@@ -1,7 +1,7 @@
 """Find recipes by name: ours and those of installed packages, registered under `drivetrain.fp8_recipes`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -10,20 +10,30 @@ import torch
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_precision.settings import PrecisionSettings
+from drivetrain_precision.support import Support
 
 ENTRY_POINT_GROUP = "drivetrain.fp8_recipes"
-# Accuracy before speed: scales of small blocks, then of rows, then of tensors.
+# torchao's before Transformer Engine's, which have not been run on a GPU by this project's tests yet; in each library
+# accuracy before speed: scales of small blocks, then of rows, then of tensors.
 _BEST_FIRST = (
-    "te_mxfp8",
-    "torchao_mxfp8",
-    "te_block",
-    "torchao_rowwise",
-    "te_current",
-    "torchao_tensorwise",
-    "te_delayed",
+    *("torchao_mxfp8", "torchao_rowwise", "torchao_tensorwise"),
+    *("te_mxfp8", "te_block", "te_current", "te_delayed"),
 )
 # Emulation costs the less the simpler the scales are, and is there to try a program out.
 _EMULATED_FIRST = ("torchao_tensorwise", "torchao_rowwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The recipe of a run.
+
+    Attributes:
+        recipe: The recipe; None if the device or the libraries cannot run it.
+        reason: The reason why it runs here, or why none does and what to do.
+    """
+
+    recipe: Fp8Recipe | None
+    reason: str
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -56,8 +66,8 @@ def load_recipe(name: str) -> Fp8Recipe:
 
 def choose_recipe(
     device: torch.device, settings: PrecisionSettings, given: Fp8Recipe | None = None
-) -> tuple[Fp8Recipe | None, str]:
-    """Return the recipe of a run; None, and why, if the device or the libraries cannot run it.
+) -> Choice:
+    """Choose the recipe of a run.
 
     Args:
         device: The device that training runs on.
@@ -69,34 +79,40 @@ def choose_recipe(
     """
     if given is not None:
         _check_agrees(given, settings)
-    if given is None and settings.fp8_recipe == "auto":
-        able = _able(device)
-        if not able:
-            shown = "; ".join(
-                f"{name}: {load_recipe(name).support(device).reason}" for name in recipe_names()
-            )
-            return None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'"
-        return _with_settings(able[0], settings), ""
+    elif settings.fp8_recipe == "auto":
+        return _best(device, settings)
     recipe = given or _with_settings(load_recipe(settings.fp8_recipe), settings)
     support = recipe.support(device)
     if support.level != "none":
-        return recipe, ""
-    able = sorted(_able(device), key=lambda each: each.requirements.library != recipe.requirements.library)
-    nearest = (
-        f"the nearest that runs here is {able[0].name!r}; " if able else "no other recipe runs here either; "
-    )
-    return (
+        return Choice(recipe, f"{recipe.name}: {support.reason}")
+    library = recipe.requirements.library
+    able = _best_first(_supports(device))
+    near = [name for name in able if load_recipe(name).requirements.library == library] or able
+    nearest = f"the nearest that runs here is {near[0]!r}" if near else "no other recipe runs here either"
+    return Choice(
         None,
-        f"recipe {recipe.name!r}: {support.reason}; {nearest}fp8_fallback='bf16' trains in bf16 instead",
+        f"recipe {recipe.name!r}: {support.reason}; {nearest}; fp8_fallback='bf16' trains in bf16 instead",
     )
 
 
-def _able(device: torch.device) -> list[Fp8Recipe]:
-    """Return the recipes that a device can run, the best first; those in hardware before those that are emulated."""
-    levels = {name: load_recipe(name).support(device).level for name in recipe_names()}
-    native = _in_order([name for name, level in levels.items() if level == "native"], _BEST_FIRST)
-    emulated = _in_order([name for name, level in levels.items() if level == "emulated"], _EMULATED_FIRST)
-    return [load_recipe(name) for name in (*native, *emulated)]
+def _best(device: torch.device, settings: PrecisionSettings) -> Choice:
+    """Choose the best recipe that a device can run."""
+    supports = _supports(device)
+    for name in _best_first(supports):
+        return Choice(_with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}")
+    shown = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
+    return Choice(None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'")
+
+
+def _supports(device: torch.device) -> dict[str, Support]:
+    return {name: load_recipe(name).support(device) for name in recipe_names()}
+
+
+def _best_first(supports: Mapping[str, Support]) -> list[str]:
+    """Return the recipes that can run, the best first; those in hardware before those that are emulated."""
+    native = [name for name, support in supports.items() if support.level == "native"]
+    emulated = [name for name, support in supports.items() if support.level == "emulated"]
+    return [*_in_order(native, _BEST_FIRST), *_in_order(emulated, _EMULATED_FIRST)]
 
 
 def _in_order(names: Sequence[str], first: Sequence[str]) -> list[str]:

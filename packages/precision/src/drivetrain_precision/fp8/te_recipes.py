@@ -66,18 +66,21 @@ def te_recipe(name: str, **options: object) -> Any:
 
 
 def te_unsupported(name: str) -> str | None:
-    """Return why the current CUDA device cannot run a recipe, or None if it can.
+    """Return why the current CUDA device or the installed library cannot run a recipe, or None if they can.
 
     Transformer Engine's own `autocast` does not ask this for "nvfp4".
 
     Raises:
         PrecisionError: The name is unknown.
-        ImportError: Transformer Engine cannot be imported.
     """
     kind = te_recipe_kind(name)
+    try:
+        library = transformer_engine()
+    except ImportError as error:  # it is installed, and does not fit the torch or the CUDA that is
+        return str(error)
     if not torch.cuda.is_available():
         return "Transformer Engine computes on CUDA devices only, and there is none"
-    available, reason = getattr(transformer_engine(), kind.available)(return_reason=True)
+    available, reason = getattr(library, kind.available)(return_reason=True)
     return None if available else str(reason)
 
 

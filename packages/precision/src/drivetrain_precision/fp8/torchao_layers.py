@@ -19,7 +19,7 @@ from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Li
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from drivetrain_precision.compat import mxfp8_product, rounding_seed
-from drivetrain_precision.fp8.class_exchange import exchange_class
+from drivetrain_precision.conversion.class_exchange import exchange_class
 from drivetrain_precision.fp8.row_blocks import RowBlocks
 
 

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drivetrain_precision.conversion.class_exchange import exchange_of, undo_exchange
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.class_exchange import exchange_of, undo_exchange
-from drivetrain_precision.fp8.hardware_check import check_hardware, check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.fp8.hardware_check import check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements
 from drivetrain_precision.support import Support

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.hardware_check import check_hardware, check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.fp8.hardware_check import check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements
 from drivetrain_precision.fp8.te_layers import linear_from_te, te_linear_from, te_refusal

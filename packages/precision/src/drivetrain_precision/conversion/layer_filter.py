@@ -1,6 +1,6 @@
 """Choose the linear layers to convert: by name, by type, by size, by place, or by a function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -32,11 +32,11 @@ class LayerFilter:
     skip_last: bool = True
     accept: Callable[[str, nn.Module], bool] | None = None
 
-    def check(self, names: Mapping[str, nn.Module]) -> None:
+    def check(self, names: Collection[str]) -> None:
         """Check that each pattern matches a layer.
 
         Args:
-            names: The linear layers of the model by name.
+            names: The names of the linear layers of all models that the patterns are for.
 
         Raises:
             PrecisionError: A pattern matches none; the message gives the nearest names.

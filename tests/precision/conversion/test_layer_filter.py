@@ -4,6 +4,8 @@ from torch import nn
 
 from drivetrain_precision import LayerFilter, PrecisionError, TorchaoRecipe, convert_model
 
+pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -75,3 +77,11 @@ def test_a_filter_given_with_the_model_comes_before_that_of_the_recipe() -> None
     recipe = TorchaoRecipe(layers=LayerFilter(include=("a.*",)))
     assert convert_model(net(), recipe, LayerFilter(include=("b.up",))).converted == ("b.up",)
     assert torch.is_grad_enabled()
+
+
+def test_a_pattern_may_match_in_another_model_of_the_run() -> None:
+    layers = LayerFilter(exclude=("*.critic",))
+    report = convert_model(net(), TorchaoRecipe(layers=layers), known=("value.critic",))
+    assert report.converted == BLOCKS
+    with pytest.raises(PrecisionError, match=r"exclude='\*\.critic'\) matches none of the 9 linear layers"):
+        convert_model(net(), TorchaoRecipe(layers=layers), known=("actor",))
