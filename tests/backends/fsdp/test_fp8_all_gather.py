@@ -44,7 +44,6 @@ def step(backend: Any, prepared: Any, used: TorchaoRecipe, inputs: Tensor) -> fl
     (optimizer,) = prepared.optimizers
     optimizer.step()
     optimizer.zero_grad()
-    used.after_step(prepared.unwrap())
     return loss.item()
 
 

@@ -10,7 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
@@ -18,7 +22,7 @@ from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_lin
 from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from drivetrain_precision.compat import mxfp8_product, rounding_seed
+from drivetrain_precision.compat import exchange_weight_scale, mxfp8_product, rounding_seed
 from drivetrain_precision.fp8.class_exchange import exchange_class
 from drivetrain_precision.fp8.row_blocks import RowBlocks
 
@@ -32,14 +36,21 @@ class BlockedFloat8Linear(RowBlocks, Float8Linear):
 class GatheredFloat8Linear(BlockedFloat8Linear):
     """torchao's float8 layer whose weight FSDP2 gathers in float8."""
 
-    scaled_version = -1  # the version of the weight's shard that its precomputed scale belongs to
-
     def weight_for_all_gather(self) -> Tensor:
         """Return the weight in the form that `fully_shard` gathers in float8: the same values and dtype."""
         config = self.config.cast_config_weight
         return WeightWithDynamicFloat8CastTensor(
             self.weight.detach(), self.linear_mm_config, config.target_dtype
         )
+
+    def compute_scales(self, layers: nn.Module) -> None:
+        """Compute the scales of all such layers in a module; see `GathersInFp8`."""
+        with torch.inference_mode(False):  # a training step may use them
+            precompute_float8_dynamic_scale_for_fsdp(layers)
+
+    def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
+        """Let a weight's gathers use a scale, or each compute its own; see `GathersInFp8`."""
+        return exchange_weight_scale(shard, scale)
 
 
 class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
@@ -61,7 +72,7 @@ class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
         return output if bias is None else output + bias.to(output.dtype)
 
 
-class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncompatibleMethodOverride] x
+class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """torchao's NVFP4 layer on a multiple of 128 rows, as its kernels want."""
 
     row_multiple = 128

@@ -197,13 +197,6 @@ class TorchaoRecipe:
         """Return a context that counts the matrix products in it."""
         return counting_products()
 
-    def after_step(self, model: nn.Module) -> None:
-        """Compute the scales of weights that are gathered in float8; the others are computed at each product."""
-        if self.all_gather:
-            from drivetrain_precision.fp8.weight_scales import compute_weight_scales
-
-            compute_weight_scales(model)
-
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the seed of NVFP4's stochastic rounding; the others keep nothing."""
         record = exchange_of(module)

@@ -127,9 +127,6 @@ class TransformerEngineRecipe:
             finally:
                 hook.remove()
 
-    def after_step(self, model: nn.Module) -> None:
-        """Do nothing: the library updates its scales when a forward begins."""
-
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return scales and amax histories of delayed scaling; the others keep nothing."""
         if self.scaling == "delayed" and not te_scaling_state(module):
