@@ -133,7 +133,7 @@ class CollectiveOrder:
 
         Args:
             kind: Whether it gathers weights, reduces gradients, or computes the scales of weights.
-            what: The weights.
+            what: The weights that it concerns.
         """
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")

@@ -1,9 +1,9 @@
 """Weights that FSDP2 gathers in 8 bits: their scales at each forward, and their way back to plain ones.
 
-A gather without a scale computes one by an all-reduce of its own, and is right whatever has written the weight. The
-scales of all weights are therefore computed together when the root's forward begins, and taken away when it ends: what
-gathers outside of it, such as the forward of a block alone, finds none. The backward of this forward gathers the same
-weights, and gets the same scales back until it ends.
+A gather without a scale computes one by an all-reduce of its own, and is right whatever has written the weight. To
+save these, the scales of all weights are computed together when the root's forward begins, and taken away when it
+ends: what gathers outside of it, such as the forward of a block alone, finds none. The backward of this forward
+gathers the same weights, and gets the same scales back until it ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,10 @@ class Fp8Gather:
     def __init__(self, sharded: ShardedModel, *, note: Callable[[], None], shares_scales: bool) -> None:
         self._note = note
         self._sharded = sharded
-        self._layers = [each for each in sharded.module.modules() if isinstance(each, GathersInFp8)]
-        self._shards = [each.weight for each in self._layers]
-        self._inside = nn.ModuleList(each for each in self._layers if isinstance(each, nn.Module))
+        found = [each for each in sharded.module.modules() if isinstance(each, GathersInFp8)]
+        self._layers: Sequence[GathersInFp8] = found
+        self._shards = [each.weight for each in found]
+        self._inside = nn.ModuleList(found)
         root = sharded.module
         self._hooks = (
             # Before FSDP's own hook, which begins to gather: its streams wait for what was computed before.

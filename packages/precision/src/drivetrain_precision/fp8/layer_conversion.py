@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
+from drivetrain_precision.fp8.class_exchange import exchange_of
 from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
 from drivetrain_precision.fp8.hardware_check import check_library
 from drivetrain_precision.fp8.layer_filter import LayerFilter
@@ -60,14 +61,21 @@ def convert_model(
 
     Raises:
         NothingConvertedError: No layer can be converted. The model is left as it was.
-        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already.
-            The model is left as it was.
+        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already or
+            rounds its weight by `prepare_qat`. The model is left as it was.
     """
     if (first := next(_converted(model, recipe), None)) is not None:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
             "plain layers back"
         )
+    for name, module in model.named_modules():
+        if (record := exchange_of(module)) is not None and record.owner == "qat":
+            raise PrecisionError(
+                f"{name or type(model).__name__} rounds its weight for quantised inference (prepare_qat), and one "
+                "model trains either for that or in fp8: undo_qat(model) first gives the plain layers back, or train "
+                "in bf16"
+            )
     if (missing := check_library(recipe.requirements)) is not None:
         raise PrecisionError(f"recipe {recipe.name}: {missing}")
     decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept)

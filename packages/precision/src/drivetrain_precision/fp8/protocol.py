@@ -88,8 +88,8 @@ class Fp8Recipe(Protocol):
     """A recipe for training in 8 bits or fewer; a frozen dataclass, registered under `drivetrain.fp8_recipes`.
 
     A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
-    `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first step
-    alone. `state` belongs to checkpoints, and `restore` ends what `convert` began.
+    `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first
+    step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began.
     """
 
     @property
@@ -125,7 +125,7 @@ class Fp8Recipe(Protocol):
         ...
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether `convert` returned this module."""
+        """Return whether a recipe of this kind returned this module by `convert`; False for a user's own layer."""
         ...
 
     def restore(self, module: nn.Module) -> nn.Module:

@@ -107,7 +107,7 @@ def _prepare(module: nn.Linear, scheme: QuantizedScheme, config: Any) -> None:
     quantize_(parent, QATConfig(config, step=QATStep.PREPARE))
     made = parent[0]
     setattr(made, _SCHEME, scheme)
-    exchange_class(module, made)
+    exchange_class(module, made, owner="qat")
 
 
 def _nothing(model: nn.Module, report: QATReport) -> str:
