@@ -13,11 +13,15 @@ from drivetrain_precision import (
     LayerFilter,
     NothingConvertedError,
     PrecisionError,
+    QuantizedScheme,
     TorchaoRecipe,
+    TransformerEngineRecipe,
     convert_model,
     load_recipe_state,
+    prepare_qat,
     recipe_state,
     restore_model,
+    undo_qat,
 )
 
 EVERYWHERE = LayerFilter(skip_first=False, skip_last=False)
@@ -128,6 +132,59 @@ def test_a_converted_model_is_not_converted_again() -> None:
     convert_model(model, recipe())
     with pytest.raises(PrecisionError, match=r"0 is converted already; restore_model\(model, recipe\) first"):
         convert_model(model, recipe("rowwise"))
+
+
+def test_a_layer_that_rounds_for_quantised_inference_is_no_converted_one_and_is_refused_by_name() -> None:
+    model = net()
+    prepare_qat(model, QuantizedScheme())
+    for used in (recipe(), recipe("mxfp8"), TransformerEngineRecipe()):
+        assert not used.is_converted(model[0])
+    with pytest.raises(
+        PrecisionError,
+        match=r"0 rounds its weight for quantised inference \(prepare_qat\).* undo_qat\(model\)",
+    ):
+        convert_model(model, recipe())
+    assert restore_model(model, recipe()) == ()
+    assert undo_qat(model) == ("0", "2")
+    convert_model(model, recipe())
+    assert undo_qat(model) == ()
+    assert recipe().is_converted(model[0])
+
+
+def test_a_layer_that_only_looks_like_one_of_transformer_engine_is_no_converted_one() -> None:
+    own = nn.Linear(32, 32)
+    own.fp8_meta = {}
+    assert not TransformerEngineRecipe().is_converted(own)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_layer_with_a_name_of_its_own_that_the_converted_one_uses_stays_as_it_is(scaling: str) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    name = "wgrad_with_hp" if scaling.startswith("mxfp8") else "config"
+    setattr(model[0], name, {"layer": 0})
+    model[1].register_buffer("row_multiple", torch.ones(1))
+    model[2].note = "of a user's, and in nobody's way"
+    report = convert_model(model, recipe(scaling))
+    assert report.converted == ("2", "3")
+    assert [each.reason.partition(" of its own, a name that")[0] for each in report.layers[:2]] == [
+        f"has {name!r}",
+        "has 'row_multiple'",
+    ]
+    model(inputs())
+    assert getattr(model[0], name) == {"layer": 0}
+
+
+def test_a_layer_in_fp64_is_refused_where_nothing_computes_it() -> None:
+    for scaling in SCALINGS:
+        model = net().double()
+        if scaling.startswith("mxfp8"):
+            with pytest.raises(
+                NothingConvertedError, match=r"0 holds its weight in torch\.float64, which torchao"
+            ):
+                convert_model(model, recipe(scaling))
+        else:
+            convert_model(model, recipe(scaling))
+            assert model(inputs().double()).dtype == torch.float64
 
 
 def test_where_nothing_is_converted_the_error_names_the_layers_and_changes_nothing() -> None:

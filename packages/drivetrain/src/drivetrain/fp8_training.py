@@ -31,7 +31,7 @@ LAYERS, PRODUCTS = "fp8 layers", "fp8 products"  # facts of the plan
 
 
 class Fp8Training:
-    """The recipe of a run, from the conversion of its models to the scales of each step.
+    """The recipe of a run, from the conversion of its models to their release.
 
     Args:
         recipe: The recipe of the run.
@@ -120,13 +120,11 @@ class Fp8Training:
         self._undo(self._last)
 
     def end_step(self) -> None:
-        """Prepare the scales of the next step; after the first one, tell what ran. Called on all ranks.
+        """Tell what ran, after the first step. Called on all ranks.
 
         Raises:
             PrecisionError: No matrix product of the first step ran in the recipe's formats.
         """
-        for model in self._models:
-            self._recipe.after_step(model)
         if (counts := self._products.end_step()) is not None:
             self._tell(counts)
 

@@ -164,15 +164,20 @@ def rounding_seed(layer: nn.Module) -> Tensor:
     return layer.get_buffer("_sr_seed")
 
 
-def weight_version(weight: Any) -> int:
-    """Return the number of writes to the shard of a weight that torchao 0.18 gathers in float8."""
+def exchange_weight_scale(weight: Any, scale: Tensor | None) -> Tensor | None:
+    """Give the shard of a weight that torchao 0.18 gathers in float8 another scale.
+
+    Args:
+        weight: The sharded weight.
+        scale: The scale that its gathers use from now on; None if each computes its own.
+
+    Returns:
+        The scale that it had.
+    """
     # Not by `to_local`, which returns another object than the one that FSDP gathers.
-    return weight._local_tensor._tensor._version
-
-
-def drop_weight_scale(weight: Any) -> None:
-    """Let the gather of a weight that torchao 0.18 gathers in float8 compute its scale anew."""
-    weight._local_tensor._precomputed_scale = None
+    shard = weight._local_tensor
+    before, shard._precomputed_scale = shard._precomputed_scale, scale
+    return before
 
 
 @dataclass(slots=True)

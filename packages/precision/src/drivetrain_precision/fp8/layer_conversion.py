@@ -7,6 +7,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from drivetrain_precision.compat import unwrap_compiled
+from drivetrain_precision.conversion.class_exchange import exchange_of
 from drivetrain_precision.conversion.conversion_plan import plan_conversion
 from drivetrain_precision.conversion.layer_changes import change_layers
 from drivetrain_precision.conversion.layer_filter import LayerFilter
@@ -58,8 +59,8 @@ def convert_model(
     Raises:
         NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
             left as it was.
-        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already.
-            The model is left as it was.
+        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already or
+            rounds its weight by `prepare_qat`. The model is left as it was.
     """
     model = unwrap_compiled(model)
     found = list(_converted(model, recipe))
@@ -68,6 +69,13 @@ def convert_model(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
             "plain layers back"
         )
+    for name, module in model.named_modules():
+        if (record := exchange_of(module)) is not None and record.owner == "qat":
+            raise PrecisionError(
+                f"{name or type(model).__name__} rounds its weight for quantised inference (prepare_qat), and one "
+                "model trains either for that or in fp8: undo_qat(model) first gives the plain layers back, or train "
+                "in bf16"
+            )
     if (missing := check_library(recipe.requirements)) is not None:
         raise PrecisionError(f"recipe {recipe.name}: {missing}")
     decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept, known=known)

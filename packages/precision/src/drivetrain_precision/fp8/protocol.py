@@ -62,14 +62,29 @@ class GathersInFp8(Protocol):
         """Return the weight in the form that `fully_shard` gathers in 8 bits: the same values and dtype."""
         ...
 
+    def compute_scales(self, layers: nn.Module) -> None:
+        """Compute the scales of all such layers in a module by one all-reduce, for the gathers that follow.
+
+        Layers whose weights are gathered now are left out. Called on all ranks.
+        """
+        ...
+
+    def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
+        """Let a weight's gathers use a scale, or each compute its own; return the scale that they used.
+
+        Args:
+            shard: The layer's weight as it is divided, which the layer does not hold while it is gathered.
+            scale: The scale; None if each gather computes one, by an all-reduce of its own.
+        """
+        ...
+
 
 class Fp8Recipe(Protocol):
     """A recipe for training in 8 bits or fewer; a frozen dataclass, registered under `drivetrain.fp8_recipes`.
 
     A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
-    `convert` of those that are accepted; in each step `computing` around the forward, and `after_step` once the
-    optimizer has stepped; `counting` around the first step alone. `state` belongs to checkpoints, and `restore` ends
-    what `convert` began.
+    `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first
+    step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began.
     """
 
     @property
@@ -105,7 +120,7 @@ class Fp8Recipe(Protocol):
         ...
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether `convert` returned this module."""
+        """Return whether a recipe of this kind returned this module by `convert`; False for a user's own layer."""
         ...
 
     def restore(self, module: nn.Module) -> nn.Module:
@@ -118,10 +133,6 @@ class Fp8Recipe(Protocol):
 
     def counting(self) -> AbstractContextManager[ProductCounts]:
         """Return a context that counts the matrix products in it, by whether they ran in the recipe's formats."""
-        ...
-
-    def after_step(self, model: nn.Module) -> None:
-        """Prepare the weights' scales of the next step. Called on all ranks."""
         ...
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.protocol import Products
+from drivetrain_precision.fp8.recipe_facts import ADA, BLACKWELL, HOPPER, GPUGeneration, products_of
 from drivetrain_precision.fp8.te_library import transformer_engine
 
 
@@ -17,22 +19,43 @@ class TERecipeKind:
     Attributes:
         recipe: The name of its class.
         available: The name of the function that says whether the current CUDA device runs it, and why not.
+        on: The GPUs that run it.
+        products: The formats that it computes in.
         multiple: Both sizes of a weight are multiples of this; else the first forward is an error.
     """
 
     recipe: str
     available: str
-    multiple: int
+    on: GPUGeneration
+    products: Products
+    multiple: int = 16
 
 
+_HYBRID = products_of("e4m3 x e4m3", "e5m2 x e4m3")
 TE_RECIPES: Mapping[str, TERecipeKind] = {
-    "delayed": TERecipeKind(recipe="DelayedScaling", available="is_fp8_available", multiple=16),
-    "current": TERecipeKind(recipe="Float8CurrentScaling", available="is_fp8_available", multiple=16),
-    "block": TERecipeKind(
-        recipe="Float8BlockScaling", available="is_fp8_block_scaling_available", multiple=16
+    "delayed": TERecipeKind(recipe="DelayedScaling", available="is_fp8_available", on=ADA, products=_HYBRID),
+    "current": TERecipeKind(
+        recipe="Float8CurrentScaling", available="is_fp8_available", on=ADA, products=_HYBRID
     ),
-    "mxfp8": TERecipeKind(recipe="MXFP8BlockScaling", available="is_mxfp8_available", multiple=32),
-    "nvfp4": TERecipeKind(recipe="NVFP4BlockScaling", available="is_nvfp4_available", multiple=16),
+    "block": TERecipeKind(
+        recipe="Float8BlockScaling",
+        available="is_fp8_block_scaling_available",
+        on=GPUGeneration("a Hopper GPU", HOPPER.capability),
+        products=products_of("e4m3 x e4m3"),
+    ),
+    "mxfp8": TERecipeKind(
+        recipe="MXFP8BlockScaling",
+        available="is_mxfp8_available",
+        on=BLACKWELL,
+        products=products_of("mxfp8 x mxfp8"),
+        multiple=32,
+    ),
+    "nvfp4": TERecipeKind(
+        recipe="NVFP4BlockScaling",
+        available="is_nvfp4_available",
+        on=BLACKWELL,
+        products=products_of("nvfp4 x nvfp4"),
+    ),
 }
 
 

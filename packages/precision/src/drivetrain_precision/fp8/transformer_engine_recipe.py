@@ -16,29 +16,11 @@ from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.hardware_check import check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements
-from drivetrain_precision.fp8.te_layers import linear_from_te, te_linear_from, te_refusal
+from drivetrain_precision.fp8.te_layers import is_te_linear, linear_from_te, te_linear_from, te_refusal
 from drivetrain_precision.fp8.te_library import transformer_engine
 from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
 from drivetrain_precision.fp8.te_state import begin_te_scaling, te_scaling_state
 from drivetrain_precision.support import Support
-
-_HYBRID = Products(
-    forward="e4m3 x e4m3", input_gradient="e5m2 x e4m3", weight_gradient="e5m2 x e4m3", all_gather="bf16"
-)
-
-
-def _all_in(form: str) -> Products:
-    return Products(forward=form, input_gradient=form, weight_gradient=form, all_gather="bf16")
-
-
-# The first compute capability, the devices in words, and the formats.
-_FACTS: Mapping[str, tuple[tuple[int, int], str, Products]] = {
-    "delayed": ((8, 9), "an Ada, Hopper or newer GPU", _HYBRID),
-    "current": ((8, 9), "an Ada, Hopper or newer GPU", _HYBRID),
-    "block": ((9, 0), "a Hopper GPU", _all_in("e4m3 x e4m3")),
-    "mxfp8": ((10, 0), "a Blackwell or newer GPU", _all_in("mxfp8 x mxfp8")),
-    "nvfp4": ((10, 0), "a Blackwell or newer GPU", _all_in("nvfp4 x nvfp4")),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +45,8 @@ class TransformerEngineRecipe:
         Raises:
             PrecisionError: The scaling is unknown.
         """
-        if self.scaling not in _FACTS:
-            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_FACTS)}")
+        if self.scaling not in TE_RECIPES:
+            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(TE_RECIPES)}")
 
     @property
     def name(self) -> str:
@@ -74,15 +56,19 @@ class TransformerEngineRecipe:
     @property
     def requirements(self) -> Requirements:
         """The library and the hardware that the recipe needs."""
-        capability, hardware, _ = _FACTS[self.scaling]
+        on = TE_RECIPES[self.scaling].on
         return Requirements(
-            library="transformer-engine", version="2.20", extra="te", capability=capability, hardware=hardware
+            library="transformer-engine",
+            version="2.20",
+            extra="te",
+            capability=on.capability,
+            hardware=on.name,
         )
 
     @property
     def products(self) -> Products:
         """The formats that it computes in."""
-        return _FACTS[self.scaling][2]
+        return TE_RECIPES[self.scaling].products
 
     def support(self, device: torch.device) -> Support:
         """Return how far a device and the installed library can run it."""
@@ -107,8 +93,8 @@ class TransformerEngineRecipe:
         return te_linear_from(cast("nn.Linear", module))
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether a module is a layer of the library's."""
-        return hasattr(module, "fp8_meta")
+        """Return whether a module is a layer of the library's that was made of a plain one."""
+        return is_te_linear(module)
 
     def restore(self, module: nn.Module) -> nn.Module:
         """Return the plain layer around the parameters of a converted one."""
@@ -127,9 +113,6 @@ class TransformerEngineRecipe:
                 yield counts
             finally:
                 hook.remove()
-
-    def after_step(self, model: nn.Module) -> None:
-        """Do nothing: the library updates its scales when a forward begins."""
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return scales and amax histories of delayed scaling; the others keep nothing."""

@@ -115,5 +115,5 @@ def _prepare(module: nn.Module, scheme: QuantizedScheme, config: Any) -> nn.Modu
     quantize_(parent, QATConfig(config, step=QATStep.PREPARE))
     made = parent[0]
     setattr(made, _SCHEME, scheme)
-    exchange_class(module, made)
+    exchange_class(module, made, owner="qat")
     return module
