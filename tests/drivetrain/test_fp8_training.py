@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from drivetrain_precision import (
     LayerFilter,
     NothingConvertedError,
     PrecisionError,
-    Support,
     TorchaoRecipe,
     convert_model,
 )
@@ -56,19 +55,6 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: Seq
 def prepared(accelerator: Accelerator) -> tuple[nn.Module, Any]:
     model = net()
     return accelerator.prepare(model, AdamW(model.parameters(), lr=0.01))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claimed:
-    """A recipe that says the device has its units."""
-
-    inner: TorchaoRecipe = field(default_factory=lambda: TorchaoRecipe(scaling="mxfp8"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "inner"), name)
-
-    def support(self, device: torch.device) -> Support:
-        return Support(level="native", reason=f"{device} has units for it")
 
 
 def test_the_plan_tells_the_layers_at_once_and_the_products_after_the_first_step() -> None:
@@ -136,37 +122,6 @@ def test_micro_batches_of_the_first_window_are_counted_together() -> None:
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer, range(2))
         assert accelerator.plan.facts["fp8 products"].startswith("6 of 16")
-
-
-def test_while_another_profiler_records_the_next_step_is_counted() -> None:
-    with make() as accelerator:
-        model, optimizer = prepared(accelerator)
-        with torch.profiler.profile():
-            train(accelerator, model, optimizer, range(1))
-        assert "fp8 products" not in accelerator.plan.facts
-        train(accelerator, model, optimizer, range(1))
-        assert accelerator.plan.facts["fp8 products"].startswith("3 of 8")
-
-
-def test_no_product_on_a_device_that_has_the_units_is_an_error() -> None:
-    with make(Claimed()) as accelerator:
-        model, optimizer = prepared(accelerator)
-        with pytest.raises(
-            PrecisionError,
-            match=r"none of the 8 matrix products of the first step ran in torchao_mxfp8: the .* \(1 models\)",
-        ):
-            train(accelerator, model, optimizer, range(1))
-
-
-def test_products_on_a_device_that_has_the_units_are_told_and_that_nothing_was_compiled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with make(Claimed(inner=TorchaoRecipe())) as accelerator:
-        model, optimizer = prepared(accelerator)
-        train(accelerator, model, optimizer, range(1))
-        told = accelerator.plan.facts["fp8 products"]
-        assert told == "3 of 8 matrix products of the first step ran in torchao_tensorwise"
-    assert "torchao_tensorwise computes without torch.compile" in caplog.text
 
 
 def test_bf16_instead_is_told_in_the_plan_with_its_reason() -> None:

@@ -346,6 +346,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
                 stack.callback(self._parts.fp8.release)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
+            if self._parts.fp8 is not None:
+                stack.callback(self._parts.fp8.finish)
             if self._parts.watch is not None:
                 stack.callback(self._parts.watch.finish)
             if self._half_check is not None:

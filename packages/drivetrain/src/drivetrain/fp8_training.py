@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.first_step_products import FirstStepProducts
+from drivetrain.fp8_proof import PATIENCE_STEPS, Verdict, judge_step, judge_unproved
 from drivetrain_backends import unwrap_compiled
 from drivetrain_precision import (
     ConversionReport,
@@ -20,7 +21,6 @@ from drivetrain_precision import (
     restore_model,
 )
 from drivetrain_precision.conversion.conversion_plan import linear_names
-from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_state import Context
 from drivetrain_weights.tensor_box import is_dtensor
@@ -37,7 +37,7 @@ class Fp8Training:
         recipe: The recipe of the run.
         context: The ranks and the device.
         keep_fp32: The patterns of the modules that stay in fp32, which are not converted.
-        on_count: A function that gets the facts of the plan once the first step has been counted.
+        on_count: A function that gets the facts of the plan when something is known of the products of a step.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Fp8Training:
         self._reports: list[ConversionReport] = []
         self._linear_names: set[str] = set()
         self._last = 0  # how many models there were before the last conversion
-        self._products = FirstStepProducts(context.progress, recipe.counting)
+        self._products = FirstStepProducts(context.progress, recipe.counting, self._models)
 
     def convert(self, models: Sequence[nn.Module]) -> dict[str, str]:
         """Convert models in place, before a backend prepares them. Called on all ranks.
@@ -123,10 +123,25 @@ class Fp8Training:
         """Tell what ran, after the first step. Called on all ranks.
 
         Raises:
-            PrecisionError: No matrix product of the first step ran in the recipe's formats.
+            PrecisionError: Of a converted model that was called, no product ran in the recipe's formats.
         """
-        if (counts := self._products.end_step()) is not None:
-            self._tell(counts)
+        if (step := self._products.end_step()) is not None:
+            self._tell(
+                judge_step(
+                    step,
+                    recipe=self._recipe.name,
+                    needed=self._recipe.requirements,
+                    support=self._recipe.support(self._context.device),
+                    models=self._in_words(),
+                )
+            )
+
+    def finish(self) -> None:
+        """Stop counting when training ends, and tell if no step could be counted. May be called on any rank."""
+        step = self._products.unproved
+        self._products.close()
+        if step is not None and step.num_steps < PATIENCE_STEPS:
+            self._tell(judge_unproved(step, self._recipe.name))
 
     def release(self) -> None:
         """Give all models their plain layers back and forget them, once the backend has released them."""
@@ -149,27 +164,23 @@ class Fp8Training:
         """Return the layers of models that compute in the recipe."""
         return {each for model in models for each in model.modules() if self._recipe.is_converted(each)}
 
-    def _tell(self, counts: ProductCounts) -> None:
-        total = counts.scaled + counts.others
-        told = f"{counts.scaled} of {total} matrix products of the first step ran in {self._recipe.name}"
-        support = self._recipe.support(self._context.device)
-        if support.level == "emulated":
-            told += f"; {support.reason}"
-        elif not counts.scaled:
-            raise PrecisionError(
-                f"mixed_precision='fp8': none of the {total} matrix products of the first step ran in "
-                f"{self._recipe.name}: the converted layers ({len(self._models)} models) were not called, or other "
-                "code replaced their forward; look at accelerator.plan, or train in bf16"
-            )
-        elif self._recipe.requirements.wants_compile and not counts.compiled:
-            logger.warning(
-                "%s computes without torch.compile, which fuses its casts: it may be slower than bf16; compile the "
-                "prepared model, or use a recipe of Transformer Engine",
-                self._recipe.name,
-            )
-        if self._on_count is not None:
-            self._on_count({PRODUCTS: told})
-            self._on_count = None
+    def _tell(self, verdict: Verdict) -> None:
+        if verdict.error is not None:
+            raise PrecisionError(verdict.error)
+        if verdict.warning is not None and self._context.topology.is_main:
+            logger.warning("%s", verdict.warning)
+        if verdict.fact is not None and self._on_count is not None:
+            self._on_count({PRODUCTS: verdict.fact})
+
+    def _in_words(self) -> dict[int, str]:
+        """Return the converted models by place, each with its class, and its number where there are several."""
+        several = len(self._models) > 1
+        return {
+            place: f"{type(model).__name__} (converted model {place + 1} of {len(self._models)})"
+            if several
+            else type(model).__name__
+            for place, model in enumerate(self._models)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the recipe keeps beside the weights, for each model in the order of conversion."""
@@ -178,15 +189,38 @@ class Fp8Training:
             "models": [recipe_state(model, self._recipe) for model in self._models],
         }
 
+    def keeps_state(self) -> bool:
+        """Return whether the recipe keeps anything beside the weights."""
+        return any(recipe_state(model, self._recipe) for model in self._models)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; of another recipe or precision, nothing: the layers begin as if new."""
-        saved = state.get("recipe")
-        if saved == self._recipe.name:
-            for model, kept in zip(self._models, state["models"], strict=True):
-                load_recipe_state(model, self._recipe, kept)
-        elif self._context.topology.is_main:
+        """Load what `state_dict` returned; of another recipe or precision, nothing: the layers begin as if new.
+
+        Raises:
+            PrecisionError: A tensor was saved in another shape than the recipe keeps.
+        """
+        saved, of_models = state.get("recipe"), state.get("models", [])
+        if saved != self._recipe.name:
+            self._log_anew(f"was trained in {saved or 'another precision than fp8'}")
+        elif len(of_models) != len(self._models):
+            self._log_anew(f"holds {len(of_models)} models converted to it, not {len(self._models)}")
+        else:
+            missing = [
+                name
+                for model, kept in zip(self._models, of_models, strict=True)
+                for name in load_recipe_state(model, self._recipe, kept)
+            ]
+            if missing and self._context.topology.is_main:
+                logger.warning(
+                    "the checkpoint has no state of %s for %s: these begin as if new",
+                    self._recipe.name,
+                    ", ".join(missing),
+                )
+
+    def _log_anew(self, found: str) -> None:
+        if self._context.topology.is_main:
             logger.info(
-                "the checkpoint was trained in %s, this run trains in %s: weights are the same, scales begin anew",
-                saved or "another precision than fp8",
+                "the checkpoint %s, this run trains in %s: weights are the same, scales begin anew",
+                found,
                 self._recipe.name,
             )

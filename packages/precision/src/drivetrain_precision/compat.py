@@ -194,17 +194,17 @@ class OperationEvent:
     caller: "OperationEvent | None" = None
     called: "list[OperationEvent]" = field(default_factory=lambda: list[OperationEvent]())
 
-    def calls(self, names: Collection[str], prefix: str) -> bool:
+    def calls(self, names: Collection[str], prefixes: tuple[str, ...]) -> bool:
         """Return whether it ran, at any depth, one of these operations or one whose name begins with a prefix."""
         return any(
-            each.name in names or each.name.startswith(prefix) or each.calls(names, prefix)
+            each.name in names or each.name.startswith(prefixes) or each.calls(names, prefixes)
             for each in self.called
         )
 
-    def is_called_by(self, prefix: str) -> bool:
+    def is_called_by(self, prefixes: tuple[str, ...]) -> bool:
         """Return whether an operation whose name begins with a prefix ran it, at any depth."""
         return self.caller is not None and (
-            self.caller.name.startswith(prefix) or self.caller.is_called_by(prefix)
+            self.caller.name.startswith(prefixes) or self.caller.is_called_by(prefixes)
         )
 
 

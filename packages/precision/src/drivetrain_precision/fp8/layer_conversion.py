@@ -121,8 +121,18 @@ def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, T
     Returns:
         The names that this recipe keeps and the state does not have: a checkpoint of another recipe has none of them,
         and the layers begin as if they were new.
+
+    Raises:
+        PrecisionError: A tensor was saved in another shape than this recipe keeps; nothing was loaded.
     """
     live = recipe_state(model, recipe)
+    for name, value in live.items():
+        if name in state and state[name].shape != value.shape:
+            raise PrecisionError(
+                f"recipe {recipe.name}: {name} was saved in the shape {tuple(state[name].shape)}, and this recipe "
+                f"keeps it in the shape {tuple(value.shape)}: give the recipe the options that it was saved with, "
+                "such as the length of its history"
+            )
     for name, value in live.items():
         if name in state:
             value.copy_(state[name])

@@ -41,11 +41,13 @@ class Requirements(NeededLibrary):
         capability: The first CUDA compute capability whose tensor cores compute the formats.
         hardware: The devices in words.
         wants_compile: Whether it is faster than bf16 under torch.compile alone, which fuses its casts.
+        counts_emulation: Whether its emulation on a CPU runs products that `counting` tells from plain ones.
     """
 
     capability: tuple[int, int]
     hardware: str
     wants_compile: bool = False
+    counts_emulation: bool = False
 
 
 @runtime_checkable

@@ -102,14 +102,16 @@ class TorchaoRecipe:
     @property
     def requirements(self) -> Requirements:
         """The library and the hardware that the recipe needs."""
-        on = _WAYS[self.scaling].on
+        way = _WAYS[self.scaling]
         return Requirements(
             library="torchao",
             version="0.18",
             extra="torchao",
-            capability=on.capability,
-            hardware=on.name,
+            capability=way.on.capability,
+            hardware=way.on.name,
             wants_compile=True,
+            # The emulation of MXFP8 multiplies what it has rounded as plain matrices.
+            counts_emulation=way.emulates and not self.scaling.startswith("mxfp8"),
         )
 
     @property

@@ -1,6 +1,6 @@
 """The recipes of Transformer Engine, NVIDIA's library: delayed, current and block scaling, MXFP8 and NVFP4."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,7 +106,10 @@ class TransformerEngineRecipe:
 
     @contextmanager
     def counting(self) -> Generator[ProductCounts]:
-        """Count the matrix products: torch does not see those of the library, whose layers tell how they computed."""
+        """Count the matrix products: torch does not see those of the library, whose layers tell how they computed.
+
+        The products of a backward are counted with those of its forward, also where it runs after the block.
+        """
         with counting_products() as counts:
             hook = register_module_forward_hook(partial(_count_layer, counts))
             try:
@@ -124,18 +127,34 @@ class TransformerEngineRecipe:
         return te_recipe(self.scaling, **self.options)
 
 
-def _count_layer(counts: ProductCounts, module: nn.Module, inputs: tuple[object, ...], _: object) -> None:
-    """Count the products of a layer of the library's: one in the forward, and one for each gradient."""
+def _count_layer(
+    counts: ProductCounts, module: nn.Module, inputs: tuple[object, ...], output: object
+) -> None:
+    """Count the product of a layer of the library's, and those of its gradients once one arrives at its output."""
     if not hasattr(module, "fp8_meta"):
         return
+    is_scaled = bool(
+        getattr(module, "fp8", False)
+    )  # as it is now: the next forward may be in another precision
+
+    def add(products: int) -> None:
+        if is_scaled:
+            counts.scaled += products
+        else:
+            counts.others += products
+
+    add(1)
+    first = output[0] if isinstance(output, tuple) else output
+    if not isinstance(first, Tensor) or not first.requires_grad:
+        return
     weight = getattr(module, "weight", None)
-    trains = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
+    trains = isinstance(weight, Tensor) and weight.requires_grad
     flows = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
-    products = 1 + trains + flows
-    if getattr(module, "fp8", False):
-        counts.scaled += products
-    else:
-        counts.others += products
+    first.register_hook(partial(_at_gradient, add, trains + flows))
+
+
+def _at_gradient(add: Callable[[int], None], products: int, _: Tensor) -> None:
+    add(products)
 
 
 def te_delayed() -> TransformerEngineRecipe:
