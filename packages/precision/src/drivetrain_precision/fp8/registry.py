@@ -60,8 +60,8 @@ def load_recipe(name: str) -> Fp8Recipe:
         PrecisionError: There is no recipe of this name; the message lists all.
     """
     check_recipe_name(name)
-    (point,) = entry_points(group=ENTRY_POINT_GROUP, name=name)
-    return point.load()()
+    first, *_ = entry_points(group=ENTRY_POINT_GROUP, name=name)  # an environment may hold a package twice
+    return first.load()()
 
 
 def choose_recipe(
