@@ -359,49 +359,9 @@ def test_an_export_is_that_of_a_plain_model(tmp_path: Path) -> None:
             assert torch.equal(plain.state_dict()[name], value)
 
 
-def trained(backend: str, section: dict[str, Any], recipe: Any, mode: str = "fp8") -> list[float]:
-    """The losses of a run whose ranks all read the same batches, so that any number of them trains the same."""
-    sections = {backend: section} if section else {}
-    with make(
-        recipe, mixed_precision=mode, backend=backend, sections=sections, gradient_accumulation_steps=2
-    ) as accelerator:
-        model, optimizer = prepared(accelerator)
-        losses = train(accelerator, model, optimizer, range(12))
-        assert ("fp8 products" in accelerator.plan.facts) == (mode == "fp8")
-        return losses
-
-
-EVERYWHERE = LayerFilter(skip_first=False)
-SCALINGS = ("tensorwise", "rowwise", "mxfp8")
-STAGES = [("deepspeed", {"stage": stage}) for stage in (1, 2, 3)]
-WAYS: list[tuple[str, dict[str, Any]]] = [("ddp", {}), ("fsdp", {}), *STAGES]
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "way", "scaling"),
-    [
-        pytest.param(
-            *(num_processes, way, scaling),
-            marks=() if (num_processes, way[0], scaling) == (2, "ddp", "tensorwise") else pytest.mark.slow,
-            id=f"{num_processes}-{way[0]}{way[1].get('stage', '')}-{scaling}",
-        )
-        for num_processes in (2, 4)
-        for way in WAYS
-        for scaling in SCALINGS
-        if num_processes == 2 or way[0] in ("ddp", "fsdp")
-    ],
-)
-def test_every_backend_trains_as_one_process_does(
-    run_ranks, request, num_processes: int, way: tuple[str, dict[str, Any]], scaling: Any
-) -> None:
-    if way[0] == "deepspeed":
-        request.getfixturevalue("deepspeed_operators")
-    recipe = TorchaoRecipe(scaling=scaling, layers=EVERYWHERE)
-    alone = trained("single", {}, recipe)
-    ran = run_ranks(trained, *way, recipe, num_processes=num_processes, timeout_seconds=170)
-    assert ran == [ran[0]] * num_processes
-    assert ran[0] == pytest.approx(alone, rel=0.02)
-    assert trained("single", {}, None, "bf16") != alone
+def train_in_stage_0() -> None:
+    with make(backend="deepspeed", sections={"deepspeed": {"stage": 0}}):
+        pass
 
 
 @pytest.mark.slow
@@ -409,7 +369,7 @@ def test_stage_0_of_deepspeed_is_refused_when_the_run_is_composed(run_ranks) -> 
     with pytest.raises(
         AssertionError, match="stage=0 with models that compute in bf16: DeepSpeed adds gradients"
     ):
-        run_ranks(trained, "deepspeed", {"stage": 0}, TorchaoRecipe())
+        run_ranks(train_in_stage_0)
 
 
 def test_a_recipe_is_a_value_that_can_be_changed_in_part() -> None:

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.settings import PrecisionSettings as PrecisionSettings
     from drivetrain_precision.support import Support as Support
     from drivetrain_precision.support import supported_modes as supported_modes
+    from drivetrain_precision.testing import RecipeContract as RecipeContract
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -95,6 +96,7 @@ _MODULES = {
     "Products": "fp8.protocol",
     "QATReport": "quantized.fake_quantize",
     "QuantizedScheme": "quantized.scheme",
+    "RecipeContract": "testing",
     "RecordedAutocast": "checks.autocast_record",
     "Requirements": "fp8.protocol",
     "SkippedSteps": "scaling.skipped_steps",

@@ -149,7 +149,8 @@ def _check(model: nn.Module) -> None:
                 f"{name} has adapters beside its weight: model.merge_and_unload() first adds them to the weights"
             )
     for name, value in model.state_dict(keep_vars=True).items():
-        if hasattr(value, "full_tensor"):
+        # DeepSpeed's stage 3 leaves an empty tensor where a weight was, and notes how many elements it has.
+        if hasattr(value, "full_tensor") or getattr(value, "ds_numel", value.numel()) != value.numel():
             raise PrecisionError(
                 f"{name} is divided among ranks: export inside `with accelerator.gathered(model):`, on all ranks"
             )
