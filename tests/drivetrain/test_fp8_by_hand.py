@@ -13,6 +13,7 @@ from torch.optim import SGD
 from drivetrain import Accelerator
 from drivetrain_precision import LayerFilter, PrecisionError, TorchaoRecipe, convert_model
 from drivetrain_precision.conversion.class_exchange import exchange_of
+from drivetrain_precision.fp8.protocol import gathers_in_fp8
 
 torchao_float8: Any = pytest.importorskip(
     "torchao.float8", reason="an extra of drivetrain-precision brings it"
@@ -136,6 +137,13 @@ def test_layers_that_adapters_train_whole_are_converted_and_restored(
     optimizer.step()
     accelerator.end_training()
     assert not any(map(exchange_of, base.modules()))
+
+
+def test_a_wrapper_is_not_taken_for_the_layer_that_gathers_inside_it() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["down"], modules_to_save=["up"]))
+    converted = convert_model(model, TorchaoRecipe(all_gather=True)).converted
+    assert tuple(name for name, each in model.named_modules() if gathers_in_fp8(each)) == converted
 
 
 def test_frozen_layers_run_two_products_a_step() -> None:

@@ -90,7 +90,7 @@ class Fp8Training:
                 recipe says; all of them are left as they were.
             ValueError: A model is prepared already.
         """
-        self._check_unprepared(models)
+        check_new(models)  # whose layers are converted: to restore them would take fp8 from a run
         self._last = len(self._models)
         refused: list[NothingConvertedError] = []
         plain = list(map(unwrap_compiled, models))
@@ -129,17 +129,6 @@ class Fp8Training:
         converted = sum(len(report.converted) for report in self._reports)
         linear = sum(each.is_linear for report in self._reports for each in report.layers)
         return {LAYERS: f"{converted} of {linear} linear layers in {self._recipe.name}"}
-
-    def _check_unprepared(self, models: Sequence[nn.Module]) -> None:
-        """Refuse prepared models in these words, and not as converted ones, whose run would lose its layers."""
-        check_new(models)
-        for model in models:
-            is_divided = any(map(is_dtensor, model.parameters()))
-            if is_divided and self._computing([model]):
-                kind = type(unwrap_compiled(model)).__name__
-                raise ValueError(
-                    f"{kind} is prepared already: it is sharded; prepare() a model once, or build it anew"
-                )
 
     def check(self) -> None:
         """Check that weights are gathered in fp8 if the recipe says so, once a backend has prepared the models.
