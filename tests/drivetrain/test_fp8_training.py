@@ -135,7 +135,7 @@ def test_bf16_instead_is_told_in_the_plan_with_its_reason() -> None:
 
 
 def test_without_a_fallback_composing_is_an_error() -> None:
-    with pytest.raises(PrecisionError, match="the nearest that runs here is 'torchao_tensorwise'"):
+    with pytest.raises(PrecisionError, match="the nearest that runs here is 'torchao_mxfp8'"):
         make(sections={"precision": {"fp8_recipe": "torchao_nvfp4"}})
 
 

@@ -193,8 +193,8 @@ def test_where_nothing_is_converted_the_error_names_the_layers_and_changes_nothi
         convert_model(model, recipe("mxfp8"))
     assert str(raised.value) == (
         "recipe torchao_mxfp8: no layer of Sequential can be converted: 0 has in_features=7, which is not divisible "
-        "by 32; 1 has out_features=9, which is not divisible by 32. Give LayerFilter what to convert "
-        "(skip_first=False, skip_last=False, other patterns), or train in bf16"
+        "by 32; 1 has out_features=9, which is not divisible by 32. No LayerFilter changes that: train in "
+        "bf16"
     )
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     with pytest.raises(NothingConvertedError, match=r"it has no nn\.Linear"):

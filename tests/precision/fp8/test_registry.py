@@ -1,16 +1,23 @@
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchao.float8 import Float8LinearConfig
 
 from drivetrain_precision import (
     LayerFilter,
     PrecisionError,
     PrecisionSettings,
     TorchaoRecipe,
+    choose_policy,
+    convert_model,
     load_recipe,
     recipe_names,
+    restore_model,
 )
 from drivetrain_precision.fp8.registry import choose_recipe
 
@@ -110,7 +117,7 @@ def test_a_recipe_that_cannot_run_here_names_the_nearest_that_can() -> None:
     assert choice.recipe is None
     assert choice.reason == (
         "recipe 'torchao_nvfp4': it needs a Blackwell or newer GPU, and the device is cpu; the nearest that runs "
-        "here is 'torchao_tensorwise'; fp8_fallback='bf16' trains in bf16 instead"
+        "here is 'torchao_mxfp8'; fp8_fallback='bf16' trains in bf16 instead"
     )
 
 
@@ -127,9 +134,67 @@ def test_settings_that_a_recipe_given_in_code_would_leave_unheard_are_an_error()
     assert choose_recipe(CPU, PrecisionSettings(fp8_recipe=given.name), given).recipe == given
     with pytest.raises(PrecisionError, match=r"fp8_recipe='torchao_mxfp8', and .*'torchao_rowwise' is given"):
         choose_recipe(CPU, PrecisionSettings(fp8_recipe="torchao_mxfp8"), given)
-    for settings in (PrecisionSettings(fp8_exclude=("*.up",)), PrecisionSettings(fp8_skip_ends=False)):
-        with pytest.raises(PrecisionError, match=r"layers=LayerFilter\(exclude="):
-            choose_recipe(CPU, settings, given)
+    excludes, ends = PrecisionSettings(fp8_exclude=("*.up",)), PrecisionSettings(fp8_skip_ends=False)
+    with pytest.raises(
+        PrecisionError, match=r"fp8_exclude=\('\*\.up',\): .*LayerFilter\(exclude=\('\*\.up',\)\) of"
+    ):
+        choose_recipe(CPU, excludes, given)
+    with pytest.raises(
+        PrecisionError, match=r"^precision\.fp8_skip_ends=False: .*\(skip_first=False, skip_last=False\)"
+    ):
+        choose_recipe(CPU, ends, given)
+
+
+@pytest.mark.parametrize("name", ["te_mxfp8", "te_nvfp4", "torchao_nvfp4"])
+def test_what_hardware_cannot_run_is_told_before_a_library_to_build(name: str) -> None:
+    reason = choose_recipe(CPU, PrecisionSettings(fp8_recipe=name)).reason
+    assert reason.startswith(f"recipe {name!r}: it needs a Blackwell or newer GPU, and the device is cpu; ")
+    assert "the nearest that runs here is 'torchao_mxfp8'" in reason
+
+
+def test_a_recipe_may_be_given_by_its_name_with_the_settings_of_the_section() -> None:
+    policy = choose_policy("fp8", CPU, PrecisionSettings(fp8_exclude=("*.up",)), recipe="torchao_rowwise")
+    assert policy.recipe == TorchaoRecipe(scaling="rowwise", layers=LayerFilter(exclude=("*.up",)))
+    assert choose_policy("fp8", CPU, recipe="auto").recipe == TorchaoRecipe()
+    with pytest.raises(
+        PrecisionError, match=r"precision\.fp8_recipe='torchao_mxfp8', and fp8_recipe='torchao_rowwise'"
+    ):
+        choose_policy("fp8", CPU, PrecisionSettings(fp8_recipe="torchao_mxfp8"), recipe="torchao_rowwise")
+    with pytest.raises(PrecisionError, match="fp8_recipe='torchao_rowwise' with mixed_precision='bf16'"):
+        choose_policy("bf16", CPU, recipe="torchao_rowwise")
+    with pytest.raises(
+        PrecisionError, match=r"fp8_recipe='rowwise': there is no such recipe; .*torchao_rowwise"
+    ):
+        choose_policy("fp8", CPU, recipe="rowwise")
+
+
+def test_a_model_is_converted_and_restored_by_the_name_of_a_recipe() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    assert convert_model(model, "torchao_rowwise").recipe == "torchao_rowwise"
+    assert restore_model(model, "torchao_rowwise") == ("1",)
+    with pytest.raises(
+        PrecisionError, match="'auto' is a choice of settings, by device; the recipes are te_block"
+    ):
+        convert_model(model, "auto")
+
+
+NO_RECIPES: tuple[Any, ...] = (Float8LinearConfig(), TorchaoRecipe, 8, nn.Linear)
+
+
+@pytest.mark.parametrize("given", NO_RECIPES)
+def test_what_is_no_recipe_is_refused_with_what_was_given_and_the_names(given: Any) -> None:
+    hint = (
+        r"a class; give an object, such as TorchaoRecipe\(\)"
+        if repr(given) == repr(TorchaoRecipe)
+        else "no recipe of fp8; give"
+    )
+    match = rf"^{re.escape(repr(given))} is {hint}.*load_recipe\('torchao_rowwise'\).*torchao_tensorwise"
+    with pytest.raises(PrecisionError, match=match):
+        convert_model(nn.Linear(32, 32), given)
+    with pytest.raises(PrecisionError, match=match):
+        choose_policy("fp8", CPU, recipe=given)
+    with pytest.raises(PrecisionError, match=match):
+        choose_policy("bf16", CPU, recipe=given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ def test_a_compiled_layer_is_one_graph_in_inference_mode_too() -> None:
 
 def test_nvfp4_off_a_gpu_is_an_error_that_says_what_computes_there() -> None:
     made = nn.Linear(128, 128)
-    convert_model(made, TorchaoRecipe(scaling="nvfp4", layers=LayerFilter(skip_first=False, skip_last=False)))
+    TorchaoRecipe(scaling="nvfp4").convert(made)
     with pytest.raises(PrecisionError, match="NVFP4 got an input on cpu: torchao computes NVFP4 on CUDA"):
         made(torch.randn(128, 128))
 

@@ -36,7 +36,7 @@ def compose(
     registry: BackendRegistry,
     layers: Layers,
     trackers: Sequence[Tracker] = (),
-    fp8_recipe: Fp8Recipe | None = None,
+    fp8_recipe: Fp8Recipe | str | None = None,
 ) -> Parts:
     """Resolve every section and build the parts. Called on all ranks.
 
@@ -48,7 +48,7 @@ def compose(
         registry: The registry that maps a backend's name to its class.
         layers: The settings from outside the program.
         trackers: Tracker objects, in addition to the trackers that the run section names.
-        fp8_recipe: The recipe of fp8, instead of the one that the precision section names.
+        fp8_recipe: The recipe of fp8 or its name, instead of the one that the precision section names.
 
     Raises:
         ConfigError: A setting is unknown or out of range; the message names its source.
@@ -75,7 +75,7 @@ def _build(
     given: Sections,
     parallelism: ParallelDims | None,
     trackers: Sequence[Tracker],
-    fp8_recipe: Fp8Recipe | None,
+    fp8_recipe: Fp8Recipe | str | None,
 ) -> Parts:
     """Build the parts, once the ranks are connected."""
     run, is_main = given.run, context.topology.is_main
@@ -133,7 +133,14 @@ def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
         if context.topology.is_main:
             store_plan(plan_of(parts), parts.settings)
 
-    fp8 = Fp8Training(recipe, context, keep_fp32=parts.policy.dtypes.keep_fp32, on_count=store)
+    policy = parts.policy
+    fp8 = Fp8Training(
+        recipe,
+        context,
+        keep_fp32=policy.dtypes.keep_fp32,
+        exclude=policy.settings.fp8_exclude,
+        on_count=store,
+    )
     parts.prepared.on_step.append(fp8.end_step)
     return replace(parts, fp8=fp8)
 

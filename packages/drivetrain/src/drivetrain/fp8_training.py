@@ -1,7 +1,7 @@
 """Train in fp8: convert models, and prove by the first step that their products run in the recipe's formats."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -9,9 +9,9 @@ from torch import nn
 from drivetrain.first_step_products import FirstStepProducts
 from drivetrain.fp8_proof import PATIENCE_STEPS, Verdict, judge_step, judge_unproved
 from drivetrain_backends import unwrap_compiled
+from drivetrain_backends.torch.backend import check_new
 from drivetrain_precision import (
     ConversionReport,
-    GathersInFp8,
     NothingConvertedError,
     PrecisionError,
     convert_model,
@@ -21,13 +21,33 @@ from drivetrain_precision import (
     restore_model,
 )
 from drivetrain_precision.conversion.conversion_plan import linear_names
-from drivetrain_precision.fp8.protocol import Fp8Recipe
+from drivetrain_precision.conversion.layer_filter import check_pattern
+from drivetrain_precision.fp8.protocol import Fp8Recipe, gathers_in_fp8
 from drivetrain_state import Context
 from drivetrain_weights.tensor_box import is_dtensor
 
 logger = logging.getLogger(__name__)
 
 LAYERS, PRODUCTS = "fp8 layers", "fp8 products"  # facts of the plan
+
+
+def check_gathers(models: Iterable[nn.Module], *, said: str) -> None:
+    """Check that weights which are to be gathered in fp8 are gathered, once a backend has prepared the models.
+
+    Args:
+        models: The models.
+        said: Where the recipe was given, for the message.
+
+    Raises:
+        PrecisionError: The backend does not gather weights.
+    """
+    for model in models:
+        for name, module in unwrap_compiled(model).named_modules():
+            if gathers_in_fp8(module) and not is_dtensor(module.weight):
+                raise PrecisionError(
+                    f"{said}: the weight of {name} is not divided among ranks, so that nothing is gathered in fp8; "
+                    "leave all_gather out, or train with backend='fsdp'"
+                )
 
 
 class Fp8Training:
@@ -37,6 +57,7 @@ class Fp8Training:
         recipe: The recipe of the run.
         context: The ranks and the device.
         keep_fp32: The patterns of the modules that stay in fp32, which are not converted.
+        exclude: The patterns of `fp8_exclude`, which the recipe has already, for messages in their name.
         on_count: A function that gets the facts of the plan when something is known of the products of a step.
     """
 
@@ -46,9 +67,11 @@ class Fp8Training:
         context: Context,
         *,
         keep_fp32: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         on_count: Callable[[dict[str, str]], None],
     ) -> None:
         self._recipe, self._context, self._keep_fp32 = recipe, context, keep_fp32
+        self._exclude = exclude
         self._on_count: Callable[[dict[str, str]], None] | None = on_count
         self._models: list[nn.Module] = []
         self._reports: list[ConversionReport] = []
@@ -65,7 +88,9 @@ class Fp8Training:
         Raises:
             PrecisionError: No layer of any model of the run can be converted, or a model cannot be converted as the
                 recipe says; all of them are left as they were.
+            ValueError: A model is prepared already.
         """
+        check_new(models)  # whose layers are converted: to restore them would take fp8 from a run
         self._last = len(self._models)
         refused: list[NothingConvertedError] = []
         plain = list(map(unwrap_compiled, models))
@@ -74,13 +99,17 @@ class Fp8Training:
         # A pattern of the recipe may match in one of the run's models alone, as one of keep_fp32 may.
         self._linear_names.update(name for model in plain for name in linear_names(model))
         try:
+            for pattern in self._exclude:
+                check_pattern(pattern, sorted(self._linear_names), said=f"precision.fp8_exclude={pattern!r}")
             for model in plain:
                 kept = dict.fromkeys(islands[model], "stays in fp32 (keep_fp32)")
                 kept |= dict.fromkeys(
                     self._computing(self._models), "is shared with a model converted before"
                 )
                 try:
-                    report = convert_model(model, self._recipe, kept=kept, known=self._linear_names)
+                    report = convert_model(
+                        model, self._recipe, device=self._context.device, kept=kept, known=self._linear_names
+                    )
                     self._reports.append(report)
                     self._models.append(model)
                 except NothingConvertedError as error:
@@ -107,13 +136,7 @@ class Fp8Training:
         Raises:
             PrecisionError: The backend does not gather weights.
         """
-        for model in self._models:
-            for name, module in model.named_modules():
-                if isinstance(module, GathersInFp8) and not is_dtensor(module.weight):
-                    raise PrecisionError(
-                        f"fp8_recipe={self._recipe!r}: the weight of {name} is not divided among ranks, so "
-                        "that nothing is gathered in fp8; leave all_gather out, or train with backend='fsdp'"
-                    )
+        check_gathers(self._models, said=f"fp8_recipe={self._recipe!r}")
 
     def undo(self) -> None:
         """Give the models of the last `convert` their plain layers back, after a preparation that failed."""

@@ -1,14 +1,14 @@
 """Choose a precision: map a mode and a device to a frozen policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from drivetrain_precision.dtypes.dtype_policy import DtypePolicy, choose_dtypes
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
-from drivetrain_precision.fp8.registry import check_recipe_name, choose_recipe
+from drivetrain_precision.fp8.registry import as_recipe, check_recipe_name, choose_recipe
 from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import MODES, Support, supported_modes
 
@@ -54,7 +54,7 @@ def choose_policy(
     device: torch.device,
     settings: PrecisionSettings | None = None,
     *,
-    recipe: Fp8Recipe | None = None,
+    recipe: Fp8Recipe | str | None = None,
 ) -> Policy:
     """Choose the precision for `device`.
 
@@ -64,24 +64,25 @@ def choose_policy(
         device: The device that training runs on.
         settings: The settings of fp16's loss scale, of skipped steps, of fp8, and of the dtypes that models are held
             in.
-        recipe: The recipe of mode "fp8"; None for the one that the settings name.
+        recipe: The recipe of mode "fp8" or its name; None for the one that the settings name.
 
     Returns:
         The policy; its `reason` explains the choice.
 
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
-            Or the dtypes of the settings contradict it, or they name no recipe.
+            Or the dtypes of the settings contradict it, or they or the argument name no recipe.
     """
     support = supported_modes(device)
     if settings is not None:
         check_recipe_name(settings.fp8_recipe)
     if mode == "fp8":
-        return _fp8_policy(device, settings or PrecisionSettings(), recipe, support)
+        named = _with_name(settings or PrecisionSettings(), recipe)
+        given = None if recipe is None or isinstance(recipe, str) else as_recipe(recipe)
+        return _fp8_policy(device, named, given, support)
     if recipe is not None:
-        raise PrecisionError(
-            f"fp8_recipe={recipe.name!r} with mixed_precision={mode!r}: say mixed_precision='fp8'"
-        )
+        name = recipe if isinstance(recipe, str) else as_recipe(recipe).name
+        raise PrecisionError(f"fp8_recipe={name!r} with mixed_precision={mode!r}: say mixed_precision='fp8'")
     if mode == "auto":
         chosen = next(name for name in _BEST_FIRST if support[name].level == "native")
         weaker = [name for name in _BEST_FIRST if support[name].level != "native"]
@@ -114,6 +115,18 @@ def unused_settings(mode: str, settings: PrecisionSettings) -> dict[str, str]:
         for name in names
         if other != mode and getattr(settings, name) != getattr(default, name)
     }
+
+
+def _with_name(settings: PrecisionSettings, recipe: object) -> PrecisionSettings:
+    """Return the settings with the recipe that is named in code."""
+    if not isinstance(recipe, str) or recipe == "auto":
+        return settings
+    check_recipe_name(recipe)
+    if settings.fp8_recipe not in ("auto", recipe):
+        raise PrecisionError(
+            f"precision.fp8_recipe={settings.fp8_recipe!r}, and fp8_recipe={recipe!r} is given in code; say one"
+        )
+    return replace(settings, fp8_recipe=recipe)
 
 
 def _fp8_policy(

@@ -8,7 +8,7 @@ gathers the same weights, and gets the same scales back until it ends.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.state_dict.dtensor import plain_values
 from drivetrain_backends.torch.compat import call_after_backward
 from drivetrain_precision import GathersInFp8
+from drivetrain_precision.fp8.protocol import gathers_in_fp8
 
 
 class Fp8Gather:
@@ -32,10 +33,10 @@ class Fp8Gather:
     def __init__(self, sharded: ShardedModel, *, note: Callable[[], None], shares_scales: bool) -> None:
         self._note = note
         self._sharded = sharded
-        found = [each for each in sharded.module.modules() if isinstance(each, GathersInFp8)]
+        found = [each for each in sharded.module.modules() if gathers_in_fp8(each)]
         self._layers: Sequence[GathersInFp8] = found
         self._shards = [each.weight for each in found]
-        self._inside = nn.ModuleList(found)
+        self._inside = nn.ModuleList(cast("list[nn.Module]", found))
         root = sharded.module
         self._hooks = (
             # Before FSDP's own hook, which begins to gather: its streams wait for what was computed before.

@@ -19,7 +19,7 @@ from drivetrain_backends.fsdp.storage import TensorStorage
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first, broadcast_parts
-from drivetrain_precision import GathersInFp8
+from drivetrain_precision.fp8.protocol import gathers_in_fp8
 from drivetrain_state import Context
 
 
@@ -238,7 +238,7 @@ def _shard(
     reshards = None if is_root and not is_alone and sharding.reshards else sharding.reshards
     offload = CPUOffloadPolicy(pin_memory=sharding.pin_memory) if sharding.offload else OffloadPolicy()
     for module in group:
-        if isinstance(module, GathersInFp8):
+        if gathers_in_fp8(module):
             # The optimizer is matched by name, and a weight that is shared is never converted.
             form = module.weight_for_all_gather()
             module.weight = nn.Parameter(form, requires_grad=module.weight.requires_grad)

@@ -24,6 +24,7 @@ class ClassExchange:
         attributes: The names of the attributes that were added.
         buffers: The names of the buffers that were added, which are no part of the layer's state dict.
         modules: The names of the modules that were added.
+        recipe: The name of the recipe in fp8 that the layer computes in.
     """
 
     owner: Owner
@@ -31,15 +32,17 @@ class ClassExchange:
     attributes: tuple[str, ...]
     buffers: tuple[str, ...]
     modules: tuple[str, ...] = ()
+    recipe: str = ""
 
 
-def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner) -> None:
+def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: str = "") -> None:
     """Give a module the class of another one, with the attributes, buffers and modules that it does not have.
 
     Args:
         module: The module to change; `name_clash` finds nothing in it.
         like: A module of a subclass of its class; its parameters are left out.
         owner: The purpose of the exchange.
+        recipe: The name of the recipe in fp8.
     """
     attributes: dict[str, Any] = {
         name: value for name, value in vars(like).items() if name not in vars(module)
@@ -53,7 +56,7 @@ def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner) -> None:
     modules = {name: each for name, each in like.named_children() if name not in held}
     for name, each in modules.items():
         module.add_module(name, each.train(module.training))
-    record = ClassExchange(owner, type(module), tuple(attributes), tuple(buffers), tuple(modules))
+    record = ClassExchange(owner, type(module), tuple(attributes), tuple(buffers), tuple(modules), recipe)
     setattr(module, _RECORD, record)
     module.__class__ = type(like)
 
@@ -80,7 +83,7 @@ def _names_in(module: nn.Module) -> frozenset[str]:
 
 def exchange_of(module: nn.Module) -> ClassExchange | None:
     """Return what an exchange changed, or None for a module as its user made it."""
-    return getattr(module, _RECORD, None)
+    return vars(module).get(_RECORD)  # of its own: a wrapper may hand on the attributes of the module inside
 
 
 def undo_exchange(module: nn.Module) -> None:

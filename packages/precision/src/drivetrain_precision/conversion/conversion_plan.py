@@ -1,7 +1,7 @@
 """Decide for each layer of a model whether a recipe converts it; nothing is changed yet."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -10,6 +10,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from drivetrain_precision.conversion.layer_filter import LayerFilter
+
+# The modules of a wrapper of `peft` that keeps a module and trains a copy in its place (`modules_to_save`).
+_COPIES = ("original_module", "modules_to_save")
 
 
 class Refuses(Protocol):
@@ -78,7 +81,8 @@ def plan_conversion(
     linear = linear_names(model)
     layers.check([*linear, *known])
     bases = [name for name in linear if not _is_adapter(name, modules)]
-    facts = _Facts(modules, kept, _ties(modules), _ends(bases, layers))
+    places = {name: _place(name, modules) for name in bases}
+    facts = _Facts(modules, kept, _ties(modules), _ends(places, layers))
     return tuple(
         LayerDecision(
             name=name,
@@ -132,11 +136,22 @@ def _why_unfit(module: nn.Linear) -> str | None:
     return None
 
 
-def _ends(names: Sequence[str], layers: LayerFilter) -> dict[str, str]:
-    """Return the reasons of the first and the last of a model's linear layers."""
-    first = {names[0]: "is the first linear layer (skip_first)"} if layers.skip_first and names else {}
-    last = {names[-1]: "is the last linear layer (skip_last)"} if layers.skip_last and names else {}
-    return last | first
+def _ends(places: Mapping[str, str], layers: LayerFilter) -> dict[str, str]:
+    """Return the reasons of the first and the last of a model's linear layers, which may have copies."""
+    order = list(places.values())
+    first = order[0] if layers.skip_first and order else None
+    last = order[-1] if layers.skip_last and order else None
+    reasons = {last: "is the last linear layer (skip_last)", first: "is the first linear layer (skip_first)"}
+    return {name: reasons[place] for name, place in places.items() if place in reasons}
+
+
+def _place(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the place that a layer is in: a layer and the copy that `peft` trains of it are in one."""
+    return next((outer for outer in _lineage(name) if _has_copies(outer, modules)), name)
+
+
+def _has_copies(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    return all(f"{name}.{each}".lstrip(".") in modules for each in _COPIES)
 
 
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain_precision.compat import unwrap_compiled
@@ -15,6 +16,9 @@ from drivetrain_precision.conversion.layer_report import LayerReport
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
+from drivetrain_precision.fp8.registry import as_recipe
+
+_ADVICE = "Give LayerFilter what to convert (skip_first=False, skip_last=False, other patterns)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +37,10 @@ class ConversionReport(LayerReport):
 
 def convert_model(
     model: nn.Module,
-    recipe: Fp8Recipe,
+    recipe: Fp8Recipe | str,
     filter: LayerFilter | None = None,
     *,
+    device: torch.device | None = None,
     kept: Mapping[nn.Module, str] = MappingProxyType({}),
     known: Collection[str] = (),
 ) -> ConversionReport:
@@ -46,8 +51,10 @@ def convert_model(
 
     Args:
         model: The model; its layers are not divided among ranks yet.
-        recipe: The recipe that layers are to compute in.
+        recipe: The recipe that layers are to compute in, or its name.
         filter: The layers to convert; None for the recipe's own filter.
+        device: The device that the model will compute on; None for that of its parameters or, where they are on the
+            CPU, an accelerator that it may be moved to.
         kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns or
             those that another model shares and that are converted already, each with the reason for the report.
         known: Names of linear layers of further models, which a pattern of the filter may match in place of this
@@ -59,10 +66,10 @@ def convert_model(
     Raises:
         NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
             left as it was.
-        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already or
-            rounds its weight by `prepare_qat`. The model is left as it was.
+        PrecisionError: A pattern matches nothing, there is no such recipe, the device or the libraries cannot run it,
+            or a layer is converted already or rounds its weight by `prepare_qat`. The model is left as it was.
     """
-    model = unwrap_compiled(model)
+    model, recipe = unwrap_compiled(model), as_recipe(recipe)
     found = list(_converted(model, recipe))
     if first := [name for name, module in found if module not in kept]:
         raise PrecisionError(
@@ -76,38 +83,42 @@ def convert_model(
                 "model trains either for that or in fp8: undo_qat(model) first gives the plain layers back, or train "
                 "in bf16"
             )
-    if (missing := check_library(recipe.requirements)) is not None:
-        raise PrecisionError(f"recipe {recipe.name}: {missing}")
+    _check_support(model, recipe, device)
     decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept, known=known)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
     if not report.converted and not found:
+        free = plan_conversion(model, recipe, LayerFilter(skip_first=False, skip_last=False), kept=kept)
+        helps = any(each.converts for each in free)
         raise NothingConvertedError(
-            f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: "
-            f"{report.refusals(model)}. Give LayerFilter what to convert (skip_first=False, "
-            "skip_last=False, other patterns), or train in bf16"
+            f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: {report.refusals(model)}. "
+            + (f"{_ADVICE}, or train in bf16" if helps else "No LayerFilter changes that: train in bf16")
         )
     change_layers(model, report.converted, recipe.convert, recipe.restore)
     return report
 
 
-def restore_model(model: nn.Module, recipe: Fp8Recipe, *, kept: Container[nn.Module] = ()) -> tuple[str, ...]:
+def restore_model(
+    model: nn.Module, recipe: Fp8Recipe | str, *, kept: Container[nn.Module] = ()
+) -> tuple[str, ...]:
     """Give a model its plain linear layers back, in place, with equal weights.
 
     Args:
         model: The model.
-        recipe: The recipe that layers compute in.
+        recipe: The recipe that layers compute in, or its name.
         kept: Modules that stay converted, such as those that another model shares.
 
     Returns:
         The names of the layers that were converted.
     """
+    recipe = as_recipe(recipe)
     names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
     change_layers(unwrap_compiled(model), names, recipe.restore, recipe.convert)
     return names
 
 
-def recipe_state(model: nn.Module, recipe: Fp8Recipe) -> dict[str, Tensor]:
+def recipe_state(model: nn.Module, recipe: Fp8Recipe | str) -> dict[str, Tensor]:
     """Return what converted layers keep beside their weights, by layer and name, for a checkpoint."""
+    recipe = as_recipe(recipe)
     return {
         f"{name}.{key}" if name else key: value
         for name, module in _converted(model, recipe)
@@ -115,7 +126,9 @@ def recipe_state(model: nn.Module, recipe: Fp8Recipe) -> dict[str, Tensor]:
     }
 
 
-def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+def load_recipe_state(
+    model: nn.Module, recipe: Fp8Recipe | str, state: Mapping[str, Tensor]
+) -> tuple[str, ...]:
     """Load what `recipe_state` returned.
 
     Returns:
@@ -125,6 +138,7 @@ def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, T
     Raises:
         PrecisionError: A tensor was saved in another shape than this recipe keeps; nothing was loaded.
     """
+    recipe = as_recipe(recipe)
     live = recipe_state(model, recipe)
     for name, value in live.items():
         if name in state and state[name].shape != value.shape:
@@ -137,6 +151,25 @@ def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, T
         if name in state:
             value.copy_(state[name])
     return tuple(name for name in live if name not in state)
+
+
+def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | None) -> None:
+    """Check that a model's device, or one that it may be moved to, can run a recipe.
+
+    Raises:
+        PrecisionError: None of them can.
+    """
+    kinds = {each.device.type: each.device for each in model.parameters() if not each.is_meta}
+    devices = list(kinds.values()) if device is None else [device]
+    supports = {each: recipe.support(each) for each in devices}
+    moved = torch.accelerator.current_accelerator(check_available=True)
+    for each, support in supports.items():
+        if device is None and each.type == "cpu" and moved is not None and support.level == "none":
+            support = recipe.support(moved)
+        if support.level == "none":
+            raise PrecisionError(f"recipe {recipe.name}: {support.reason}")
+    if not devices and (missing := check_library(recipe.requirements)) is not None:
+        raise PrecisionError(f"recipe {recipe.name}: {missing}")
 
 
 def _converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,11 @@ class GathersInFp8(Protocol):
             scale: The scale; None if each gather computes one, by an all-reduce of its own.
         """
         ...
+
+
+def gathers_in_fp8(module: nn.Module) -> TypeGuard[GathersInFp8]:
+    """Return whether a module is such a layer, and no wrapper that hands on the attributes of one inside."""
+    return hasattr(type(module), GathersInFp8.weight_for_all_gather.__name__)
 
 
 class Fp8Recipe(Protocol):

@@ -21,6 +21,9 @@ _BEST_FIRST = (
 )
 # Emulation costs the less the simpler the scales are, and is there to try a program out.
 _EMULATED_FIRST = ("torchao_tensorwise", "torchao_rowwise")
+# The recipes of small blocks are near to each other, whatever library computes them.
+_NEAREST: Mapping[str, str] = dict.fromkeys(("te_mxfp8", "te_nvfp4", "torchao_nvfp4"), "torchao_mxfp8")
+_MEMBERS = tuple(sorted(name for name in vars(Fp8Recipe) if not name.startswith("_")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,32 @@ def load_recipe(name: str) -> Fp8Recipe:
     Raises:
         PrecisionError: There is no recipe of this name; the message lists all.
     """
+    if name == "auto":
+        raise PrecisionError(
+            f"'auto' is a choice of settings, by device; the recipes are {', '.join(recipe_names())}"
+        )
     check_recipe_name(name)
     first, *_ = entry_points(group=ENTRY_POINT_GROUP, name=name)  # an environment may hold a package twice
     return first.load()()
+
+
+def as_recipe(given: object) -> Fp8Recipe:
+    """Return a recipe that is given as an object or by its name.
+
+    Raises:
+        PrecisionError: It is neither; the message lists the names.
+    """
+    if isinstance(given, str):
+        return load_recipe(given)
+    if all(hasattr(given, each) for each in _MEMBERS):
+        if not isinstance(given, type):
+            return cast("Fp8Recipe", given)
+        hint = f"a class; give an object, such as {given.__name__}()"
+    else:
+        hint = "no recipe of fp8; give one, such as TorchaoRecipe(scaling='rowwise')"
+    raise PrecisionError(
+        f"{given!r} is {hint}, or a name, as to load_recipe('torchao_rowwise'): {', '.join(recipe_names())}"
+    )
 
 
 def choose_recipe(
@@ -87,7 +113,8 @@ def choose_recipe(
         return Choice(recipe, f"{recipe.name}: {support.reason}")
     library = recipe.requirements.library
     able = _best_first(_supports(device))
-    near = [name for name in able if load_recipe(name).requirements.library == library] or able
+    near = [name for name in able if name == _NEAREST.get(recipe.name)]
+    near = near or [name for name in able if load_recipe(name).requirements.library == library] or able
     nearest = f"the nearest that runs here is {near[0]!r}" if near else "no other recipe runs here either"
     return Choice(
         None,
@@ -126,11 +153,15 @@ def _check_agrees(given: Fp8Recipe, settings: PrecisionSettings) -> None:
         raise PrecisionError(
             f"precision.fp8_recipe={settings.fp8_recipe!r}, and fp8_recipe={given.name!r} is given in code; say one"
         )
-    if settings.fp8_exclude or not settings.fp8_skip_ends:
-        said = f"precision.fp8_exclude={settings.fp8_exclude!r}, fp8_skip_ends={settings.fp8_skip_ends!r}"
+    said: list[tuple[str, str]] = []
+    if settings.fp8_exclude:
+        said.append((f"precision.fp8_exclude={settings.fp8_exclude!r}", f"exclude={settings.fp8_exclude!r}"))
+    if not settings.fp8_skip_ends:
+        said.append(("precision.fp8_skip_ends=False", "skip_first=False, skip_last=False"))
+    if said:
         raise PrecisionError(
-            f"{said}: the recipe given in code has a filter of its own; say the same by "
-            "layers=LayerFilter(exclude=..., skip_first=..., skip_last=...) of the recipe"
+            f"{', '.join(setting for setting, _ in said)}: the recipe given in code has a filter of its own; say the "
+            f"same by layers=LayerFilter({', '.join(same for _, same in said)}) of the recipe"
         )
 
 

@@ -24,6 +24,7 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from drivetrain_precision.compat import exchange_weight_scale, mxfp8_product, rounding_seed
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.frozen_products import FrozenFloat8Product, FrozenMXFP8Product
 from drivetrain_precision.fp8.row_blocks import RowBlocks
 
 
@@ -31,6 +32,14 @@ class BlockedFloat8Linear(RowBlocks, Float8Linear):
     """torchao's float8 layer on a multiple of 16 rows."""
 
     row_multiple = 16
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the output; the gradient of a frozen weight is not computed."""
+        if self.weight.requires_grad:
+            return super().product(rows)
+        output = FrozenFloat8Product.apply(rows, self.weight.t(), self.linear_mm_config, self.config)
+        bias = cast("Tensor | None", self.bias)
+        return output if bias is None else output + bias.to(output.dtype)
 
 
 class GatheredFloat8Linear(BlockedFloat8Linear):
@@ -59,15 +68,20 @@ class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
     row_multiple = 32
 
     def product(self, rows: Tensor) -> Tensor:
-        """Return the output; weights are cast to the rows' dtype first, as under autocast."""
+        """Return the output; weights are cast to the rows' dtype first, as under autocast.
+
+        The gradient of a frozen weight is not computed.
+        """
         values = rows.float() if rows.dtype == torch.float16 else rows  # torchao converts no fp16
-        output = mxfp8_product(
-            values,
-            self.weight.to(values.dtype),
-            kernels=self.kernel_preference if rows.device.type == "cuda" else KernelPreference.EMULATED,
-            scales=self.scale_calculation_mode,
-            plain_weight_gradient=self.wgrad_with_hp,
-        ).to(rows.dtype)
+        weight, scales = self.weight.to(values.dtype), self.scale_calculation_mode
+        kernels = self.kernel_preference if rows.device.type == "cuda" else KernelPreference.EMULATED
+        if self.weight.requires_grad:
+            output = mxfp8_product(
+                *(values, weight), kernels=kernels, scales=scales, plain_weight_gradient=self.wgrad_with_hp
+            )
+        else:
+            output = FrozenMXFP8Product.apply(values, weight, kernels, scales)
+        output = output.to(rows.dtype)
         bias = cast("Tensor | None", self.bias)
         return output if bias is None else output + bias.to(output.dtype)
 

@@ -15,7 +15,7 @@ from drivetrain_precision.conversion.class_exchange import (
     name_clash,
     undo_exchange,
 )
-from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.hardware_check import check_hardware
@@ -75,10 +75,14 @@ class TorchaoRecipe:
         """Check the fields.
 
         Raises:
-            PrecisionError: A value is unknown, or the scaling has no such option.
+            PrecisionError: A value is unknown or of another type, or the scaling has no such option.
         """
         if self.scaling not in _WAYS:
             raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_WAYS)}")
+        for name in ("round_scales", "all_gather"):
+            if type(getattr(self, name)) is not bool:
+                raise PrecisionError(f"{name}={getattr(self, name)!r}: must be True or False")
+        check_layers(self.layers)
         if self.round_scales and self.scaling != "tensorwise":
             raise PrecisionError(
                 f"round_scales=True with scaling={self.scaling!r}: its scales are powers of 2 already"
@@ -121,9 +125,10 @@ class TorchaoRecipe:
 
     def support(self, device: torch.device) -> Support:
         """Return how far a device and the installed torchao can run it."""
-        if (missing := check_library(self.requirements)) is not None:
+        found = check_hardware(self.requirements, device, emulates=_WAYS[self.scaling].emulates)
+        if found.level != "none" and (missing := check_library(self.requirements)) is not None:
             return Support(level="none", reason=missing)
-        return check_hardware(self.requirements, device, emulates=_WAYS[self.scaling].emulates)
+        return found
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why a linear layer cannot be converted, or None if it can."""
@@ -140,7 +145,7 @@ class TorchaoRecipe:
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Let a linear layer compute in the recipe, in place."""
-        exchange_class(module, self._like(cast("nn.Linear", module)), owner="fp8")
+        exchange_class(module, self._like(cast("nn.Linear", module)), owner="fp8", recipe=self.name)
         return module
 
     def is_converted(self, module: nn.Module) -> bool:

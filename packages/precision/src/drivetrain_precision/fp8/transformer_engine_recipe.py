@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.hardware_check import check_hardware
@@ -40,13 +40,18 @@ class TransformerEngineRecipe:
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
-        """Check the scaling; the library checks its options.
+        """Check the fields; the library checks its options.
 
         Raises:
-            PrecisionError: The scaling is unknown.
+            PrecisionError: The scaling is unknown, or a value is of another type than its field.
         """
         if self.scaling not in TE_RECIPES:
             raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(TE_RECIPES)}")
+        if not isinstance(cast("object", self.options), Mapping):
+            raise PrecisionError(
+                f"options={self.options!r}: must be a mapping, such as {{'amax_history_len': 16}}"
+            )
+        check_layers(self.layers)
 
     @property
     def name(self) -> str:
@@ -72,10 +77,12 @@ class TransformerEngineRecipe:
 
     def support(self, device: torch.device) -> Support:
         """Return how far a device and the installed library can run it."""
+        found = check_hardware(self.requirements, device, emulates=False)
+        if found.level == "none":  # before the library, which is long to build
+            return found
         if (missing := check_library(self.requirements)) is not None:
             return Support(level="none", reason=missing)
-        found = check_hardware(self.requirements, device, emulates=False)
-        if found.level == "native" and (why := te_unsupported(self.scaling)) is not None:
+        if (why := te_unsupported(self.scaling)) is not None:
             return Support(level="none", reason=why)
         return found
 
