@@ -1,6 +1,6 @@
 import pytest
 
-from drivetrain.fp8_proof import PATIENCE_STEPS, StepProducts, Verdict, judge_step, judge_unproved
+from drivetrain.fp8_proof import PATIENCE_STEPS, StepProducts, StepVerdict, judge_step, judge_unproved
 from drivetrain_precision import Support
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.fp8.protocol import Requirements
@@ -21,7 +21,7 @@ def judged(
     num_models: int = 1,
     wants_compile: bool = False,
     counts_emulation: bool = False,
-) -> Verdict:
+) -> StepVerdict:
     step = StepProducts(
         counts=ProductCounts(scaled=scaled, others=others, compiled=compiled, is_counted=True),
         scaled_by_model={0: scaled} if by_model is None else by_model,
@@ -45,8 +45,8 @@ TOLD = "3 of 8 matrix products of the first step ran in fast_fp8"
 
 
 def test_products_in_the_recipe_are_a_fact_alone() -> None:
-    assert judged() == Verdict(fact=TOLD)
-    assert judged(support=EMULATED, counts_emulation=True) == Verdict(fact=f"{TOLD}; emulated here")
+    assert judged() == StepVerdict(fact=TOLD)
+    assert judged(support=EMULATED, counts_emulation=True) == StepVerdict(fact=f"{TOLD}; emulated here")
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_models_without_a_product_of_their_own_are_named() -> None:
 
 def test_models_that_were_not_called_are_told_and_no_error() -> None:
     verdict = judged(by_model={1: 1}, num_models=3)
-    assert verdict == Verdict(fact=f"{TOLD}, in which 1 of 3 converted models were called")
+    assert verdict == StepVerdict(fact=f"{TOLD}, in which 1 of 3 converted models were called")
 
 
 def test_a_backward_proves_a_model_whose_parts_were_called_alone() -> None:
-    assert judged(by_model={}) == Verdict(fact=TOLD)
+    assert judged(by_model={}) == StepVerdict(fact=TOLD)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_hardware_without_compiled_code_is_warned_of(support: Support, compiled:
 
 def test_steps_that_prove_nothing_are_told_once_the_patience_ends() -> None:
     verdicts = [judged(hindrance="it rains", num_steps=num_steps) for num_steps in range(1, 20)]
-    told = [place for place, verdict in enumerate(verdicts, 1) if verdict != Verdict()]
+    told = [place for place, verdict in enumerate(verdicts, 1) if verdict != StepVerdict()]
     assert told == [PATIENCE_STEPS]
     assert verdicts[PATIENCE_STEPS - 1].fact == "not counted in 10 steps: it rains"
     assert "after 10 steps nothing shows" in str(verdicts[PATIENCE_STEPS - 1].warning)

@@ -29,7 +29,7 @@ class StepProducts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StepVerdict:
     """A verdict on a run.
 
     Attributes:
@@ -45,7 +45,7 @@ class Verdict:
 
 def judge_step(
     step: StepProducts, *, recipe: str, needed: Requirements, support: Support, models: Mapping[int, str]
-) -> Verdict:
+) -> StepVerdict:
     """Return the verdict on a step; an empty one while the next steps may still prove it.
 
     Args:
@@ -56,27 +56,29 @@ def judge_step(
         models: The converted models, by place, in words.
     """
     if step.hindrance is not None:
-        return judge_unproved(step, recipe) if step.num_steps == PATIENCE_STEPS else Verdict()
+        return judge_unproved(step, recipe) if step.num_steps == PATIENCE_STEPS else StepVerdict()
     counts = step.counts
     total = counts.scaled + counts.others
     # Emulation that cannot be told from plain products proves nothing, and is no error.
     is_seen = support.level == "native" or needed.counts_emulation
     if not is_seen:
-        return Verdict(fact=f"emulated, and not to be told from plain products; {support.reason}")
+        return StepVerdict(fact=f"emulated, and not to be told from plain products; {support.reason}")
     fact = f"{counts.scaled} of {total} matrix products of the first step ran in {recipe}"
     if len(step.scaled_by_model) not in (0, len(models)):
         fact += f", in which {len(step.scaled_by_model)} of {len(models)} converted models were called"
     if support.level == "emulated":
         fact += f"; {support.reason}"
     if (error := _error(step, recipe, models)) is not None:
-        return Verdict(error=error)
-    return Verdict(fact=fact, warning=_slow(counts, recipe, needed) if support.level == "native" else None)
+        return StepVerdict(error=error)
+    return StepVerdict(
+        fact=fact, warning=_slow(counts, recipe, needed) if support.level == "native" else None
+    )
 
 
-def judge_unproved(step: StepProducts, recipe: str) -> Verdict:
+def judge_unproved(step: StepProducts, recipe: str) -> StepVerdict:
     """Return the verdict on a run that no step has proved yet, after the last one."""
     steps = "1 step" if step.num_steps == 1 else f"{step.num_steps} steps"
-    return Verdict(
+    return StepVerdict(
         fact=f"not counted in {steps}: {step.hindrance}",
         warning=f"mixed_precision='fp8': after {steps} nothing shows that matrix products run in {recipe}, since "
         f"none could be counted: {step.hindrance}",

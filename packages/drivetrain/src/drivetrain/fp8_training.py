@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.first_step_products import FirstStepProducts
-from drivetrain.fp8_proof import PATIENCE_STEPS, Verdict, judge_step, judge_unproved
+from drivetrain.fp8_proof import PATIENCE_STEPS, StepVerdict, judge_step, judge_unproved
 from drivetrain_backends import unwrap_compiled
 from drivetrain_backends.torch.backend import check_new
 from drivetrain_precision import (
@@ -35,8 +35,8 @@ def check_gathers(models: Iterable[nn.Module], *, said: str) -> None:
     """Check that weights which are to be gathered in fp8 are gathered, once a backend has prepared the models.
 
     Args:
-        models: The models.
-        said: Where the recipe was given, for the message.
+        models: The models that were prepared.
+        said: The argument or setting that gave the recipe, for the message.
 
     Raises:
         PrecisionError: The backend does not gather weights.
@@ -187,7 +187,7 @@ class Fp8Training:
         """Return the layers of models that compute in the recipe."""
         return {each for model in models for each in model.modules() if self._recipe.is_converted(each)}
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: StepVerdict) -> None:
         if verdict.error is not None:
             raise PrecisionError(verdict.error)
         if verdict.warning is not None and self._context.topology.is_main:

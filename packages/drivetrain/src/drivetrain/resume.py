@@ -112,10 +112,7 @@ def save(
     if trained_only:
         replicated["trained_only"] = True
     per_rank: dict[str, Any] = {"rng": rng_state(), **({"custom": own} if own else {})}
-    if run.fp8 is not None:
-        replicated["fp8"] = run.fp8.state_dict()
-        if run.fp8.keeps_state():  # what a recipe saw of a rank's own batches
-            per_rank["fp8"] = replicated["fp8"]
+    _add_fp8(run, replicated, per_rank)
     if own:
         replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
     run.context.progress.mark("save")
@@ -132,6 +129,14 @@ def save(
     run.context.progress.mark("saved")
     run.context.progress.note("checkpoint done")
     return path
+
+
+def _add_fp8(run: RunState, replicated: dict[str, Any], per_rank: dict[str, Any]) -> None:
+    """Add what a recipe keeps beside the weights; of a rank's own batches it saw what other ranks did not."""
+    if run.fp8 is not None:
+        replicated["fp8"] = run.fp8.state_dict()
+        if run.fp8.keeps_state():
+            per_rank["fp8"] = replicated["fp8"]
 
 
 def _changes_in_step(run: RunState) -> Callable[[str], bool]:

@@ -106,7 +106,7 @@ def unused_settings(mode: str, settings: PrecisionSettings) -> dict[str, str]:
 
     Args:
         mode: The mode that was asked for, or that "auto" chose.
-        settings: The section.
+        settings: The section to look at.
     """
     default = PrecisionSettings()
     return {

@@ -59,7 +59,7 @@ class RecipeContract(ABC):
 
     @property
     def checks(self) -> Sequence[Callable[[], None]]:
-        """All checks."""
+        """Run all of the checks."""
         return (
             self.check_it_is_a_value,
             self.check_it_tells_its_support,

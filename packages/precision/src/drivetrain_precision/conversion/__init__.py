@@ -1,1 +1,1 @@
-"""What a change of linear layers is made of: which layers (pure), a class that is given and taken back, a report."""
+"""Changes of linear layers: the choice of layers (pure), a class that is given and taken back, and a report."""

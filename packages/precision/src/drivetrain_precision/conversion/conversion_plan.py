@@ -49,7 +49,7 @@ class LayerDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of a model before its layers are looked at: modules by name, and the reasons of the plan."""
+    """The facts about a model before its layers are looked at: modules by name, and the reasons of the plan."""
 
     modules: Mapping[str, nn.Module]
     kept: Mapping[nn.Module, str]
@@ -68,7 +68,7 @@ def plan_conversion(
     """Decide for each module with parameters of its own, in the order of the model.
 
     Args:
-        model: The model.
+        model: The model whose layers are decided on.
         recipe: The recipe or scheme, which refuses layers that it cannot convert.
         layers: The layers to convert, among the others.
         kept: Modules that stay as they are, each with the reason.

@@ -15,7 +15,7 @@ def change_layers(model: nn.Module, names: Iterable[str], change: Change, undo: 
     If a change fails, or the user interrupts, the model is left as it was, with the layers that it had.
 
     Args:
-        model: The model.
+        model: The model to change.
         names: The names of the layers.
         change: A function that returns the changed layer: the same module if it changes it in place.
         undo: A function that gives a layer that was changed in place back what it was.

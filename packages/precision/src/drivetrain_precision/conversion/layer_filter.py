@@ -108,9 +108,9 @@ def check_pattern(pattern: str, names: Collection[str], *, said: str) -> None:
     """Check that a pattern matches a layer.
 
     Args:
-        pattern: The pattern.
+        pattern: The pattern to check.
         names: The names of the linear layers of all models that it is for.
-        said: Where it was given, for the message.
+        said: The argument or setting that gave it, for the message.
 
     Raises:
         PrecisionError: It matches none; the message gives a pattern that would, or the nearest names.

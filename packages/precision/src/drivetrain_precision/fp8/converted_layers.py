@@ -1,4 +1,4 @@
-"""Which layers of a model compute in fp8 already, and by whom they were converted."""
+"""The layers of a model that compute in fp8 already, and what converted them."""
 
 from collections import Counter
 from collections.abc import Iterable

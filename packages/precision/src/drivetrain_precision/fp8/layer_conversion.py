@@ -103,7 +103,7 @@ def restore_model(
     """Give a model its plain linear layers back, in place, with equal weights.
 
     Args:
-        model: The model.
+        model: The model to restore.
         recipe: The recipe that layers compute in, or its name.
         kept: Modules that stay converted, such as those that another model shares.
 

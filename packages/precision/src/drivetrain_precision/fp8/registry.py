@@ -27,7 +27,7 @@ _MEMBERS = tuple(sorted(name for name in vars(Fp8Recipe) if not name.startswith(
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecipeChoice:
     """The recipe of a run.
 
     Attributes:
@@ -92,7 +92,7 @@ def as_recipe(given: object) -> Fp8Recipe:
 
 def choose_recipe(
     device: torch.device, settings: PrecisionSettings, given: Fp8Recipe | None = None
-) -> Choice:
+) -> RecipeChoice:
     """Choose the recipe of a run.
 
     Args:
@@ -110,25 +110,25 @@ def choose_recipe(
     recipe = given or _with_settings(load_recipe(settings.fp8_recipe), settings)
     support = recipe.support(device)
     if support.level != "none":
-        return Choice(recipe, f"{recipe.name}: {support.reason}")
+        return RecipeChoice(recipe, f"{recipe.name}: {support.reason}")
     library = recipe.requirements.library
     able = _best_first(_supports(device))
     near = [name for name in able if name == _NEAREST.get(recipe.name)]
     near = near or [name for name in able if load_recipe(name).requirements.library == library] or able
     nearest = f"the nearest that runs here is {near[0]!r}" if near else "no other recipe runs here either"
-    return Choice(
+    return RecipeChoice(
         None,
         f"recipe {recipe.name!r}: {support.reason}; {nearest}; fp8_fallback='bf16' trains in bf16 instead",
     )
 
 
-def _best(device: torch.device, settings: PrecisionSettings) -> Choice:
+def _best(device: torch.device, settings: PrecisionSettings) -> RecipeChoice:
     """Choose the best recipe that a device can run."""
     supports = _supports(device)
     for name in _best_first(supports):
-        return Choice(_with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}")
+        return RecipeChoice(_with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}")
     shown = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
-    return Choice(None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'")
+    return RecipeChoice(None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'")
 
 
 def _supports(device: torch.device) -> dict[str, Support]:

@@ -135,10 +135,10 @@ def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> 
     """Check that there is a label for each token.
 
     Args:
-        labels: The labels.
+        labels: The labels to check.
         shape: The shape of the tokens.
         what: The name of the argument that holds them.
-        hint: What to do where they differ.
+        hint: The mend where they differ, for the message.
 
     Raises:
         TypeError: The labels are not integers.
