@@ -114,14 +114,22 @@ def report(name: str, tables: Sequence[Table], arguments: argparse.Namespace, *,
     (arguments.results / f"{name}.md").write_text(text)
 
 
-def parse_arguments(description: str, *, rounds: int) -> argparse.Namespace:
-    """The arguments that every benchmark has: --rounds, --results, and --worker for its own processes."""
+def parse_arguments(description: str, *, rounds: int, only: str | None = None) -> argparse.Namespace:
+    """The arguments that every benchmark has: --rounds, --results, and --worker for its own processes.
+
+    Args:
+        description: The script's docstring.
+        rounds: Rounds that count, unless the command line says otherwise.
+        only: The help of --only; None for a benchmark without it.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument(
         "--rounds", type=int, default=rounds, help="rounds that count, after one that does not"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    if only is not None:
+        parser.add_argument("--only", default="", help=only)
     return parser.parse_args()
 
 

@@ -27,6 +27,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("backends --only fsdp, shard_grad", "raw", marks=pytest.mark.slow),
         pytest.param("memory", "taken", marks=pytest.mark.slow),
         pytest.param("precision --only optimizer", "drivetrain, torch AdamW", marks=pytest.mark.slow),
+        pytest.param("fp8", "convert_model", marks=pytest.mark.slow),
+        pytest.param("chunked_loss --only drivetrain", "drivetrain, cross_entropy", marks=pytest.mark.slow),
         pytest.param("device_map", "drivetrain", marks=pytest.mark.slow),
         pytest.param("track_view --points=100000", "json.loads of each line", marks=pytest.mark.slow),
         pytest.param("offload --only a module", "in memory", marks=pytest.mark.slow),
@@ -52,4 +54,4 @@ def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) ->
     assert run.returncode == 0, run.stdout + run.stderr
     table = (tmp_path / f"{script}.md").read_text()
     assert f"| {baseline} |" in table
-    assert "drivetrain" in table or script in ("watchdog", "memory", "simulated_elastic")
+    assert "drivetrain" in table or script in ("watchdog", "memory", "simulated_elastic", "fp8")

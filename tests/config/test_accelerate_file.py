@@ -190,6 +190,50 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, line: str, m
         read(tmp_path, f"compute_environment: LOCAL_MACHINE\n{line}\n")
 
 
+TORCHAO = "{backend: AO, enable_fsdp_float8_all_gather: true, pad_inner_dim: true}"
+ENGINE = (
+    "{amax_compute_algorithm: max, amax_history_length: 1024, backend: TE, fp8_format: HYBRID, interval: 1, "
+    "margin: 0, override_linear_precision: [false, false, false], use_autocast_during_eval: false}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe"),
+    [(TORCHAO, "torchao_tensorwise"), (ENGINE, "te_delayed"), ("{fp8_backend: TE}", "te_delayed")],
+)
+@pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "FSDP"])
+def test_what_accelerate_config_writes_of_fp8_names_a_recipe(
+    tmp_path: Path, options: str, recipe: str, kind: str
+) -> None:
+    found = read(tmp_path, f"distributed_type: {kind}\nmixed_precision: fp8\nfp8_config: {options}\n")
+    assert found["precision"] == {"fp8_recipe": recipe}
+    assert found["run"]["mixed_precision"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{backend: MSAMP}", r"yaml:2 fp8_config\.backend: MSAMP \(MS-AMP is not here"),
+        ("{optimization_level: O1}", "MS-AMP is not here"),
+        ("{fp8_format: E4M3}", r"TransformerEngineRecipe\(.*'fp8_format': 'e4m3'"),
+        ("{amax_history_length: 16}", "'amax_history_len': 16"),
+        ("{amax_compute_algorithm: most_recent}", "'amax_compute_algo': 'most_recent'"),
+        ("{margin: 2}", "'margin': 2"),
+        ("{interval: 2}", "computed in every step"),
+        ("{override_linear_precision: [false, false, true]}", "torchao_rowwise_with_gw_hp"),
+        ("{override_linear_precision: [true, false, true]}", "--precision-fp8-exclude"),
+        ("{use_mxfp8_block_scaling: true}", "te_mxfp8"),
+        ("{backnd: AO}", r"an unknown key, did you mean 'backend'"),
+        ("narrow", r"fp8_config: narrow \(a mapping\)"),
+    ],
+)
+def test_an_option_of_fp8_without_a_setting_is_refused_with_what_to_say(
+    tmp_path: Path, options: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, f"distributed_type: MULTI_GPU\nfp8_config: {options}\n")
+
+
 def test_a_file_for_fsdp_is_read_into_its_section(tmp_path: Path) -> None:
     assert read(tmp_path, SHARDED) == {
         "fsdp": {

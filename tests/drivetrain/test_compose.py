@@ -41,6 +41,17 @@ def test_settings_of_a_backend_that_does_not_run_are_told(caplog) -> None:
     )
 
 
+def test_settings_of_another_precision_are_told(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        Accelerator(
+            cpu=True, mixed_precision="bf16", sections={"precision": {"fp8_recipe": "torchao_rowwise"}}
+        )
+    (record,) = [r for r in caplog.records if r.name == "drivetrain.compose"]
+    assert record.getMessage() == (
+        "precision.fp8_recipe='torchao_rowwise' has no effect with mixed_precision='bf16': it is for 'fp8'"
+    )
+
+
 def test_an_unknown_key_in_a_file_is_named(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("run:\n  mixed_precison: bf16\n")

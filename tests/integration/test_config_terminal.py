@@ -20,7 +20,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Start `drivetrain config ARGUMENTS...` on a terminal, in `tmp_path`."""
     terminals: list[Terminal] = []
 
-    def open_one(*arguments: str, term: str = "xterm-256color", command: Sequence[str] = COMMAND) -> Terminal:
+    def open_one(
+        *arguments: str, term: str = "xterm-256color", rows: int = 100, command: Sequence[str] = COMMAND
+    ) -> Terminal:
         kept = {
             name: text for name, text in os.environ.items() if not name.startswith(("DRIVETRAIN_", "SLURM_"))
         }
@@ -30,7 +32,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             "XDG_CONFIG_HOME": str(tmp_path / "of_the_user"),
             "TERM": term,
         }
-        terminals.append(Terminal([*command, *arguments], folder=tmp_path, environment=environment))
+        terminals.append(
+            Terminal([*command, *arguments], folder=tmp_path, environment=environment, rows=rows)
+        )
         return terminals[-1]
 
     yield open_one
@@ -129,7 +133,8 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_numbered_lines(opened: Open
 
 @pytest.mark.slow
 def test_a_section_can_be_gone_through_in_full(opened: Open, tmp_path: Path) -> None:
-    terminal = opened("--num-nodes", "1", "--num-processes", "1", "--project-dir", "none", term="dumb")
+    few = ("--num-nodes", "1", "--num-processes", "1", "--project-dir", "none")
+    terminal = opened(*few, term="dumb", rows=400)  # all questions of the section stay in sight
     terminal.wait_for("micro-batches")
     terminal.press("\n")
     shown = terminal.wait_for(r"(?s)Set anything else.*Number of the answer")

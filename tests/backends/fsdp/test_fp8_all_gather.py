@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in float8, with scales computed after each step."""
+"""Weights that FSDP2 gathers in float8, with scales computed together at each forward."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,7 @@ from torch.optim import AdamW
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, FSDPBackend
 from drivetrain_precision import LayerFilter, TorchaoRecipe, choose_policy, convert_model
+from drivetrain_state import CollectiveMismatchError
 from sharded_stack import context
 
 pytest.importorskip("torchao")
@@ -44,7 +45,6 @@ def step(backend: Any, prepared: Any, used: TorchaoRecipe, inputs: Tensor) -> fl
     (optimizer,) = prepared.optimizers
     optimizer.step()
     optimizer.zero_grad()
-    used.after_step(prepared.unwrap())
     return loss.item()
 
 
@@ -110,6 +110,38 @@ def test_weights_that_are_loaded_get_scales_of_their_own(run_ranks) -> None:
     for before, after, fresh in run_ranks(loaded_after_a_step):
         assert after == fresh
         assert after > 10 * before
+
+
+class Other(nn.Sequential):
+    """A model with weights of other sizes."""
+
+
+def different_models() -> str:
+    used, where = recipe(all_gather=True), context()
+    backend = FSDPBackend(
+        where, choose_policy("fp8", where.device, recipe=used), window=AccumulationWindow(1)
+    )
+    models = [model_of(0), Other(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))]
+    for model in models:
+        convert_model(model, used)
+    prepared = backend.prepare(models, [], [])
+    try:
+        with pytest.raises(CollectiveMismatchError) as raised, torch.no_grad():
+            prepared[torch.distributed.get_rank()].model(torch.randn(8, 16))
+    finally:
+        backend.close()
+    return str(raised.value)
+
+
+def test_ranks_that_scale_the_weights_of_different_models_are_told_instead_of_left_waiting(run_ranks) -> None:
+    for message in run_ranks(different_models):
+        assert "rank 0: scale the weights of Sequential" in message
+        assert "rank 1: scale the weights of Other" in message
+
+
+def test_scales_that_torchao_would_not_round_are_refused() -> None:
+    with pytest.raises(ValueError, match="round_scales=True with all_gather=True: torchao does not round"):
+        TorchaoRecipe(round_scales=True, all_gather=True)
 
 
 def test_other_scalings_are_not_gathered_in_fp8() -> None:

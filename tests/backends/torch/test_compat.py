@@ -97,6 +97,18 @@ def left_out() -> list[int] | None:
     return compat.unreduced_parameters(caught.value)
 
 
+def parameters_left_out() -> list[object]:
+    connect(StateSettings(device="cpu", watchdog=False))
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(dist.get_rank())
+    model[0].requires_grad_(False)
+    with compat.leaving_out(model, ["0.weight"]):
+        DistributedDataParallel(model)
+    return [*(layer.weight.item() for layer in model), "_ddp_params_and_buffers_to_ignore" in vars(model)]
+
+
 def after_backward() -> list[str]:
     """Functions run in the order in which they were queued, after every gradient."""
     order: list[str] = []
@@ -124,6 +136,7 @@ def after_backward() -> list[str]:
         (buffers, [[0.0, 0.0], [0.0, 1.0]]),
         (static_graph, [[False, True]] * 2),
         (left_out, [[2, 3, 4, 5]] * 2),
+        (parameters_left_out, [[0.0, 0.0, False], [1.0, 0.0, False]]),
         (after_backward, [["gradient", "first", "second"]] * 2),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

@@ -39,7 +39,7 @@ def test_a_job_is_created_followed_across_a_restart_and_keeps_its_exit_code(
         2 * [f"[node {rank}] {text}" for rank in (0, 1) for text in ("one", "two")]
     )
     assert "waiting for node 0 (ImagePullBackOff: no such image), node 1" in done.stderr
-    assert "job team/train starts again, for the 1. time" in done.stderr
+    assert "job team/train starts again, restart 1" in done.stderr
     assert "job team/train failed: jobset is over" in done.stderr
     made = cluster.created[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert made["containers"][0]["command"][-2:] == ["train.py", "$$(id)"]

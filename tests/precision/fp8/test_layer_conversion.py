@@ -1,6 +1,7 @@
 import copy
 import pickle
 import re
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -12,11 +13,15 @@ from drivetrain_precision import (
     LayerFilter,
     NothingConvertedError,
     PrecisionError,
+    QuantizedScheme,
     TorchaoRecipe,
+    TransformerEngineRecipe,
     convert_model,
     load_recipe_state,
+    prepare_qat,
     recipe_state,
     restore_model,
+    undo_qat,
 )
 
 EVERYWHERE = LayerFilter(skip_first=False, skip_last=False)
@@ -129,14 +134,67 @@ def test_a_converted_model_is_not_converted_again() -> None:
         convert_model(model, recipe("rowwise"))
 
 
+def test_a_layer_that_rounds_for_quantised_inference_is_no_converted_one_and_is_refused_by_name() -> None:
+    model = net()
+    prepare_qat(model, QuantizedScheme())
+    for used in (recipe(), recipe("mxfp8"), TransformerEngineRecipe()):
+        assert not used.is_converted(model[0])
+    with pytest.raises(
+        PrecisionError,
+        match=r"0 rounds its weight for quantised inference \(prepare_qat\).* undo_qat\(model\)",
+    ):
+        convert_model(model, recipe())
+    assert restore_model(model, recipe()) == ()
+    assert undo_qat(model) == ("0", "2")
+    convert_model(model, recipe())
+    assert undo_qat(model) == ()
+    assert recipe().is_converted(model[0])
+
+
+def test_a_layer_that_only_looks_like_one_of_transformer_engine_is_no_converted_one() -> None:
+    own = nn.Linear(32, 32)
+    own.fp8_meta = {}
+    assert not TransformerEngineRecipe().is_converted(own)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_layer_with_a_name_of_its_own_that_the_converted_one_uses_stays_as_it_is(scaling: str) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    name = "wgrad_with_hp" if scaling.startswith("mxfp8") else "config"
+    setattr(model[0], name, {"layer": 0})
+    model[1].register_buffer("row_multiple", torch.ones(1))
+    model[2].note = "of a user's, and in nobody's way"
+    report = convert_model(model, recipe(scaling))
+    assert report.converted == ("2", "3")
+    assert [each.reason.partition(" of its own, a name that")[0] for each in report.layers[:2]] == [
+        f"has {name!r}",
+        "has 'row_multiple'",
+    ]
+    model(inputs())
+    assert getattr(model[0], name) == {"layer": 0}
+
+
+def test_a_layer_in_fp64_is_refused_where_nothing_computes_it() -> None:
+    for scaling in SCALINGS:
+        model = net().double()
+        if scaling.startswith("mxfp8"):
+            with pytest.raises(
+                NothingConvertedError, match=r"0 holds its weight in torch\.float64, which torchao"
+            ):
+                convert_model(model, recipe(scaling))
+        else:
+            convert_model(model, recipe(scaling))
+            assert model(inputs().double()).dtype == torch.float64
+
+
 def test_where_nothing_is_converted_the_error_names_the_layers_and_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(7, 32), nn.Linear(32, 9))
     with pytest.raises(NothingConvertedError) as raised:
         convert_model(model, recipe("mxfp8"))
     assert str(raised.value) == (
         "recipe torchao_mxfp8: no layer of Sequential can be converted: 0 has in_features=7, which is not divisible "
-        "by 32; 1 has out_features=9, which is not divisible by 32. Give LayerFilter what to convert "
-        "(skip_first=False, skip_last=False, other patterns), or train in bf16"
+        "by 32; 1 has out_features=9, which is not divisible by 32. No LayerFilter changes that: train in "
+        "bf16"
     )
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     with pytest.raises(NothingConvertedError, match=r"it has no nn\.Linear"):
@@ -252,6 +310,98 @@ def test_low_rank_adapters_stay_and_their_base_is_converted() -> None:
     assert all(p.grad is not None for name, p in model.named_parameters() if "lora_" in name)
     restore_model(model, recipe())
     assert torch.equal(model(inputs()), plain)
+
+
+def test_adapters_are_neither_the_first_nor_the_last_layer() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    model = get_peft_model(layers, LoraConfig(r=16, target_modules=["0", "1", "2"]))
+    report = convert_model(model, TorchaoRecipe())
+    assert report.converted == ("base_model.model.1.base_layer",)
+    reasons = {each.name: each.reason for each in report.layers}
+    assert reasons["base_model.model.2.base_layer"] == "is the last linear layer (skip_last)"
+    assert reasons["base_model.model.2.lora_B.default"] == "is a low-rank adapter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failing(TorchaoRecipe):
+    """A recipe that fails at one layer."""
+
+    at: nn.Module
+    error: BaseException = field(default_factory=lambda: RuntimeError("no memory left"))
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        if module is self.at:
+            raise self.error
+        return super(Failing, self).convert(module)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory left"), KeyboardInterrupt("no memory left")])
+def test_a_conversion_that_fails_half_way_leaves_the_model_as_it_was(error: BaseException) -> None:
+    model = net()
+    attributes = [set(vars(layer)) for layer in model]
+    with pytest.raises(type(error), match="no memory left"):
+        convert_model(model, Failing(layers=EVERYWHERE, at=model[2], error=error))
+    assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear, nn.LayerNorm, nn.Linear]
+    assert [set(vars(layer)) for layer in model] == attributes
+    assert convert_model(model, recipe()).converted == ("0", "2")
+
+
+class Doubled(nn.Linear):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacing(Failing):
+    """A recipe that exchanges a layer for another module, as Transformer Engine's do."""
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        if module is self.at:
+            raise self.error
+        linear = cast("nn.Linear", module)
+        made = Doubled(linear.in_features, linear.out_features)
+        made.load_state_dict(linear.state_dict())
+        return made
+
+    def is_converted(self, module: nn.Module) -> bool:
+        return type(module) is Doubled
+
+
+def test_layers_that_were_exchanged_are_put_back_into_all_places_when_a_later_one_fails() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(shared, nn.ModuleDict({"inner": shared}), nn.Linear(32, 32))
+    with pytest.raises(RuntimeError, match="no memory left"):
+        convert_model(model, Replacing(layers=EVERYWHERE, at=model[2]))
+    assert model[0] is model[1]["inner"] is shared
+    twice = nn.Sequential(shared, nn.ReLU(), shared)
+    convert_model(twice, Replacing(layers=EVERYWHERE, at=model))
+    assert type(twice[0]) is Doubled
+    assert twice[0] is twice[2]
+
+
+def test_a_compiled_model_is_converted_under_the_names_of_the_plain_one() -> None:
+    model = net()
+    compiled = cast("nn.Module", torch.compile(model, backend="eager"))
+    report = convert_model(compiled, recipe(layers=LayerFilter(include=("2",), skip_last=False)))
+    assert report.converted == ("2",)
+    assert recipe().is_converted(model[2])
+    assert restore_model(compiled, recipe()) == ("2",)
+    assert type(model[2]) is nn.Linear
+
+
+def test_a_layer_that_another_model_shares_stays_converted_and_says_so() -> None:
+    shared = nn.Linear(32, 32)
+    first, second = nn.Sequential(shared, nn.Linear(32, 32)), nn.Sequential(shared, nn.Linear(32, 16))
+    convert_model(first, recipe())
+    kept = {shared: "is shared with a model converted before"}
+    report = convert_model(second, recipe(), kept=kept)
+    assert report.converted == ("1",)
+    assert report.layers[0].reason == "is shared with a model converted before"
+    assert restore_model(second, recipe(), kept=kept) == ("1",)
+    assert recipe().is_converted(shared)
+    alone = nn.Sequential(shared)
+    assert convert_model(alone, recipe(), kept=kept).converted == ()
 
 
 def divided() -> str:

@@ -40,10 +40,18 @@ def test_attention_and_batched_products_are_among_the_others() -> None:
     assert found.others == 3
 
 
+def test_attention_kernels_are_no_products_in_8_bits() -> None:
+    query = torch.randn(2, 4, 16, 8, requires_grad=True)
+    with counting_products() as counts:
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+    assert counts.scaled == 0
+
+
 def test_while_another_profiler_records_nothing_is_counted_and_the_other_keeps_its_records() -> None:
     with torch.profiler.profile() as other:
         found = counts(net())
-    assert found == ProductCounts(is_counted=False)
+    assert (found.scaled, found.others, found.is_counted) == (0, 0, False)
+    assert "another profiler recorded" in found.hindrance
     assert any(event.key == "aten::addmm" for event in other.key_averages())
     assert counts(net()).is_counted
 
@@ -83,7 +91,9 @@ def test_a_step_in_which_something_is_compiled_is_not_counted_and_the_next_one_i
     convert_model(model, TorchaoRecipe(scaling="tensorwise"))
     expected = counts(model, rows=16)
     fast = torch.compile(model, backend="aot_eager")
-    assert not counts(fast, rows=16).is_counted
+    first = counts(fast, rows=16)
+    assert not first.is_counted
+    assert "torch.compile was compiling" in first.hindrance
     found = counts(fast, rows=16)
     assert (found.is_counted, found.scaled, found.compiled) == (True, expected.scaled, 2)
     assert expected.compiled == 0

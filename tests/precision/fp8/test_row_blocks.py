@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain_precision import LayerFilter, TorchaoRecipe, convert_model
+from drivetrain_precision import LayerFilter, PrecisionError, TorchaoRecipe, convert_model
 from drivetrain_precision.fp8.torchao_layers import BlockedFloat8Linear, BlockedMXFP8Linear
 
 SCALINGS = ("tensorwise", "rowwise", "mxfp8")
@@ -79,6 +79,40 @@ def test_outputs_and_gradients_have_the_dtypes_of_a_plain_layer(
     assert made.weight.grad is not None
     assert rows.grad is not None
     assert made.weight.grad.dtype == made.bias.grad.dtype == rows.grad.dtype == dtype  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inference_mode_computes_what_no_grad_computes(
+    scaling: str, made_inside: bool, autocast: bool
+) -> None:
+    rows = torch.randn(2, 3, 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.no_grad():
+            expected = layer(scaling)(rows)
+        with torch.inference_mode(made_inside):
+            made = layer(scaling)
+        with torch.inference_mode():
+            found = made(rows * 1)
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
+
+
+def test_a_compiled_layer_is_one_graph_in_inference_mode_too() -> None:
+    made, rows = layer("tensorwise"), torch.randn(5, 32)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(compiled(rows), made(rows))
+    compiled(rows).sum().backward()
+    assert made.weight.grad is not None
+
+
+def test_nvfp4_off_a_gpu_is_an_error_that_says_what_computes_there() -> None:
+    made = nn.Linear(128, 128)
+    TorchaoRecipe(scaling="nvfp4").convert(made)
+    with pytest.raises(PrecisionError, match="NVFP4 got an input on cpu: torchao computes NVFP4 on CUDA"):
+        made(torch.randn(128, 128))
 
 
 def test_the_blocks_are_those_that_the_formats_want() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,19 @@ def test_a_missing_library_is_named_with_its_extra() -> None:
         linear_from_te(nn.Linear(16, 16))
     with pytest.raises(ImportError, match=MISSING):
         te_recipe("delayed")
+
+
+@without
+def test_a_library_that_is_installed_and_cannot_be_imported_supports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformer_engine.py").write_text(
+        "raise OSError('libcublas.so.13: cannot open shared object')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = te_unsupported("current")
+    assert reason is not None
+    assert reason.startswith("Transformer Engine cannot be imported (OSError: libcublas.so.13: cannot open")
 
 
 def test_an_unknown_recipe_needs_no_library_to_be_told() -> None:

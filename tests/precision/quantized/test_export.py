@@ -11,6 +11,8 @@ from drivetrain_precision import (
     LayerFilter,
     PrecisionError,
     QuantizedScheme,
+    TorchaoRecipe,
+    convert_model,
     export_quantized,
     load_quantized,
     prepare_qat,
@@ -125,3 +127,23 @@ def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrecisionError, match=r"single linear layer: put it into an nn\.Sequential"):
         export_quantized(single, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_is_not_loaded_into_layers_that_compute_in_fp8(tmp_path: Path) -> None:
+    export_quantized(trained(QuantizedScheme()), tmp_path)
+    model = net()
+    convert_model(model, TorchaoRecipe(layers=LayerFilter(skip_first=False)))
+    with pytest.raises(
+        PrecisionError, match=r"blocks\.0 computes in fp8 \(torchao_tensorwise by convert_model\)"
+    ):
+        load_quantized(model, tmp_path)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_export_of_other_sizes_is_named_with_both_shapes(tmp_path: Path) -> None:
+    export_quantized(trained(QuantizedScheme()), tmp_path)
+    model = net()
+    model.blocks[0] = nn.Linear(64, 128)
+    match = r"blocks\.0\.weight has the shape \(96, 64\) in the export and \(128, 64\) in the model, as are 1 more"
+    with pytest.raises(PrecisionError, match=match):
+        load_quantized(model, tmp_path)

@@ -1,13 +1,13 @@
 """`prepare_qat`: which layers round, that they stay the objects they were, and what it refuses."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from drivetrain_precision import LayerFilter, PrecisionError, QuantizedScheme, prepare_qat
+from drivetrain_precision import LayerFilter, PrecisionError, QuantizedScheme, prepare_qat, undo_qat
 
 
 def net() -> nn.Sequential:
@@ -84,3 +84,32 @@ def test_layers_that_round_already_or_hold_quantised_weights_are_refused() -> No
 def test_schemes_that_do_not_exist_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PrecisionError, match=message):
         QuantizedScheme(**fields)
+
+
+def test_with_adapters_the_head_is_not_quantised() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = get_peft_model(layers, LoraConfig(r=4, target_modules=["0", "1"]))
+    report = prepare_qat(model, QuantizedScheme())
+    assert report.prepared == ("base_model.model.0.base_layer",)
+
+
+def test_a_preparation_that_fails_half_way_leaves_the_model_plain() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    # What makes the layer that rounds asks for the sizes of this one.
+    del model[1].out_features
+    with pytest.raises(AttributeError, match="out_features"):
+        prepare_qat(model, QuantizedScheme())
+    assert [type(each) for each in model] == [nn.Linear] * 3
+    model[1].out_features = 64
+    assert prepare_qat(model, QuantizedScheme()).prepared == ("0", "1")
+
+
+def test_a_compiled_model_rounds_under_the_names_of_the_plain_one() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    compiled = cast("nn.Module", torch.compile(model, backend="eager"))
+    layers = LayerFilter(include=("0",), skip_first=False)
+    assert prepare_qat(compiled, QuantizedScheme(), layers).prepared == ("0",)
+    assert undo_qat(compiled) == ("0",)
+    assert type(model[0]) is nn.Linear

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain_precision import PrecisionError
+from drivetrain_precision import PrecisionError, TransformerEngineRecipe
 from drivetrain_precision.fp8.te_layers import (
     layer_norm_from_te,
     layer_norm_linear_from_te,
@@ -58,6 +58,12 @@ def test_a_converted_layer_holds_the_very_parameters(pair: Any, dtype: torch.dty
     assert list(parameters(converted)) == list(parameters(plain))
     assert all(parameters(converted)[name] is each for name, each in parameters(plain).items())
     assert isinstance(converted, (te.Linear, te.LayerNorm))
+
+
+def test_a_users_own_layer_is_not_taken_for_one_that_a_recipe_converted() -> None:
+    recipe = TransformerEngineRecipe()
+    assert recipe.is_converted(te_linear_from(nn.Linear(32, 32)))
+    assert not recipe.is_converted(te.Linear(32, 32, device="meta"))
 
 
 @PAIRS

@@ -42,6 +42,19 @@ def test_an_observer_gets_every_label_and_notes_change_nothing_else() -> None:
     assert (record.count, record.label) == (1, "gather")
 
 
+def test_an_observer_of_forwards_gets_the_models_and_hears_after_the_others() -> None:
+    record, seen, model = ProgressRecord(), list[object](), object()
+    record.note_forward(model)
+    record.add_forward_observer(seen.append)
+    record.add_observer(seen.append)
+    record.note_forward(model)
+    record.note("forward done")
+    record.remove_forward_observer(seen.append)
+    record.note_forward(model)
+    assert seen == ["forward", model, "forward done", "forward"]
+    assert record.count == 0
+
+
 def test_several_observers_hear_in_their_order_and_one_leaves_alone() -> None:
     record, seen = ProgressRecord(), list[tuple[str, str]]()
 

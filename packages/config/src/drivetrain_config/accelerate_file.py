@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config.accelerate_deepspeed import DEEPSPEED
+from drivetrain_config.accelerate_fp8 import FP8_CONFIG
 from drivetrain_config.accelerate_fsdp import FSDP
 from drivetrain_config.accelerate_words import Family, read_words
 from drivetrain_config.errors import ConfigError
@@ -47,8 +48,9 @@ _BACKENDS = {
     "DEEPSPEED": "deepspeed",
 }
 
-# Keys that hold the options of one backend, with the distributed_type that they require.
-_FAMILIES: Mapping[str, tuple[Family, str]] = {
+# Keys that hold options of one kind, with the distributed_type that they require, if any.
+_FAMILIES: Mapping[str, tuple[Family, str | None]] = {
+    "fp8_config": (FP8_CONFIG, None),
     "fsdp_config": (FSDP, "FSDP"),
     "deepspeed_config": (DEEPSPEED, "DEEPSPEED"),
 }
@@ -64,7 +66,6 @@ _OFF_ONLY = (
     "downcast_bf16",
     "dynamo_backend",
     "dynamo_config",
-    "fp8_config",
     "ipex_config",
     "megatron_lm_config",
     "mpirun_config",
@@ -160,17 +161,16 @@ def _set(found: Translation, setting: tuple[str, str], meant: Any, place: _Place
 
 
 def _goes_with_type(key: str, data: Mapping[str, Any]) -> bool:
-    return data.get("distributed_type") == _FAMILIES[key][1]
+    return _FAMILIES[key][1] in (None, data.get("distributed_type"))
 
 
 def _read_family(found: Translation, key: str, data: Mapping[str, Any], path: Path, lines: Lines) -> None:
-    """Read the options of FSDP or DeepSpeed; refuse them under another type, where neither library applies them."""
+    """Read the options of one kind; refuse those of FSDP and DeepSpeed under a type that applies neither."""
     family, kind = _FAMILIES[key]
     given = data[key]
     if not _goes_with_type(key, data) or not isinstance(given, Mapping):
-        found.refused.append(
-            f"{_Place(path, (key,), lines)}: {given} (a mapping beside distributed_type: {kind})"
-        )
+        beside = "" if kind is None else f" beside distributed_type: {kind}"
+        found.refused.append(f"{_Place(path, (key,), lines)}: {given} (a mapping{beside})")
         return
     words: dict[str, Any] = {str(word): value for word, value in given.items()}
     places = {word: _Place(path, (key, word), lines) for word in words}

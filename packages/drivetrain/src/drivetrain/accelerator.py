@@ -46,8 +46,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
 
     Args:
         mixed_precision: "no", "fp16", "bf16", "fp8", or "auto" for the best of the first three.
-        fp8_recipe: The recipe of "fp8", such as `TorchaoRecipe(scaling="rowwise")`; by default, the one that
-            `precision.fp8_recipe` names.
+        fp8_recipe: The recipe of "fp8", such as `TorchaoRecipe(scaling="rowwise")`, or its name; by default, the
+            one that `precision.fp8_recipe` names.
         backend: A backend's name, a backend class, or "auto".
         parallelism: The parallel dimensions that the ranks are split into; all data parallel by default.
         gradient_accumulation_steps: The number of micro-batches in one optimizer step.
@@ -73,7 +73,7 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         self,
         *,
         mixed_precision: Literal["no", "fp16", "bf16", "fp8", "auto"] | None = None,
-        fp8_recipe: Fp8Recipe | None = None,
+        fp8_recipe: Fp8Recipe | str | None = None,
         backend: str | type[Backend] | None = None,
         parallelism: ParallelDims | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -346,6 +346,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
                 stack.callback(self._parts.fp8.release)
             stack.callback(self._parts.backend.close)
             stack.callback(self._parts.trackers.finish)
+            if self._parts.fp8 is not None:
+                stack.callback(self._parts.fp8.finish)
             if self._parts.watch is not None:
                 stack.callback(self._parts.watch.finish)
             if self._half_check is not None:

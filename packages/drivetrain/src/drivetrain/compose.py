@@ -20,6 +20,7 @@ from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, Te
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, choose_policy
+from drivetrain_precision.policy import unused_settings
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker
 
@@ -35,7 +36,7 @@ def compose(
     registry: BackendRegistry,
     layers: Layers,
     trackers: Sequence[Tracker] = (),
-    fp8_recipe: Fp8Recipe | None = None,
+    fp8_recipe: Fp8Recipe | str | None = None,
 ) -> Parts:
     """Resolve every section and build the parts. Called on all ranks.
 
@@ -47,7 +48,7 @@ def compose(
         registry: The registry that maps a backend's name to its class.
         layers: The settings from outside the program.
         trackers: Tracker objects, in addition to the trackers that the run section names.
-        fp8_recipe: The recipe of fp8, instead of the one that the precision section names.
+        fp8_recipe: The recipe of fp8 or its name, instead of the one that the precision section names.
 
     Raises:
         ConfigError: A setting is unknown or out of range; the message names its source.
@@ -63,6 +64,7 @@ def compose(
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(parts.resolved)
+        _tell_other_modes(parts)
         _tell_unused(layers, parts.resolved, backends=registry.names(), chosen=type(parts.backend))
     return parts
 
@@ -73,7 +75,7 @@ def _build(
     given: Sections,
     parallelism: ParallelDims | None,
     trackers: Sequence[Tracker],
-    fp8_recipe: Fp8Recipe | None,
+    fp8_recipe: Fp8Recipe | str | None,
 ) -> Parts:
     """Build the parts, once the ranks are connected."""
     run, is_main = given.run, context.topology.is_main
@@ -131,7 +133,14 @@ def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
         if context.topology.is_main:
             store_plan(plan_of(parts), parts.settings)
 
-    fp8 = Fp8Training(recipe, context, keep_fp32=parts.policy.dtypes.keep_fp32, on_count=store)
+    policy = parts.policy
+    fp8 = Fp8Training(
+        recipe,
+        context,
+        keep_fp32=policy.dtypes.keep_fp32,
+        exclude=policy.settings.fp8_exclude,
+        on_count=store,
+    )
     parts.prepared.on_step.append(fp8.end_step)
     return replace(parts, fp8=fp8)
 
@@ -187,6 +196,17 @@ def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
     for section in resolved.values():
         for disagreement in section.disagreements:
             logger.warning("%s", disagreement)
+
+
+def _tell_other_modes(parts: Parts) -> None:
+    """Warn of settings of a precision that the run does not train in."""
+    asked = parts.settings.mixed_precision
+    mode = parts.policy.mode if asked == "auto" else asked
+    for name, other in unused_settings(mode, parts.policy.settings).items():
+        value = getattr(parts.policy.settings, name)
+        logger.warning(
+            "precision.%s=%r has no effect with mixed_precision=%r: it is for %r", name, value, mode, other
+        )
 
 
 def _tell_unused(

@@ -1,4 +1,4 @@
-"""Frozen weights that bitsandbytes packed, such as the 4-bit base of adapters, in checkpoints of a run."""
+"""Frozen weights that bitsandbytes or torchao packed, such as the 4-bit base of adapters, in checkpoints of a run."""
 
 from typing import Any
 
@@ -22,10 +22,12 @@ def check_packed(one: Prepared) -> None:
     Raises:
         ValueError: The model holds packed weights, whose scales nothing loads back.
     """
-    packed = [name for name, each in one.unwrap().named_parameters() if is_packed(each)]
+    packed = {name: each for name, each in one.unwrap().named_parameters() if is_packed(each)}
     if packed:
+        name, weight = next(iter(packed.items()))
+        library = type(weight).__module__.partition(".")[0]
         raise ValueError(
-            f"save_state(): {packed[0]!r} (and {len(packed) - 1} more) is packed by bitsandbytes, whose scales could "
-            "not be loaded into it: save_state(trained_only=True) leaves out what is frozen; the run that loads it "
-            "builds the same base"
+            f"save_state(): {name!r} (and {len(packed) - 1} more) is packed by {library}, whose scales "
+            "could not be loaded into it: save_state(trained_only=True) leaves out what is frozen; the run that "
+            "loads it builds the same base"
         )

@@ -9,11 +9,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain.effective import plan_of, show_plan, store_plan
+from drivetrain.fp8_training import LAYERS, check_gathers
 from drivetrain.loaders import shard
 from drivetrain.parts import Parts
 from drivetrain.schedule_length import tell_unsharded_lengths
 from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
 from drivetrain_data import ShardedLoader, is_loader
+from drivetrain_precision.fp8.converted_layers import describe_converted
 from drivetrain_precision.quantized.trained_weights import check_trained_weights
 
 
@@ -83,15 +85,25 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
     for model in found.models:
         check_trained_weights(model)
     if parts.fp8 is None:
-        return parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+        return _prepare_as_given(found, parts)
     facts = parts.fp8.convert(found.models)
     try:
         models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
         parts.fp8.check()
     except BaseException:
-        parts.fp8.undo(found.models)
+        parts.fp8.undo()
         raise
     parts.facts.update(facts)
+    return models
+
+
+def _prepare_as_given(found: Sorted, parts: Parts) -> Sequence[Prepared]:
+    """Prepare models in another precision than fp8, and tell the layers that were converted to it by hand."""
+    models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+    check_gathers(found.models, said="a model converted by convert_model with TorchaoRecipe(all_gather=True)")
+    everything = {*found.models, *(one.unwrap() for one in parts.prepared.models)}
+    if (fact := describe_converted(everything)) is not None:
+        parts.facts[LAYERS] = fact
     return models
 
 

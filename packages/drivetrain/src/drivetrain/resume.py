@@ -111,8 +111,8 @@ def save(
     }
     if trained_only:
         replicated["trained_only"] = True
-    if run.fp8 is not None:
-        replicated["fp8"] = run.fp8.state_dict()
+    per_rank: dict[str, Any] = {"rng": rng_state(), **({"custom": own} if own else {})}
+    _add_fp8(run, replicated, per_rank)
     if own:
         replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
     run.context.progress.mark("save")
@@ -120,7 +120,7 @@ def save(
         run.step,
         models=models,
         replicated=replicated,
-        per_rank={"rng": rng_state(), **({"custom": own} if own else {})},
+        per_rank=per_rank,
         plan=plan,
         metrics=metrics,
         background=background,
@@ -129,6 +129,14 @@ def save(
     run.context.progress.mark("saved")
     run.context.progress.note("checkpoint done")
     return path
+
+
+def _add_fp8(run: RunState, replicated: dict[str, Any], per_rank: dict[str, Any]) -> None:
+    """Add what a recipe keeps beside the weights; of a rank's own batches it saw what other ranks did not."""
+    if run.fp8 is not None:
+        replicated["fp8"] = run.fp8.state_dict()
+        if run.fp8.keeps_state():
+            per_rank["fp8"] = replicated["fp8"]
 
 
 def _changes_in_step(run: RunState) -> Callable[[str], bool]:
@@ -177,7 +185,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         one.load_state_dict({"model": models[name], **saved["training"][name]})
     run.backend.load_state_dict(saved["backend"])
     if run.fp8 is not None:
-        run.fp8.load_state_dict(saved.get("fp8", {}))
+        # With another number of ranks, all of them take what the first one kept.
+        run.fp8.load_state_dict((loaded.per_rank or {}).get("fp8", saved.get("fp8", {})))
     for loader, state in zip(run.loaders, saved["loaders"], strict=True):
         loader.load_state_dict(state)
     for name, obj in run.custom.items():

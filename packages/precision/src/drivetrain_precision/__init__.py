@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.checks.half_precision import HalfOperation as HalfOperation
     from drivetrain_precision.checks.half_precision import HalfOperations as HalfOperations
     from drivetrain_precision.checks.half_precision import find_half_operations as find_half_operations
+    from drivetrain_precision.conversion.layer_filter import LayerFilter as LayerFilter
     from drivetrain_precision.dtypes.dtype_policy import DtypePolicy as DtypePolicy
     from drivetrain_precision.dtypes.fp32_islands import find_islands as find_islands
     from drivetrain_precision.dtypes.fp32_islands import keep_in_fp32 as keep_in_fp32
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from drivetrain_precision.fp8.layer_conversion import load_recipe_state as load_recipe_state
     from drivetrain_precision.fp8.layer_conversion import recipe_state as recipe_state
     from drivetrain_precision.fp8.layer_conversion import restore_model as restore_model
-    from drivetrain_precision.fp8.layer_filter import LayerFilter as LayerFilter
     from drivetrain_precision.fp8.protocol import Fp8Recipe as Fp8Recipe
     from drivetrain_precision.fp8.protocol import GathersInFp8 as GathersInFp8
     from drivetrain_precision.fp8.protocol import Products as Products
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from drivetrain_precision.settings import PrecisionSettings as PrecisionSettings
     from drivetrain_precision.support import Support as Support
     from drivetrain_precision.support import supported_modes as supported_modes
+    from drivetrain_precision.testing import RecipeContract as RecipeContract
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -82,7 +83,7 @@ _MODULES = {
     "HalfOperation": "checks.half_precision",
     "HalfOperations": "checks.half_precision",
     "HalfPrecisionWarning": "errors",
-    "LayerFilter": "fp8.layer_filter",
+    "LayerFilter": "conversion.layer_filter",
     "LayerGradients": "scaling.gradient_report",
     "LossScaler": "scaling.scaler",
     "NoAutocast": "casting",
@@ -95,6 +96,7 @@ _MODULES = {
     "Products": "fp8.protocol",
     "QATReport": "quantized.fake_quantize",
     "QuantizedScheme": "quantized.scheme",
+    "RecipeContract": "testing",
     "RecordedAutocast": "checks.autocast_record",
     "Requirements": "fp8.protocol",
     "SkippedSteps": "scaling.skipped_steps",

@@ -164,15 +164,20 @@ def rounding_seed(layer: nn.Module) -> Tensor:
     return layer.get_buffer("_sr_seed")
 
 
-def weight_version(weight: Any) -> int:
-    """Return the number of writes to the shard of a weight that torchao 0.18 gathers in float8."""
+def exchange_weight_scale(weight: Any, scale: Tensor | None) -> Tensor | None:
+    """Give the shard of a weight that torchao 0.18 gathers in float8 another scale.
+
+    Args:
+        weight: The sharded weight.
+        scale: The scale that its gathers use from now on; None if each computes its own.
+
+    Returns:
+        The scale that it had.
+    """
     # Not by `to_local`, which returns another object than the one that FSDP gathers.
-    return weight._local_tensor._tensor._version
-
-
-def drop_weight_scale(weight: Any) -> None:
-    """Let the gather of a weight that torchao 0.18 gathers in float8 compute its scale anew."""
-    weight._local_tensor._precomputed_scale = None
+    shard = weight._local_tensor
+    before, shard._precomputed_scale = shard._precomputed_scale, scale
+    return before
 
 
 @dataclass(slots=True)
@@ -189,17 +194,17 @@ class OperationEvent:
     caller: "OperationEvent | None" = None
     called: "list[OperationEvent]" = field(default_factory=lambda: list[OperationEvent]())
 
-    def calls(self, names: Collection[str], prefix: str) -> bool:
+    def calls(self, names: Collection[str], prefixes: tuple[str, ...]) -> bool:
         """Return whether it ran, at any depth, one of these operations or one whose name begins with a prefix."""
         return any(
-            each.name in names or each.name.startswith(prefix) or each.calls(names, prefix)
+            each.name in names or each.name.startswith(prefixes) or each.calls(names, prefixes)
             for each in self.called
         )
 
-    def is_called_by(self, prefix: str) -> bool:
+    def is_called_by(self, prefixes: tuple[str, ...]) -> bool:
         """Return whether an operation whose name begins with a prefix ran it, at any depth."""
         return self.caller is not None and (
-            self.caller.name.startswith(prefix) or self.caller.is_called_by(prefix)
+            self.caller.name.startswith(prefixes) or self.caller.is_called_by(prefixes)
         )
 
 
@@ -274,6 +279,11 @@ def compiled_part(module: nn.Module) -> str | None:
     if "_orig_mod" in module._modules or hasattr(module.forward, "_torchdynamo_orig_callable"):  # pyright: ignore[reportPrivateUsage]
         return "forward"
     return None
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper; another module is returned as it is."""
+    return dict(model.named_children()).get(COMPILED_PREFIX.rstrip("."), model)
 
 
 def values_of_sparse(gradient: Tensor) -> Tensor:

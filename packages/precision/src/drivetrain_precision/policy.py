@@ -1,19 +1,24 @@
 """Choose a precision: map a mode and a device to a frozen policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from drivetrain_precision.dtypes.dtype_policy import DtypePolicy, choose_dtypes
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
-from drivetrain_precision.fp8.registry import choose_recipe
+from drivetrain_precision.fp8.registry import as_recipe, check_recipe_name, choose_recipe
 from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import MODES, Support, supported_modes
 
 _BEST_FIRST = ("bf16", "fp16", "no")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# The settings that belong to one mode.
+_OF_MODE: Mapping[str, tuple[str, ...]] = {
+    "fp16": ("initial_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
+    "fp8": ("fp8_recipe", "fp8_fallback", "fp8_exclude", "fp8_skip_ends"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,7 @@ def choose_policy(
     device: torch.device,
     settings: PrecisionSettings | None = None,
     *,
-    recipe: Fp8Recipe | None = None,
+    recipe: Fp8Recipe | str | None = None,
 ) -> Policy:
     """Choose the precision for `device`.
 
@@ -59,22 +64,25 @@ def choose_policy(
         device: The device that training runs on.
         settings: The settings of fp16's loss scale, of skipped steps, of fp8, and of the dtypes that models are held
             in.
-        recipe: The recipe of mode "fp8"; None for the one that the settings name.
+        recipe: The recipe of mode "fp8" or its name; None for the one that the settings name.
 
     Returns:
         The policy; its `reason` explains the choice.
 
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
-            Or the dtypes of the settings contradict it.
+            Or the dtypes of the settings contradict it, or they or the argument name no recipe.
     """
     support = supported_modes(device)
+    if settings is not None:
+        check_recipe_name(settings.fp8_recipe)
     if mode == "fp8":
-        return _fp8_policy(device, settings or PrecisionSettings(), recipe, support)
+        named = _with_name(settings or PrecisionSettings(), recipe)
+        given = None if recipe is None or isinstance(recipe, str) else as_recipe(recipe)
+        return _fp8_policy(device, named, given, support)
     if recipe is not None:
-        raise PrecisionError(
-            f"fp8_recipe={recipe.name!r} with mixed_precision={mode!r}: say mixed_precision='fp8'"
-        )
+        name = recipe if isinstance(recipe, str) else as_recipe(recipe).name
+        raise PrecisionError(f"fp8_recipe={name!r} with mixed_precision={mode!r}: say mixed_precision='fp8'")
     if mode == "auto":
         chosen = next(name for name in _BEST_FIRST if support[name].level == "native")
         weaker = [name for name in _BEST_FIRST if support[name].level != "native"]
@@ -93,6 +101,34 @@ def choose_policy(
     return _policy(mode, device, settings, support[mode].reason)
 
 
+def unused_settings(mode: str, settings: PrecisionSettings) -> dict[str, str]:
+    """Return the settings that differ from their defaults and belong to another mode, with that mode.
+
+    Args:
+        mode: The mode that was asked for, or that "auto" chose.
+        settings: The section to look at.
+    """
+    default = PrecisionSettings()
+    return {
+        name: other
+        for other, names in _OF_MODE.items()
+        for name in names
+        if other != mode and getattr(settings, name) != getattr(default, name)
+    }
+
+
+def _with_name(settings: PrecisionSettings, recipe: object) -> PrecisionSettings:
+    """Return the settings with the recipe that is named in code."""
+    if not isinstance(recipe, str) or recipe == "auto":
+        return settings
+    check_recipe_name(recipe)
+    if settings.fp8_recipe not in ("auto", recipe):
+        raise PrecisionError(
+            f"precision.fp8_recipe={settings.fp8_recipe!r}, and fp8_recipe={recipe!r} is given in code; say one"
+        )
+    return replace(settings, fp8_recipe=recipe)
+
+
 def _fp8_policy(
     device: torch.device,
     settings: PrecisionSettings,
@@ -100,21 +136,20 @@ def _fp8_policy(
     support: Mapping[str, Support],
 ) -> Policy:
     """Return the policy of a recipe: what it does not convert computes in bf16."""
-    chosen, why_not = choose_recipe(device, settings, recipe)
+    choice = choose_recipe(device, settings, recipe)
     bf16 = support["bf16"]
-    if chosen is None:
+    if choice.recipe is None:
         if settings.fp8_fallback == "bf16" and bf16.level != "none":
-            return _policy("bf16", device, settings, f"fp8_fallback: {why_not}")
-        raise PrecisionError(f"mixed_precision='fp8': {why_not}")
+            return _policy("bf16", device, settings, f"fp8_fallback: {choice.reason}")
+        raise PrecisionError(f"mixed_precision='fp8': {choice.reason}")
     if bf16.level == "none":
         raise PrecisionError(f"mixed_precision='fp8': other layers compute in bf16, and {bf16.reason}")
-    reason = f"{chosen.name}: {chosen.support(device).reason}"
     return Policy(
         mode="fp8",
         autocast_dtype=torch.bfloat16,
         scaling=None,
-        reason=reason,
-        recipe=chosen,
+        reason=choice.reason,
+        recipe=choice.recipe,
         settings=settings,
         dtypes=choose_dtypes("fp8", device, settings),
     )

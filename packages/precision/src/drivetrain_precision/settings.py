@@ -1,6 +1,7 @@
 """The `precision` section: fp16's loss scale, skipped steps, fp8, and the dtypes that models are held in."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 
@@ -117,8 +118,9 @@ class PrecisionSettings:
         Raises:
             ValueError: A value is outside its range; the message begins with the field's name.
         """
-        if not self.initial_scale > 0:
-            raise ValueError(f"initial_scale={self.initial_scale!r}: must be above 0")
+        _check_types(self)
+        if not 0 < self.initial_scale < inf:
+            raise ValueError(f"initial_scale={self.initial_scale!r}: must be above 0 and finite")
         if not self.growth_factor > 1:
             raise ValueError(f"growth_factor={self.growth_factor!r}: must be above 1")
         if not 0 < self.backoff_factor < 1:
@@ -139,6 +141,25 @@ class PrecisionSettings:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value!r}: must be at least 1, or None")
         _check_dtypes(self)
+
+
+def _check_types(settings: PrecisionSettings) -> None:
+    """Refuse values that would be taken for something else, where no layer has parsed them.
+
+    Raises:
+        ValueError: A switch is no boolean, a number of steps no integer, or patterns are no tuple of strings.
+    """
+    for name in ("check_half", "fp8_skip_ends"):
+        if type(getattr(settings, name)) is not bool:
+            raise ValueError(f"{name}={getattr(settings, name)!r}: must be True or False")
+    for name in ("growth_interval", "max_skipped_steps", "watch_underflow"):
+        value = getattr(settings, name)
+        if value is not None and type(value) is not int:
+            raise ValueError(f"{name}={value!r}: must be an integer")
+    for name in ("fp8_exclude", "keep_fp32"):
+        patterns = getattr(settings, name)
+        if isinstance(patterns, str) or not all(isinstance(each, str) for each in patterns):
+            raise ValueError(f"{name}={patterns!r}: must be a tuple of patterns, such as ('*.router',)")
 
 
 def _check_dtypes(settings: PrecisionSettings) -> None:

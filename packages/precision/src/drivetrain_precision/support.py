@@ -63,7 +63,10 @@ def supported_modes(device: torch.device) -> dict[str, Support]:
         The level of support and the reason for it, for each of "no" (fp32), "fp16" and "bf16".
     """
     fp32 = Support(level="native", reason="fp32 is computed everywhere")
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.cuda.is_available():
+        absent = Support(level="none", reason="torch finds no CUDA device here")
+        low = {"fp16": absent, "bf16": absent}
+    elif device.type == "cuda":
         low = _cuda(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     elif device.type == "cpu":
         low = _cpu()

@@ -11,6 +11,7 @@ from drivetrain_backends.deepspeed.compat import full_shape, is_divided
 from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError, first_of
 from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.packed_weights import is_wrapper
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_precision import Policy, PrecisionError
@@ -76,6 +77,11 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
         ValueError: The model has such parameters; the message names them.
     """
     names = parameter_names({"": model})
+    if packed := [name for p, name in names.items() if is_wrapper(p)]:
+        raise ValueError(
+            f"{first_of(packed)}: packed by torchao, in a class whose weights DeepSpeed can neither move nor send to "
+            "other ranks; pack the base by bitsandbytes, or choose backend='ddp' or 'fsdp'"
+        )
     _check_layout(model, names, stage)
     trained = {p: name for p, name in names.items() if optimizer is not None and p.requires_grad}
     for parameter, name in names.items():

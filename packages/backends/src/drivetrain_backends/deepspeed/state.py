@@ -24,6 +24,7 @@ from drivetrain_backends.deepspeed.partitions import (
     write_whole,
 )
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
+from drivetrain_backends.modules.packed_weights import packed_entries
 from drivetrain_backends.state_dict.block_tensors import as_values
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_backends.state_dict.optimizer_state import (
@@ -247,6 +248,8 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
 
     module: nn.Module = engine.module
     own = plain_state(module, keep_vars=True)
+    for name in packed_entries(module, own):
+        del own[name]
     if odd := sorted(set(own) ^ set(state)):
         raise ValueError(f"the checkpoint's {type(module).__name__} differs from this one by {odd[:5]}")
     for name, value in own.items():

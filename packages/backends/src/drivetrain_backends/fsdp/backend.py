@@ -19,6 +19,7 @@ from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
+from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
@@ -228,6 +229,11 @@ class FSDPBackend(TorchBackend):
         refuse_misuse(sharded)
         self._order.watch(sharded)
         self._buffers.watch(inner)
+        fp8_gather = Fp8Gather(
+            sharded,
+            note=self._order.noting("scale", f"the weights of {class_name(inner)}"),
+            shares_scales=not settings.offload,  # the copy of a shard on the device has no scale
+        )
         _set_prefetch(sharded, settings.prefetch)
         inner.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
         inner.register_forward_hook(_after_forward_without_gradients(sharded, self._order))
@@ -260,6 +266,7 @@ class FSDPBackend(TorchBackend):
             gradients=self._gradients,
             order=self._order,
             buffers=self._buffers,
+            fp8_gather=fp8_gather,
         )
 
     def _check(self, models: Sequence[nn.Module]) -> None:

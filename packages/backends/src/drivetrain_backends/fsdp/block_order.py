@@ -8,7 +8,7 @@ collectives, and the ranks compare checksums before an optimizer steps.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import ref
 
 import torch
@@ -24,6 +24,7 @@ from drivetrain_state import CollectiveMismatchError, Context
 _MOST_REMEMBERED = 65536  # collectives since the last step, for the error that names the first difference
 _PASSES = 4  # forward, backward, reduction, and one spare: the first use of every block is compared at once
 _MASK = (1 << 61) - 1
+_DOING = {"gather": "gathering", "reduce": "reducing", "scale": "computing the scales of"}
 
 
 class CollectiveOrder:
@@ -74,10 +75,10 @@ class CollectiveOrder:
             for group in parameter_groups(block):
                 wrap_collectives(
                     group,
-                    partial(_Gathering, note=self._noting("gather", what)),
+                    partial(_Gathering, note=self.noting("gather", what)),
                     partial(
                         _Reducing,
-                        note=self._noting("reduce", what),
+                        note=self.noting("reduce", what),
                         is_divided=len(self._divisions[0]) > 1,
                     ),
                 )
@@ -127,10 +128,16 @@ class CollectiveOrder:
         if len(self._divisions) == 1:
             self.compare(at_step=False)
 
-    def _noting(self, kind: str, what: str) -> Callable[[], None]:
+    def noting(self, kind: Literal["gather", "reduce", "scale"], what: str) -> Callable[[], None]:
+        """Return a function that records a collective before it runs. Called on all ranks, and so is what it returns.
+
+        Args:
+            kind: Whether it gathers weights, reduces gradients, or computes the scales of weights.
+            what: The weights that it concerns.
+        """
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")
-        mark = f"{'gathering' if kind == 'gather' else 'reducing'} {what}"
+        mark = f"{_DOING[kind]} {what}"
         progress, is_reduction = self._context.progress, kind == "reduce"
 
         def note() -> None:

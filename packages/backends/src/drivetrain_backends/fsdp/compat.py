@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # pyright: ignore[reportMissingTypeStubs]
     TrainingState,
 )
+from torch.utils._pytree import tree_leaves as tree_leaves  # FSDP finds the tensors of outputs by it
 
 
 def state_of(block: FSDPModule) -> Any:
@@ -54,6 +55,20 @@ def drop_full_gradient(parameter: Any) -> None:
         parameter.unsharded_accumulated_grad = None
     if (gathered := gathered_parameter(parameter)) is not None:
         gathered.grad = None
+
+
+def gather_as(parameter: Any, form: Callable[[Tensor], Tensor]) -> None:
+    """Let the next gather of a parameter that is sharded now be like the first, of its shard in another form.
+
+    Args:
+        parameter: torch's own object for the parameter.
+        form: A function of the shard, which returns a tensor with the same values and storage.
+    """
+    parameter.sharded_param._local_tensor = form(parameter.sharded_param._local_tensor)
+    parameter._sharded_param_data = form(parameter._sharded_param_data)  # flat, with padding
+    parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+    if hasattr(parameter, "_unsharded_param"):  # not before the first gather
+        del parameter._unsharded_param
 
 
 def module_slot(parameter: Any) -> tuple[dict[str, Any], str]:

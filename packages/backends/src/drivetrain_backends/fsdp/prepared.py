@@ -14,6 +14,7 @@ from drivetrain_backends.errors import UnreducedGradientError, UnshardedParamete
 from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
+from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.low_bit_states import unify_forms
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
@@ -51,6 +52,7 @@ class FSDPPrepared(TorchPrepared):
         gradients: The reducer of the backend's gradients.
         order: The order of the ranks' collectives.
         buffers: The buffers of the backend's models.
+        fp8_gather: The weights that are gathered in 8 bits.
 
     Attributes:
         sharded: The sharded model with its blocks and parameters.
@@ -71,6 +73,7 @@ class FSDPPrepared(TorchPrepared):
         gradients: ShardedGradients,
         order: CollectiveOrder,
         buffers: SharedBuffers,
+        fp8_gather: Fp8Gather,
     ) -> None:
         super().__init__(model, context=context, tracker=tracker)
         self.sharded = sharded
@@ -80,6 +83,7 @@ class FSDPPrepared(TorchPrepared):
         self._gradients = gradients
         self._order = order
         self._buffers = buffers
+        self._fp8_gather = fp8_gather
         self._num_checked: dict[Optimizer, int] = {}
         self._told_mixed = set[Optimizer]()
 
@@ -198,6 +202,7 @@ class FSDPPrepared(TorchPrepared):
     def release(self) -> nn.Module:
         """Undo the preparation; the parameters stay sharded, because torch cannot undo that."""
         self.sharded.reshard()
+        self._fp8_gather.close()
         for name in self.sharded.plan.blocks:
             restore_activations(self.sharded.module.get_submodule(name))
         return restore_forward(self.unwrap())

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drivetrain_backends.modules.packed_weights import is_packed
+from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
 from drivetrain_backends.modules.wrap_policy import class_name
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
@@ -37,7 +37,7 @@ def check_trainable(model: nn.Module) -> None:
 def _check_packed(name: str, parameter: nn.Parameter) -> None:
     """Refuse a weight of bitsandbytes that would be divided: its layer's forward puts another one in its place."""
     kind = type(parameter)
-    if is_packed(parameter) and parameter.is_floating_point():
+    if is_packed(parameter) and not is_wrapper(parameter) and parameter.is_floating_point():
         raise ValueError(
             f"{name} is a {kind.__name__} of bitsandbytes held in {str(parameter.dtype)[6:]}: FSDP2 would divide "
             "it, and the forward of bitsandbytes replaces a weight that was gathered. Build the layer with "

@@ -16,9 +16,10 @@ from drivetrain_backends.fsdp.meta_init import check_ways, initialise, make_room
 from drivetrain_backends.fsdp.scratch import Scratch, room_for
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
 from drivetrain_backends.fsdp.storage import TensorStorage
+from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.modules.wrap_policy import BlockPlan
-from drivetrain_backends.state_dict.dtensor import broadcast_from_first
-from drivetrain_precision import GathersInFp8
+from drivetrain_backends.state_dict.dtensor import broadcast_from_first, broadcast_parts
+from drivetrain_precision.fp8.protocol import gathers_in_fp8
 from drivetrain_state import Context
 
 
@@ -198,6 +199,9 @@ def _bring_values(
                 continue
             seen.add(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
+            if is_wrapper(tensor):
+                _bring_packed(tensor, context)
+                continue
             values = tensor.detach().to(context.device, storage.dtype_of(tensor)).contiguous()
             if tensor not in filled:
                 broadcast_from_first(values, context)
@@ -207,6 +211,16 @@ def _bring_values(
                 setattr(module, name, values)
             else:
                 tensor.copy_(values)
+
+
+def _bring_packed(weight: Tensor, context: Context) -> None:
+    """Move a weight that torchao packed to the device, with rank 0's values."""
+    if weight.device != context.device:
+        # `data` of a class that wraps others cannot be set to one of another device.
+        torch.utils.swap_tensors(
+            weight, nn.Parameter(weight.detach().to(context.device), requires_grad=False)
+        )
+    broadcast_parts(parts_of(weight), context)
 
 
 def _shard(
@@ -224,7 +238,7 @@ def _shard(
     reshards = None if is_root and not is_alone and sharding.reshards else sharding.reshards
     offload = CPUOffloadPolicy(pin_memory=sharding.pin_memory) if sharding.offload else OffloadPolicy()
     for module in group:
-        if isinstance(module, GathersInFp8):
+        if gathers_in_fp8(module):
             # The optimizer is matched by name, and a weight that is shared is never converted.
             form = module.weight_for_all_gather()
             module.weight = nn.Parameter(form, requires_grad=module.weight.requires_grad)

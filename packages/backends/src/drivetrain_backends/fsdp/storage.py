@@ -4,13 +4,15 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.fsdp.dtypes import DtypePlan
+from drivetrain_backends.modules.packed_weights import is_wrapper
 from drivetrain_precision.dtypes.dtype_policy import HALF
 from drivetrain_precision.dtypes.holding import held_dtype
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Return whether every rank keeps the full parameter: `fully_shard` skips scalars, integers, empty ones."""
-    return parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
+    """Return whether every rank keeps the full parameter: scalars, integers, empty and packed ones."""
+    is_skipped = parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
+    return is_skipped or is_wrapper(parameter)
 
 
 class TensorStorage:

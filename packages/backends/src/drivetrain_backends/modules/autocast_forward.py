@@ -53,7 +53,8 @@ def prepare_forward(
         model: The user's module.
         policy: The precision policy of the forward.
         device: The device that the model computes on.
-        progress: The record whose observers are told when a forward begins ("forward") and ends ("forward done").
+        progress: The record whose observers are told when a forward begins ("forward", and the model) and ends
+            ("forward done").
         uncopyable: The message of the error that copy, deepcopy and pickle raise; None to give the plain model.
         explain: Return the error that replaces a RuntimeError of the forward, or None to keep the original.
 
@@ -108,7 +109,7 @@ def _call_of(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if progress is None or not progress.observers:
             return compute(self, *args, **kwargs)
-        progress.note("forward")
+        progress.note_forward(self)
         try:
             return compute(self, *args, **kwargs)
         finally:

@@ -61,11 +61,22 @@ def updates_of(dtypes: DtypePolicy) -> Bf16Updates | None:
 
 
 def check_updates(optimizers: Sequence[Optimizer], dtypes: DtypePolicy) -> None:
-    """Refuse a rounding that was said and would apply to nothing.
+    """Refuse a rounding that was said and would apply to nothing, and two of the same updates.
 
     Raises:
-        PrecisionError: No optimizer has a parameter in bf16, and none will be cast to it.
+        PrecisionError: No optimizer has a parameter in bf16, and none will be cast to it; or an optimizer of torchao
+            is to round by itself what `weight_update` rounds.
     """
+    for optimizer in optimizers:
+        # torchao's, which sees weights in fp32 where another rounding steps it, and then rounds nothing.
+        if updates_of(dtypes) is not None and getattr(optimizer, "bf16_stochastic_round", False):
+            said = "" if dtypes.is_update_said else ", the default with param_dtype='bf16'"
+            raise PrecisionError(
+                f"{type(optimizer).__name__}(bf16_stochastic_round=True) with "
+                f"precision.weight_update={dtypes.update!r}{said}: both round the updates of weights "
+                "in bf16, and the optimizer's would have no effect; leave bf16_stochastic_round out, or say "
+                "weight_update='nearest', which lets the optimizer round"
+            )
     if not dtypes.is_update_said or dtypes.param is torch.bfloat16 or not optimizers:
         return
     held = {p.dtype for o in optimizers for group in o.param_groups for p in group["params"]}

@@ -1,17 +1,44 @@
-"""Frozen weights that bitsandbytes packed, and their entries in a model's state."""
+"""Frozen weights that bitsandbytes or torchao packed, and their entries in a model's state."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_backends.compat import COMPILED_MODULE
+from drivetrain_weights.tensor_box import is_dtensor
 
-_LIBRARY = "bitsandbytes."
+_BITSANDBYTES, _TORCHAO = "bitsandbytes.", "torchao."
+_NOT_PACKED = "torchao.float8."  # plain values, in a class that says how they are gathered
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a weight in a class of bitsandbytes, and frozen."""
-    return type(parameter).__module__.startswith(_LIBRARY) and not parameter.requires_grad
+    """Return whether a parameter is a weight in a class of bitsandbytes or torchao, and frozen."""
+    is_of_bitsandbytes = type(parameter).__module__.startswith(_BITSANDBYTES) and not parameter.requires_grad
+    return is_of_bitsandbytes or is_wrapper(parameter)
+
+
+def is_wrapper(parameter: Tensor) -> bool:
+    """Return whether a parameter is frozen in a tensor class of torchao, which holds its codes and scales inside.
+
+    torchao 0.18 gives these classes neither the views by which DDP and FSDP2 send a weight, nor plain values.
+    """
+    kind = type(parameter)
+    return (
+        not parameter.requires_grad
+        and kind.__module__.startswith(_TORCHAO)
+        and not kind.__module__.startswith(_NOT_PACKED)
+        and hasattr(kind, "__tensor_unflatten__")
+        and not is_dtensor(parameter)
+    )
+
+
+def parts_of(tensor: Any) -> list[Tensor]:
+    """Return the plain tensors inside a wrapper, in a fixed order; another tensor is its only part."""
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
 def packed_entries(model: nn.Module, names: Iterable[str]) -> frozenset[str]:

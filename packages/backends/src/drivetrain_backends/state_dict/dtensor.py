@@ -3,6 +3,7 @@
 DTensor is not imported, since that takes as long as importing torch: a model that is not sharded comes here too.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -106,3 +107,13 @@ def broadcast_from_first(tensor: Tensor, context: Context) -> None:
     if context.group is not None:
         # As bytes: gloo supports neither booleans nor fp8.
         dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+
+
+@torch.no_grad()
+def broadcast_parts(parts: Iterable[Tensor], context: Context) -> None:
+    """Broadcast rank 0's values of the tensors inside a packed weight, in place. Called on all ranks."""
+    for part in parts:
+        values = part.contiguous()
+        broadcast_from_first(values, context)
+        if values is not part:
+            part.copy_(values)

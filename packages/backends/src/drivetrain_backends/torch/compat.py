@@ -5,10 +5,12 @@ tests/backends/torch/test_compat.py holds each one to what is relied on, and doc
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +20,9 @@ BUFFERS_ARGUMENT = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+# A replica leaves these parameters and buffers of its module out; it keeps the names it found when it was made.
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 
 
 def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
@@ -57,6 +62,20 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
 def reduces(ddp: DistributedDataParallel) -> bool:
     """Return whether forwards of the wrapper prepare the reducer for their backward; False inside `no_sync`."""
     return ddp.require_backward_grad_sync
+
+
+@contextmanager
+def leaving_out(module: nn.Module, names: Iterable[str]) -> Generator[None]:
+    """Let a replica that is made of a module in the block not send some of its parameters, by their names."""
+    given: Any = getattr(module, _LEFT_OUT, None)
+    setattr(module, _LEFT_OUT, {*(given or ()), *names})
+    try:
+        yield
+    finally:
+        if given is None:
+            delattr(module, _LEFT_OUT)
+        else:
+            setattr(module, _LEFT_OUT, given)
 
 
 def disable_reducer(ddp: DistributedDataParallel) -> None:

@@ -19,9 +19,11 @@ from drivetrain_backends.modules.batch_norm import (
 )
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import reduced_in
+from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
+from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.torch import compat
 from drivetrain_backends.torch.backend import TorchBackend, check_new, loss_scaler
 from drivetrain_backends.torch.ddp_drift import check_replicas
@@ -133,17 +135,21 @@ class DDPBackend(TorchBackend):
         # Before the replica, whose broadcast ends when all ranks are connected: a rank that closed the group earlier
         # would break the connections that another is still making.
         self._gradients.open()
-        replica = Replica(
-            model,
-            at_close=at_close,
-            device_ids=None if device.type == "cpu" else [device],
-            process_group=_group(self.context),
-            **buffers,
-            bucket_cap_mb=settings.bucket_size_mb,
-            find_unused_parameters=settings.find_unused_parameters,
-            gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            static_graph=settings.static_graph,
-        )
+        packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
+        for weight in packed.values():
+            broadcast_parts(parts_of(weight), self.context)
+        with compat.leaving_out(model, packed):
+            replica = Replica(
+                model,
+                at_close=at_close,
+                device_ids=None if device.type == "cpu" else [device],
+                process_group=_group(self.context),
+                **buffers,
+                bucket_cap_mb=settings.bucket_size_mb,
+                find_unused_parameters=settings.find_unused_parameters,
+                gradient_as_bucket_view=settings.gradient_as_bucket_view,
+                static_graph=settings.static_graph,
+            )
         register_hook(replica, settings, reduced_in(self.policy.dtypes))
         self._gradients.replicas[model] = replica
         return replica

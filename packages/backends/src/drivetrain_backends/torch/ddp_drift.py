@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.errors import DriftedReplicasError
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
+from drivetrain_backends.modules.packed_weights import parts_of
 from drivetrain_state import Context, gather, reduce
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,6 +58,8 @@ def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
 def checksum(weight: Tensor) -> Tensor:
     """Return the exact sum of a tensor's bits as integers, independent of its layout; an int64 of shape ()."""
     weight = weight.detach()
+    if len(parts := parts_of(weight)) > 1:
+        return torch.stack([checksum(part) for part in parts]).sum()
     if weight.is_complex():
         weight = torch.view_as_real(weight)
     integer = _INTEGERS[weight.element_size()]

@@ -217,7 +217,15 @@ class TorchPrepared:
             page_states(optimizer.optimizer)
             if notes and self._context.topology.is_main:
                 logger.warning("%s: %s", type(optimizer.optimizer).__name__, "; ".join(notes))
-            forget_updates(optimizer.optimizer, None if self.updates is None else self.updates.rounding)
+            rounding = None if self.updates is None else self.updates.rounding
+            num_dropped = forget_updates(optimizer.optimizer, rounding)
+            if num_dropped and self._context.topology.is_main:
+                logger.info(
+                    "the checkpoint was trained with weight_update='kahan', this run with %s: what was rounded off "
+                    "%d parameters is dropped, less than half of their last bit",
+                    repr(rounding) if rounding else "the optimizer's own updates",
+                    num_dropped,
+                )
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
         """Return the parameters to clip: the model's own unless others are given."""

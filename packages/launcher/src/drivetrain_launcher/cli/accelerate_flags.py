@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from drivetrain_config.accelerate_deepspeed import DEEPSPEED
+from drivetrain_config.accelerate_fp8 import FP8
 from drivetrain_config.accelerate_fsdp import FSDP
 from drivetrain_config.accelerate_launch import LAUNCH
 from drivetrain_config.accelerate_words import read_words
@@ -10,7 +11,7 @@ from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import UsageError
 
-FAMILIES = (FSDP, DEEPSPEED, LAUNCH)
+FAMILIES = (FSDP, DEEPSPEED, FP8, LAUNCH)
 _SHORT = {"-t": "tee", "-r": "redirects"}
 
 

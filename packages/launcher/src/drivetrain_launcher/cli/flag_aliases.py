@@ -1,7 +1,7 @@
 """The flags of Accelerate and torchrun: translated to drivetrain's, or refused with an alternative.
 
 Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags whose values need
-translation too, such as those for FSDP and DeepSpeed, are in `accelerate_flags.py`.
+translation too, such as those for FSDP, DeepSpeed and fp8, are in `accelerate_flags.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,12 +40,12 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--quiet": (),  # requests the failing rank's traceback alone, as the launcher shows it anyway
     "-q": (),
     "--no-tpu-cluster": (),  # switches off what is not here
+    "--fp8-use-autocast-during-eval": (),  # evaluation computes in fp8 here anyway
 }
 
 _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
 _DIMENSIONS = "the parallel dimensions are set in code, Accelerator(parallelism=ParallelDims(...))"
 _TPU = "there is no TPU launcher here yet; --state-device xla trains on a TPU here, if torch-xla is installed"
-_FP8 = "there is no fp8 training here yet; --mixed-precision bf16 is the narrowest"
 _BINDING = "--bind auto gives each rank cores of its own on the NUMA node of its device"
 
 # Prefix of their flag -> the reason why it is unsupported, and the alternative.
@@ -60,7 +60,6 @@ _REFUSED: Mapping[str, str] = {
     "--ipex": "Intel's extension is part of torch by now; --state-device xpu trains on an Intel GPU",
     "--dynamo": "call torch.compile(model) in the script, before accelerator.prepare",
     "--downcast-bf16": "it is for TPUs, for which there is no launcher here yet",
-    "--fp8": _FP8,
     "--numa-binding": _BINDING,
     "--aws": "there is no SageMaker launcher here",
     "--local-ranks-filter": "--show-ranks 0,8 names the ranks to show, counted over all nodes",
@@ -68,9 +67,6 @@ _REFUSED: Mapping[str, str] = {
     "--mpirun": "start the launcher by mpirun itself: mpirun --hostfile FILE drivetrain launch ...; each task then "
     "knows its rank",
 }
-
-# Our flag and a value of theirs -> the reason why the value is unsupported, and the alternative.
-_REFUSED_VALUES: Mapping[tuple[str, str], str] = {("--mixed-precision", "fp8"): _FP8}
 
 
 def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
@@ -114,8 +110,3 @@ def refusal(name: str) -> str | None:
         if hyphened == start or hyphened.startswith(f"{start}-"):
             return reason
     return None
-
-
-def refused_value(flag: str, value: str | bool) -> str | None:
-    """Return why a value that Accelerate takes is unsupported by our flag; None for any other value."""
-    return _REFUSED_VALUES.get((flag, str(value)))

@@ -23,7 +23,7 @@ from drivetrain_config import Flag, Layers, environ, flags, sections
 from drivetrain_config.conversion import convert
 from drivetrain_config.found_file import SettingsFile, choose_file
 from drivetrain_launcher.cli.accelerate_flags import add_meanings, word_of
-from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal, refused_value
+from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.process_counts import settle_process_counts
@@ -186,8 +186,6 @@ class CommandParser:
                 raise UsageError(f"{token}: takes no value; {written} alone means {name} {value}")
         else:
             value = text if equals else _next(written, waiting, flag)
-        if (reason := refused_value(name, value)) is not None:
-            raise UsageError(f"{written} {value}: {reason}")
         if flag.choices is not None and value not in flag.choices:
             near = get_close_matches(str(value), flag.choices, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""

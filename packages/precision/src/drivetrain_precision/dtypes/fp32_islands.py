@@ -175,9 +175,11 @@ def _nothing_matches(pattern: str, models: Mapping[nn.Module, object]) -> str:
             names |= dict.fromkeys(filter(None, (name, type(module).__name__)))
     bare = pattern.strip("*.")
     near = [name for name in names if bare and bare.lower() in name.lower()]
-    near += get_close_matches(bare, names, n=5, cutoff=0.4)
-    shown = ", ".join(list(dict.fromkeys([*near, *names]))[:5])
+    lowered = {name.lower(): name for name in names}
+    near += [lowered[each] for each in get_close_matches(bare.lower(), lowered, n=5, cutoff=0.5)]
+    shown = ", ".join(list(dict.fromkeys(near))[:5])
+    hint = f"the nearest here: {shown}" if shown else "none here is like it"
     return (
         f"precision.keep_fp32: {pattern!r} matches no module and no parameter of {kinds}. It is compared with dotted "
-        f"names ('*.norm') and names of classes ('LayerNorm'); the nearest here: {shown}"
+        f"names ('*.norm') and names of classes ('LayerNorm'); {hint}"
     )

@@ -1,24 +1,9 @@
-"""Check whether a device and the installed libraries can run a recipe."""
-
-from importlib.metadata import PackageNotFoundError, version
+"""Check whether a device can run a recipe."""
 
 import torch
-from packaging.version import Version
 
 from drivetrain_precision.fp8.protocol import Requirements
 from drivetrain_precision.support import Support
-
-
-def check_library(needed: Requirements) -> str | None:
-    """Return what is missing of a recipe's library and how to install it; None if nothing is."""
-    mend = f"pip install 'drivetrain-precision[{needed.extra}]'"
-    try:
-        found = version(needed.library)
-    except PackageNotFoundError:
-        return f"{needed.library} is not installed: {mend}"
-    if Version(found) < Version(needed.version):
-        return f"{needed.library} {found} is too old, {needed.version} has it: {mend} --upgrade"
-    return None
 
 
 def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool) -> Support:

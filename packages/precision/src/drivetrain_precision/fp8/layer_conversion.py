@@ -1,48 +1,48 @@
 """Convert the linear layers of a model to a recipe, report on each, and give the plain model back."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
+from drivetrain_precision.compat import unwrap_compiled
+from drivetrain_precision.conversion.class_exchange import exchange_of
+from drivetrain_precision.conversion.conversion_plan import plan_conversion
+from drivetrain_precision.conversion.layer_changes import change_layers
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_report import LayerReport
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
-from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
-from drivetrain_precision.fp8.hardware_check import check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
 from drivetrain_precision.fp8.protocol import Fp8Recipe
+from drivetrain_precision.fp8.registry import as_recipe
+
+_ADVICE = "Give LayerFilter what to convert (skip_first=False, skip_last=False, other patterns)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
-    """A report of what a conversion did with each module that has parameters of its own.
+class ConversionReport(LayerReport):
+    """A report of which layers compute in a recipe now, and why the others do not.
 
     Attributes:
         recipe: The name of the recipe.
-        layers: A decision for each module, in the order of the model.
     """
 
     recipe: str
-    layers: tuple[LayerDecision, ...]
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """The names of the layers that compute in the recipe now."""
-        return tuple(each.name for each in self.layers if each.converts)
 
     def __str__(self) -> str:
-        reasons = Counter(each.reason for each in self.layers if not each.converts)
-        total = len(self.layers)
-        lines = [f"{len(self.converted)} of {total} layers compute in {self.recipe}; the others:"]
-        return "\n".join([*lines, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
+        return self.counts(f"compute in {self.recipe}")
 
 
 def convert_model(
     model: nn.Module,
-    recipe: Fp8Recipe,
+    recipe: Fp8Recipe | str,
     filter: LayerFilter | None = None,
     *,
-    kept: Collection[nn.Module] = (),
+    device: torch.device | None = None,
+    kept: Mapping[nn.Module, str] = MappingProxyType({}),
+    known: Collection[str] = (),
 ) -> ConversionReport:
     """Let the linear layers of a model compute in a recipe, in place.
 
@@ -51,48 +51,74 @@ def convert_model(
 
     Args:
         model: The model; its layers are not divided among ranks yet.
-        recipe: The recipe that layers are to compute in.
+        recipe: The recipe that layers are to compute in, or its name.
         filter: The layers to convert; None for the recipe's own filter.
-        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns.
+        device: The device that the model will compute on; None for that of its parameters or, where they are on the
+            CPU, an accelerator that it may be moved to.
+        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns or
+            those that another model shares and that are converted already, each with the reason for the report.
+        known: Names of linear layers of further models, which a pattern of the filter may match in place of this
+            model's.
 
     Returns:
         The report of every module with parameters of its own.
 
     Raises:
-        NothingConvertedError: No layer can be converted. The model is left as it was.
-        PrecisionError: A pattern matches nothing, the recipe's library is missing, or a layer is converted already.
-            The model is left as it was.
+        NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
+            left as it was.
+        PrecisionError: A pattern matches nothing, there is no such recipe, the device or the libraries cannot run it,
+            or a layer is converted already or rounds its weight by `prepare_qat`. The model is left as it was.
     """
-    if (first := next(_converted(model, recipe), None)) is not None:
+    model, recipe = unwrap_compiled(model), as_recipe(recipe)
+    found = list(_converted(model, recipe))
+    if first := [name for name, module in found if module not in kept]:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
             "plain layers back"
         )
-    if (missing := check_library(recipe.requirements)) is not None:
-        raise PrecisionError(f"recipe {recipe.name}: {missing}")
-    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept)
+    for name, module in model.named_modules():
+        if (record := exchange_of(module)) is not None and record.owner == "qat":
+            raise PrecisionError(
+                f"{name or type(model).__name__} rounds its weight for quantised inference (prepare_qat), and one "
+                "model trains either for that or in fp8: undo_qat(model) first gives the plain layers back, or train "
+                "in bf16"
+            )
+    _check_support(model, recipe, device)
+    decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept, known=known)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
-    if not report.converted:
-        raise NothingConvertedError(_nothing(model, report))
-    for name in report.converted:
-        _replace(model, name, recipe.convert)
+    if not report.converted and not found:
+        free = plan_conversion(model, recipe, LayerFilter(skip_first=False, skip_last=False), kept=kept)
+        helps = any(each.converts for each in free)
+        raise NothingConvertedError(
+            f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: {report.refusals(model)}. "
+            + (f"{_ADVICE}, or train in bf16" if helps else "No LayerFilter changes that: train in bf16")
+        )
+    change_layers(model, report.converted, recipe.convert, recipe.restore)
     return report
 
 
-def restore_model(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
+def restore_model(
+    model: nn.Module, recipe: Fp8Recipe | str, *, kept: Container[nn.Module] = ()
+) -> tuple[str, ...]:
     """Give a model its plain linear layers back, in place, with equal weights.
+
+    Args:
+        model: The model to restore.
+        recipe: The recipe that layers compute in, or its name.
+        kept: Modules that stay converted, such as those that another model shares.
 
     Returns:
         The names of the layers that were converted.
     """
-    names = tuple(name for name, _ in _converted(model, recipe))
-    for name in names:
-        _replace(model, name, recipe.restore)
+    recipe = as_recipe(recipe)
+    names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
+    change_layers(unwrap_compiled(model), names, recipe.restore, recipe.convert)
     return names
 
 
-def recipe_state(model: nn.Module, recipe: Fp8Recipe) -> dict[str, Tensor]:
+def recipe_state(model: nn.Module, recipe: Fp8Recipe | str) -> dict[str, Tensor]:
     """Return what converted layers keep beside their weights, by layer and name, for a checkpoint."""
+    recipe = as_recipe(recipe)
     return {
         f"{name}.{key}" if name else key: value
         for name, module in _converted(model, recipe)
@@ -100,47 +126,52 @@ def recipe_state(model: nn.Module, recipe: Fp8Recipe) -> dict[str, Tensor]:
     }
 
 
-def load_recipe_state(model: nn.Module, recipe: Fp8Recipe, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+def load_recipe_state(
+    model: nn.Module, recipe: Fp8Recipe | str, state: Mapping[str, Tensor]
+) -> tuple[str, ...]:
     """Load what `recipe_state` returned.
 
     Returns:
         The names that this recipe keeps and the state does not have: a checkpoint of another recipe has none of them,
         and the layers begin as if they were new.
+
+    Raises:
+        PrecisionError: A tensor was saved in another shape than this recipe keeps; nothing was loaded.
     """
+    recipe = as_recipe(recipe)
     live = recipe_state(model, recipe)
+    for name, value in live.items():
+        if name in state and state[name].shape != value.shape:
+            raise PrecisionError(
+                f"recipe {recipe.name}: {name} was saved in the shape {tuple(state[name].shape)}, and this recipe "
+                f"keeps it in the shape {tuple(value.shape)}: give the recipe the options that it was saved with, "
+                "such as the length of its history"
+            )
     for name, value in live.items():
         if name in state:
             value.copy_(state[name])
     return tuple(name for name in live if name not in state)
 
 
+def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | None) -> None:
+    """Check that a model's device, or one that it may be moved to, can run a recipe.
+
+    Raises:
+        PrecisionError: None of them can.
+    """
+    kinds = {each.device.type: each.device for each in model.parameters() if not each.is_meta}
+    devices = list(kinds.values()) if device is None else [device]
+    supports = {each: recipe.support(each) for each in devices}
+    moved = torch.accelerator.current_accelerator(check_available=True)
+    for each, support in supports.items():
+        if device is None and each.type == "cpu" and moved is not None and support.level == "none":
+            support = recipe.support(moved)
+        if support.level == "none":
+            raise PrecisionError(f"recipe {recipe.name}: {support.reason}")
+    if not devices and (missing := check_library(recipe.requirements)) is not None:
+        raise PrecisionError(f"recipe {recipe.name}: {missing}")
+
+
 def _converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, each) for name, each in model.named_modules() if recipe.is_converted(each))
-
-
-def _replace(model: nn.Module, name: str, change: Callable[[nn.Module], nn.Module]) -> None:
-    """Change a module, and put the result into every place of the model that holds it."""
-    old = model.get_submodule(name)
-    new = change(old)
-    if new is old:
-        return
-    if old is model:
-        raise PrecisionError(
-            f"the model is a single {type(old).__name__}, which this recipe exchanges for another module: put it "
-            "into an nn.Sequential"
-        )
-    for parent in model.modules():
-        for place, child in parent.named_children():
-            if child is old:
-                setattr(parent, place, new)
-
-
-def _nothing(model: nn.Module, report: ConversionReport) -> str:
-    linear = [each for each in report.layers if each.is_linear]
-    shown = "; ".join(f"{each.name or type(model).__name__} {each.reason}" for each in linear[:8])
-    more = f"; and {len(linear) - 8} more" if len(linear) > 8 else ""
-    return (
-        f"recipe {report.recipe}: no layer of {type(model).__name__} can be converted: "
-        f"{shown or 'it has no nn.Linear'}{more}. Give LayerFilter what to convert (skip_first=False, "
-        "skip_last=False, other patterns), or train in bf16"
-    )
+    modules = unwrap_compiled(model).named_modules()
+    return ((name, each) for name, each in modules if recipe.is_converted(each))

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from drivetrain_precision.compat import OperationEvent, num_compiled_graphs, record_operations
 
 # The operations that multiply matrices. A product in 8 bits or fewer takes scales with its operands.
-_SCALED = "aten::_scaled_"
+_SCALED = ("aten::_scaled_mm", "aten::_scaled_grouped_mm")  # not attention, aten::_scaled_dot_product_...
 # What autograd calls a graph of torch.compile, and its gradient.
 _COMPILED = frozenset({"CompiledFunction", "CompiledFunctionBackward"})
 _PLAIN = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
+_OTHER_PROFILER = "another profiler recorded, of which torch allows one at a time; let it leave out a step"
+_COMPILING = "torch.compile was compiling; mark the sizes that change from step to step as dynamic"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,12 +25,14 @@ class ProductCounts:
         compiled: The calls of graphs that torch.compile has made, and of their gradients.
         is_counted: Whether they could be counted: not while another profiler records, nor where something is
             compiled, since tracing runs the same operations without data.
+        hindrance: The reason in words, once the counting has ended and they could not.
     """
 
     scaled: int = 0
     others: int = 0
     compiled: int = 0
     is_counted: bool = False
+    hindrance: str | None = None
 
 
 @contextmanager
@@ -37,7 +41,11 @@ def counting_products() -> Generator[ProductCounts]:
     counts, num_graphs = ProductCounts(), num_compiled_graphs()
     with record_operations() as events:
         yield counts
-    if events is not None and num_compiled_graphs() == num_graphs:
+    if events is None:
+        counts.hindrance = _OTHER_PROFILER
+    elif num_compiled_graphs() != num_graphs:
+        counts.hindrance = _COMPILING
+    else:
         add_products(counts, events)
 
 

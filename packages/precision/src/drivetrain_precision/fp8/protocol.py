@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.library_check import NeededLibrary
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.support import Support
 
@@ -33,24 +34,20 @@ class Products:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requirements:
-    """The requirements of a recipe, for checks and for the table in the docs.
+class Requirements(NeededLibrary):
+    """The library, the hardware and the compiler that a recipe needs, for checks and for the table in the docs.
 
     Attributes:
-        library: The distribution that computes.
-        version: The first version of it that has the recipe.
-        extra: The extra of drivetrain-precision that installs it.
         capability: The first CUDA compute capability whose tensor cores compute the formats.
         hardware: The devices in words.
         wants_compile: Whether it is faster than bf16 under torch.compile alone, which fuses its casts.
+        counts_emulation: Whether its emulation on a CPU runs products that `counting` tells from plain ones.
     """
 
-    library: str
-    version: str
-    extra: str
     capability: tuple[int, int]
     hardware: str
     wants_compile: bool = False
+    counts_emulation: bool = False
 
 
 @runtime_checkable
@@ -67,14 +64,34 @@ class GathersInFp8(Protocol):
         """Return the weight in the form that `fully_shard` gathers in 8 bits: the same values and dtype."""
         ...
 
+    def compute_scales(self, layers: nn.Module) -> None:
+        """Compute the scales of all such layers in a module by one all-reduce, for the gathers that follow.
+
+        Layers whose weights are gathered now are left out. Called on all ranks.
+        """
+        ...
+
+    def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
+        """Let a weight's gathers use a scale, or each compute its own; return the scale that they used.
+
+        Args:
+            shard: The layer's weight as it is divided, which the layer does not hold while it is gathered.
+            scale: The scale; None if each gather computes one, by an all-reduce of its own.
+        """
+        ...
+
+
+def gathers_in_fp8(module: nn.Module) -> TypeGuard[GathersInFp8]:
+    """Return whether a module is such a layer, and no wrapper that hands on the attributes of one inside."""
+    return hasattr(type(module), GathersInFp8.weight_for_all_gather.__name__)
+
 
 class Fp8Recipe(Protocol):
     """A recipe for training in 8 bits or fewer; a frozen dataclass, registered under `drivetrain.fp8_recipes`.
 
     A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
-    `convert` of those that are accepted; in each step `computing` around the forward, and `after_step` once the
-    optimizer has stepped; `counting` around the first step alone. `state` belongs to checkpoints, and `restore` ends
-    what `convert` began.
+    `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first
+    step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began.
     """
 
     @property
@@ -110,7 +127,7 @@ class Fp8Recipe(Protocol):
         ...
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether `convert` returned this module."""
+        """Return whether a recipe of this kind returned this module by `convert`; False for a user's own layer."""
         ...
 
     def restore(self, module: nn.Module) -> nn.Module:
@@ -123,10 +140,6 @@ class Fp8Recipe(Protocol):
 
     def counting(self) -> AbstractContextManager[ProductCounts]:
         """Return a context that counts the matrix products in it, by whether they ran in the recipe's formats."""
-        ...
-
-    def after_step(self, model: nn.Module) -> None:
-        """Prepare the weights' scales of the next step. Called on all ranks."""
         ...
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:

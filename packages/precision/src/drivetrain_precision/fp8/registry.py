@@ -1,7 +1,7 @@
 """Find recipes by name: ours and those of installed packages, registered under `drivetrain.fp8_recipes`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -10,25 +10,50 @@ import torch
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_precision.settings import PrecisionSettings
+from drivetrain_precision.support import Support
 
 ENTRY_POINT_GROUP = "drivetrain.fp8_recipes"
-# Accuracy before speed: scales of small blocks, then of rows, then of tensors.
+# torchao's before Transformer Engine's, which have not been run on a GPU by this project's tests yet; in each library
+# accuracy before speed: scales of small blocks, then of rows, then of tensors.
 _BEST_FIRST = (
-    "te_mxfp8",
-    "torchao_mxfp8",
-    "te_block",
-    "torchao_rowwise",
-    "te_current",
-    "torchao_tensorwise",
-    "te_delayed",
+    *("torchao_mxfp8", "torchao_rowwise", "torchao_tensorwise"),
+    *("te_mxfp8", "te_block", "te_current", "te_delayed"),
 )
 # Emulation costs the less the simpler the scales are, and is there to try a program out.
 _EMULATED_FIRST = ("torchao_tensorwise", "torchao_rowwise")
+# The recipes of small blocks are near to each other, whatever library computes them.
+_NEAREST: Mapping[str, str] = dict.fromkeys(("te_mxfp8", "te_nvfp4", "torchao_nvfp4"), "torchao_mxfp8")
+_MEMBERS = tuple(sorted(name for name in vars(Fp8Recipe) if not name.startswith("_")))
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeChoice:
+    """The recipe of a run.
+
+    Attributes:
+        recipe: The recipe; None if the device or the libraries cannot run it.
+        reason: The reason why it runs here, or why none does and what to do.
+    """
+
+    recipe: Fp8Recipe | None
+    reason: str
 
 
 def recipe_names() -> tuple[str, ...]:
     """Return the names of all recipes, sorted; nothing is imported."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
+
+
+def check_recipe_name(name: str) -> None:
+    """Refuse a name that settings give to no recipe; "auto" stands for any.
+
+    Raises:
+        PrecisionError: There is no recipe of this name; the message lists all.
+    """
+    if name != "auto" and name not in recipe_names():
+        raise PrecisionError(
+            f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
+        )
 
 
 def load_recipe(name: str) -> Fp8Recipe:
@@ -37,17 +62,38 @@ def load_recipe(name: str) -> Fp8Recipe:
     Raises:
         PrecisionError: There is no recipe of this name; the message lists all.
     """
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return point.load()()
+    if name == "auto":
+        raise PrecisionError(
+            f"'auto' is a choice of settings, by device; the recipes are {', '.join(recipe_names())}"
+        )
+    check_recipe_name(name)
+    first, *_ = entry_points(group=ENTRY_POINT_GROUP, name=name)  # an environment may hold a package twice
+    return first.load()()
+
+
+def as_recipe(given: object) -> Fp8Recipe:
+    """Return a recipe that is given as an object or by its name.
+
+    Raises:
+        PrecisionError: It is neither; the message lists the names.
+    """
+    if isinstance(given, str):
+        return load_recipe(given)
+    if all(hasattr(given, each) for each in _MEMBERS):
+        if not isinstance(given, type):
+            return cast("Fp8Recipe", given)
+        hint = f"a class; give an object, such as {given.__name__}()"
+    else:
+        hint = "no recipe of fp8; give one, such as TorchaoRecipe(scaling='rowwise')"
     raise PrecisionError(
-        f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
+        f"{given!r} is {hint}, or a name, as to load_recipe('torchao_rowwise'): {', '.join(recipe_names())}"
     )
 
 
 def choose_recipe(
     device: torch.device, settings: PrecisionSettings, given: Fp8Recipe | None = None
-) -> tuple[Fp8Recipe | None, str]:
-    """Return the recipe of a run; None, and why, if the device or the libraries cannot run it.
+) -> RecipeChoice:
+    """Choose the recipe of a run.
 
     Args:
         device: The device that training runs on.
@@ -59,34 +105,41 @@ def choose_recipe(
     """
     if given is not None:
         _check_agrees(given, settings)
-    if given is None and settings.fp8_recipe == "auto":
-        able = _able(device)
-        if not able:
-            shown = "; ".join(
-                f"{name}: {load_recipe(name).support(device).reason}" for name in recipe_names()
-            )
-            return None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'"
-        return _with_settings(able[0], settings), ""
+    elif settings.fp8_recipe == "auto":
+        return _best(device, settings)
     recipe = given or _with_settings(load_recipe(settings.fp8_recipe), settings)
     support = recipe.support(device)
     if support.level != "none":
-        return recipe, ""
-    able = sorted(_able(device), key=lambda each: each.requirements.library != recipe.requirements.library)
-    nearest = (
-        f"the nearest that runs here is {able[0].name!r}; " if able else "no other recipe runs here either; "
-    )
-    return (
+        return RecipeChoice(recipe, f"{recipe.name}: {support.reason}")
+    library = recipe.requirements.library
+    able = _best_first(_supports(device))
+    near = [name for name in able if name == _NEAREST.get(recipe.name)]
+    near = near or [name for name in able if load_recipe(name).requirements.library == library] or able
+    nearest = f"the nearest that runs here is {near[0]!r}" if near else "no other recipe runs here either"
+    return RecipeChoice(
         None,
-        f"recipe {recipe.name!r}: {support.reason}; {nearest}fp8_fallback='bf16' trains in bf16 instead",
+        f"recipe {recipe.name!r}: {support.reason}; {nearest}; fp8_fallback='bf16' trains in bf16 instead",
     )
 
 
-def _able(device: torch.device) -> list[Fp8Recipe]:
-    """Return the recipes that a device can run, the best first; those in hardware before those that are emulated."""
-    levels = {name: load_recipe(name).support(device).level for name in recipe_names()}
-    native = _in_order([name for name, level in levels.items() if level == "native"], _BEST_FIRST)
-    emulated = _in_order([name for name, level in levels.items() if level == "emulated"], _EMULATED_FIRST)
-    return [load_recipe(name) for name in (*native, *emulated)]
+def _best(device: torch.device, settings: PrecisionSettings) -> RecipeChoice:
+    """Choose the best recipe that a device can run."""
+    supports = _supports(device)
+    for name in _best_first(supports):
+        return RecipeChoice(_with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}")
+    shown = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
+    return RecipeChoice(None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'")
+
+
+def _supports(device: torch.device) -> dict[str, Support]:
+    return {name: load_recipe(name).support(device) for name in recipe_names()}
+
+
+def _best_first(supports: Mapping[str, Support]) -> list[str]:
+    """Return the recipes that can run, the best first; those in hardware before those that are emulated."""
+    native = [name for name, support in supports.items() if support.level == "native"]
+    emulated = [name for name, support in supports.items() if support.level == "emulated"]
+    return [*_in_order(native, _BEST_FIRST), *_in_order(emulated, _EMULATED_FIRST)]
 
 
 def _in_order(names: Sequence[str], first: Sequence[str]) -> list[str]:
@@ -100,11 +153,15 @@ def _check_agrees(given: Fp8Recipe, settings: PrecisionSettings) -> None:
         raise PrecisionError(
             f"precision.fp8_recipe={settings.fp8_recipe!r}, and fp8_recipe={given.name!r} is given in code; say one"
         )
-    if settings.fp8_exclude or not settings.fp8_skip_ends:
-        said = f"precision.fp8_exclude={settings.fp8_exclude!r}, fp8_skip_ends={settings.fp8_skip_ends!r}"
+    said: list[tuple[str, str]] = []
+    if settings.fp8_exclude:
+        said.append((f"precision.fp8_exclude={settings.fp8_exclude!r}", f"exclude={settings.fp8_exclude!r}"))
+    if not settings.fp8_skip_ends:
+        said.append(("precision.fp8_skip_ends=False", "skip_first=False, skip_last=False"))
+    if said:
         raise PrecisionError(
-            f"{said}: the recipe given in code has a filter of its own; say the same by "
-            "layers=LayerFilter(exclude=..., skip_first=..., skip_last=...) of the recipe"
+            f"{', '.join(setting for setting, _ in said)}: the recipe given in code has a filter of its own; say the "
+            f"same by layers=LayerFilter({', '.join(same for _, same in said)}) of the recipe"
         )
 
 

@@ -25,6 +25,14 @@ class RowBlocks(Base):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output, of shape (..., out_features) for an input of shape (..., in_features)."""
+        # Compiled code is in parts already, and asking for the mode would break its graph.
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            # Operations of several parts reach a tensor's class whole there, and torchao's classes know the parts.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._output(input)
+        return self._output(input)
+
+    def _output(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         num_rows = input.numel() // self.in_features

@@ -5,6 +5,7 @@ A layer is built without memory and takes over the parameters of the other: thei
 be converted.
 """
 
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain_precision.errors import PrecisionError
 
+_MODULES = "drivetrain_precision.fp8.te_modules"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What a plain layer cannot express, by the attributes of Transformer Engine's layers.
 _PLAIN_LINEAR: Mapping[str, object] = {
@@ -92,6 +94,13 @@ def linear_from_te(module: nn.Module) -> nn.Linear:
     return _linear_around(layer)
 
 
+def is_te_linear(module: nn.Module) -> bool:
+    """Return whether a module is of the class that `te_linear_from` returns, and no layer of a user's own."""
+    # The library need not be imported to know that: it was, where there is such a module.
+    modules = sys.modules.get(_MODULES)
+    return modules is not None and isinstance(module, modules.TELinear)
+
+
 def te_layer_norm_from(norm: nn.LayerNorm) -> nn.Module:
     """Return Transformer Engine's `LayerNorm` around the parameters of a layer norm.
 
@@ -158,7 +167,7 @@ def layer_norm_linear_from_te(module: nn.Module) -> tuple[nn.LayerNorm, nn.Linea
 
 def _library() -> Any:
     """Import the layers, and Transformer Engine with them."""
-    return import_module("drivetrain_precision.fp8.te_modules")
+    return import_module(_MODULES)
 
 
 def _products_library() -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.protocol import Products
+from drivetrain_precision.fp8.recipe_facts import ADA, BLACKWELL, HOPPER, GPUGeneration, products_of
 from drivetrain_precision.fp8.te_library import transformer_engine
 
 
@@ -17,22 +19,43 @@ class TERecipeKind:
     Attributes:
         recipe: The name of its class.
         available: The name of the function that says whether the current CUDA device runs it, and why not.
+        on: The GPUs that run it.
+        products: The formats that it computes in.
         multiple: Both sizes of a weight are multiples of this; else the first forward is an error.
     """
 
     recipe: str
     available: str
-    multiple: int
+    on: GPUGeneration
+    products: Products
+    multiple: int = 16
 
 
+_HYBRID = products_of("e4m3 x e4m3", "e5m2 x e4m3")
 TE_RECIPES: Mapping[str, TERecipeKind] = {
-    "delayed": TERecipeKind(recipe="DelayedScaling", available="is_fp8_available", multiple=16),
-    "current": TERecipeKind(recipe="Float8CurrentScaling", available="is_fp8_available", multiple=16),
-    "block": TERecipeKind(
-        recipe="Float8BlockScaling", available="is_fp8_block_scaling_available", multiple=16
+    "delayed": TERecipeKind(recipe="DelayedScaling", available="is_fp8_available", on=ADA, products=_HYBRID),
+    "current": TERecipeKind(
+        recipe="Float8CurrentScaling", available="is_fp8_available", on=ADA, products=_HYBRID
     ),
-    "mxfp8": TERecipeKind(recipe="MXFP8BlockScaling", available="is_mxfp8_available", multiple=32),
-    "nvfp4": TERecipeKind(recipe="NVFP4BlockScaling", available="is_nvfp4_available", multiple=16),
+    "block": TERecipeKind(
+        recipe="Float8BlockScaling",
+        available="is_fp8_block_scaling_available",
+        on=GPUGeneration("a Hopper GPU", HOPPER.capability),
+        products=products_of("e4m3 x e4m3"),
+    ),
+    "mxfp8": TERecipeKind(
+        recipe="MXFP8BlockScaling",
+        available="is_mxfp8_available",
+        on=BLACKWELL,
+        products=products_of("mxfp8 x mxfp8"),
+        multiple=32,
+    ),
+    "nvfp4": TERecipeKind(
+        recipe="NVFP4BlockScaling",
+        available="is_nvfp4_available",
+        on=BLACKWELL,
+        products=products_of("nvfp4 x nvfp4"),
+    ),
 }
 
 
@@ -66,18 +89,21 @@ def te_recipe(name: str, **options: object) -> Any:
 
 
 def te_unsupported(name: str) -> str | None:
-    """Return why the current CUDA device cannot run a recipe, or None if it can.
+    """Return why the current CUDA device or the installed library cannot run a recipe, or None if they can.
 
     Transformer Engine's own `autocast` does not ask this for "nvfp4".
 
     Raises:
         PrecisionError: The name is unknown.
-        ImportError: Transformer Engine cannot be imported.
     """
     kind = te_recipe_kind(name)
+    try:
+        library = transformer_engine()
+    except ImportError as error:  # it is installed, and does not fit the torch or the CUDA that is
+        return str(error)
     if not torch.cuda.is_available():
         return "Transformer Engine computes on CUDA devices only, and there is none"
-    available, reason = getattr(transformer_engine(), kind.available)(return_reason=True)
+    available, reason = getattr(library, kind.available)(return_reason=True)
     return None if available else str(reason)
 
 

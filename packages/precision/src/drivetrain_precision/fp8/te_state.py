@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# By the key under which a layer keeps each pass, and the last word of our names.
+# The library's key for each pass, and the suffix that we give its tensors.
 _PASSES = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 _TENSORS = ("scale", "amax_history")
 

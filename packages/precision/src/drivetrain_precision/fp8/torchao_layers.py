@@ -10,7 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
@@ -18,8 +22,9 @@ from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_lin
 from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from drivetrain_precision.compat import mxfp8_product, rounding_seed
-from drivetrain_precision.fp8.class_exchange import exchange_class
+from drivetrain_precision.compat import exchange_weight_scale, mxfp8_product, rounding_seed
+from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.frozen_products import FrozenFloat8Product, FrozenMXFP8Product
 from drivetrain_precision.fp8.row_blocks import RowBlocks
 
 
@@ -28,11 +33,17 @@ class BlockedFloat8Linear(RowBlocks, Float8Linear):
 
     row_multiple = 16
 
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the output; the gradient of a frozen weight is not computed."""
+        if self.weight.requires_grad:
+            return super().product(rows)
+        output = FrozenFloat8Product.apply(rows, self.weight.t(), self.linear_mm_config, self.config)
+        bias = cast("Tensor | None", self.bias)
+        return output if bias is None else output + bias.to(output.dtype)
+
 
 class GatheredFloat8Linear(BlockedFloat8Linear):
     """torchao's float8 layer whose weight FSDP2 gathers in float8."""
-
-    scaled_version = -1  # the version of the weight's shard that its precomputed scale belongs to
 
     def weight_for_all_gather(self) -> Tensor:
         """Return the weight in the form that `fully_shard` gathers in float8: the same values and dtype."""
@@ -41,6 +52,15 @@ class GatheredFloat8Linear(BlockedFloat8Linear):
             self.weight.detach(), self.linear_mm_config, config.target_dtype
         )
 
+    def compute_scales(self, layers: nn.Module) -> None:
+        """Compute the scales of all such layers in a module; see `GathersInFp8`."""
+        with torch.inference_mode(False):  # a training step may use them
+            precompute_float8_dynamic_scale_for_fsdp(layers)
+
+    def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
+        """Let a weight's gathers use a scale, or each compute its own; see `GathersInFp8`."""
+        return exchange_weight_scale(shard, scale)
+
 
 class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
     """torchao's MXFP8 layer on a multiple of 32 rows, the length of a block that shares a scale."""
@@ -48,26 +68,40 @@ class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
     row_multiple = 32
 
     def product(self, rows: Tensor) -> Tensor:
-        """Return the output; weights are cast to the rows' dtype first, as under autocast."""
+        """Return the output; weights are cast to the rows' dtype first, as under autocast.
+
+        The gradient of a frozen weight is not computed.
+        """
         values = rows.float() if rows.dtype == torch.float16 else rows  # torchao converts no fp16
-        output = mxfp8_product(
-            values,
-            self.weight.to(values.dtype),
-            kernels=KernelPreference.EMULATED if rows.device.type == "cpu" else self.kernel_preference,
-            scales=self.scale_calculation_mode,
-            plain_weight_gradient=self.wgrad_with_hp,
-        ).to(rows.dtype)
+        weight, scales = self.weight.to(values.dtype), self.scale_calculation_mode
+        kernels = self.kernel_preference if rows.device.type == "cuda" else KernelPreference.EMULATED
+        if self.weight.requires_grad:
+            output = mxfp8_product(
+                *(values, weight), kernels=kernels, scales=scales, plain_weight_gradient=self.wgrad_with_hp
+            )
+        else:
+            output = FrozenMXFP8Product.apply(values, weight, kernels, scales)
+        output = output.to(rows.dtype)
         bias = cast("Tensor | None", self.bias)
         return output if bias is None else output + bias.to(output.dtype)
 
 
-class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncompatibleMethodOverride] x
+class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """torchao's NVFP4 layer on a multiple of 128 rows, as its kernels want."""
 
     row_multiple = 128
 
     def product(self, rows: Tensor) -> Tensor:
-        """Return the output; its kernels take bf16 alone."""
+        """Return the output; its kernels take bf16 alone.
+
+        Raises:
+            PrecisionError: The rows are not on a CUDA device.
+        """
+        if rows.device.type != "cuda":
+            raise PrecisionError(
+                f"a layer converted to NVFP4 got an input on {rows.device}: torchao computes NVFP4 on CUDA devices "
+                "alone; restore_model(model, recipe) gives the plain layers back, and MXFP8 and float8 are emulated"
+            )
         bias = cast("Tensor | None", self.bias)
         return nvfp4_linear(
             rows.bfloat16(),
@@ -84,11 +118,10 @@ class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncom
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-def to_float8(module: nn.Linear, *, scaling: str, round_scales: bool, all_gather: bool) -> None:
-    """Let a layer compute in float8, in place.
+def float8_like(*, scaling: str, round_scales: bool, all_gather: bool) -> nn.Module:
+    """Return the layer that others become to compute in float8.
 
     Args:
-        module: The plain linear layer.
         scaling: The name of torchao's recipe.
         round_scales: Whether scales are rounded down to powers of 2.
         all_gather: Whether FSDP2 gathers the weight in float8.
@@ -100,26 +133,23 @@ def to_float8(module: nn.Linear, *, scaling: str, round_scales: bool, all_gather
         # By the public function, which also works around a fault of Triton's compiler.
         made: Any = convert_to_float8_training(nn.Linear(1, 1, bias=False), config=config)
     made.__class__ = GatheredFloat8Linear if all_gather else BlockedFloat8Linear
-    exchange_class(module, made)
+    return made
 
 
-def to_mxfp8(module: nn.Linear, *, weight_gradient: bool) -> None:
-    """Let a layer compute in MXFP8, in place.
+def mxfp8_like(*, weight_gradient: bool) -> nn.Module:
+    """Return the layer that others become to compute in MXFP8.
 
     Args:
-        module: The plain linear layer.
         weight_gradient: Whether the gradient of the weight is computed in MXFP8 too.
     """
     with torch.device("meta"):
-        made = BlockedMXFP8Linear(
+        return BlockedMXFP8Linear(
             *(1, 1, False),
             kernel_preference=KernelPreference.AUTO,
             wgrad_with_hp=not weight_gradient,
         )
-    exchange_class(module, made)
 
 
-def to_nvfp4(module: nn.Linear) -> None:
-    """Let a layer compute in NVFP4, in place."""
-    made = BlockedNVFP4Linear(1, 1, bias=False, device=module.weight.device, rht_sign_vector=_SIGNS)
-    exchange_class(module, made)
+def nvfp4_like(device: torch.device) -> nn.Module:
+    """Return the layer that others on a device become to compute in NVFP4."""
+    return BlockedNVFP4Linear(1, 1, bias=False, device=device, rht_sign_vector=_SIGNS)

@@ -3,89 +3,52 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain_precision.conversion.class_exchange import (
+    added_names,
+    exchange_class,
+    exchange_of,
+    name_clash,
+    undo_exchange,
+)
+from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.class_exchange import exchange_of, undo_exchange
-from drivetrain_precision.fp8.hardware_check import check_hardware, check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.fp8.hardware_check import check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements
+from drivetrain_precision.fp8.recipe_facts import ADA, BLACKWELL, HOPPER, GPUGeneration, products_of
 from drivetrain_precision.support import Support
 
 Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp", "nvfp4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """The facts about a way to scale: needs, formats, the multiple that a layer's sizes must be."""
+class _Way:
+    """A way to scale: the hardware, the formats, the multiple that a layer's sizes must be."""
 
-    version: str
-    capability: tuple[int, int]
-    hardware: str
+    on: GPUGeneration
     products: Products
     multiple: int
     emulates: bool = True
 
 
-_ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
-_E4M3, _E5M2, _MX = "e4m3 x e4m3", "e5m2 x e4m3", "mxfp8 x mxfp8"
-_FACTS: Mapping[str, _Facts] = {
-    "tensorwise": _Facts(
-        version="0.18",
-        capability=_ADA,
-        hardware="an Ada, Hopper or newer GPU",
-        products=Products(
-            forward=_E4M3, input_gradient=_E5M2, weight_gradient=_E5M2, all_gather="bf16, e4m3 on request"
-        ),
-        multiple=16,
+_E4M3, _E5M2, _MX, _FP4, _BF16 = (
+    *("e4m3 x e4m3", "e5m2 x e4m3", "mxfp8 x mxfp8", "nvfp4 x nvfp4", "bf16 x bf16"),
+)
+_WAYS: Mapping[str, _Way] = {
+    "tensorwise": _Way(
+        on=ADA, multiple=16, products=products_of(_E4M3, _E5M2, all_gather="bf16, e4m3 on request")
     ),
-    "rowwise": _Facts(
-        version="0.18",
-        capability=_HOPPER,
-        hardware="a Hopper or newer GPU",
-        products=Products(forward=_E4M3, input_gradient=_E4M3, weight_gradient=_E4M3, all_gather="bf16"),
-        multiple=16,
-    ),
-    "rowwise_with_gw_hp": _Facts(
-        version="0.18",
-        capability=_HOPPER,
-        hardware="a Hopper or newer GPU",
-        products=Products(
-            forward=_E4M3, input_gradient=_E4M3, weight_gradient="bf16 x bf16", all_gather="bf16"
-        ),
-        multiple=16,
-    ),
-    "mxfp8": _Facts(
-        version="0.18",
-        capability=_BLACKWELL,
-        hardware="a Blackwell or newer GPU",
-        products=Products(forward=_MX, input_gradient=_MX, weight_gradient=_MX, all_gather="bf16"),
-        multiple=32,
-    ),
-    "mxfp8_with_gw_hp": _Facts(
-        version="0.18",
-        capability=_BLACKWELL,
-        hardware="a Blackwell or newer GPU",
-        products=Products(forward=_MX, input_gradient=_MX, weight_gradient="bf16 x bf16", all_gather="bf16"),
-        multiple=32,
-    ),
-    "nvfp4": _Facts(
-        version="0.18",
-        capability=_BLACKWELL,
-        hardware="a Blackwell or newer GPU",
-        products=Products(
-            forward="nvfp4 x nvfp4",
-            input_gradient="nvfp4 x nvfp4",
-            weight_gradient="nvfp4 x nvfp4",
-            all_gather="bf16",
-        ),
-        multiple=128,
-        emulates=False,
-    ),
+    "rowwise": _Way(on=HOPPER, multiple=16, products=products_of(_E4M3)),
+    "rowwise_with_gw_hp": _Way(on=HOPPER, multiple=16, products=products_of(_E4M3, weight_gradient=_BF16)),
+    "mxfp8": _Way(on=BLACKWELL, multiple=32, products=products_of(_MX)),
+    "mxfp8_with_gw_hp": _Way(on=BLACKWELL, multiple=32, products=products_of(_MX, weight_gradient=_BF16)),
+    "nvfp4": _Way(on=BLACKWELL, multiple=128, products=products_of(_FP4), emulates=False),
 }
 
 
@@ -112,15 +75,23 @@ class TorchaoRecipe:
         """Check the fields.
 
         Raises:
-            PrecisionError: A value is unknown, or the scaling has no such option.
+            PrecisionError: A value is unknown or of another type, or the scaling has no such option.
         """
-        if self.scaling not in _FACTS:
-            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_FACTS)}")
+        if self.scaling not in _WAYS:
+            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_WAYS)}")
+        for name in ("round_scales", "all_gather"):
+            if type(getattr(self, name)) is not bool:
+                raise PrecisionError(f"{name}={getattr(self, name)!r}: must be True or False")
+        check_layers(self.layers)
         if self.round_scales and self.scaling != "tensorwise":
             raise PrecisionError(
                 f"round_scales=True with scaling={self.scaling!r}: its scales are powers of 2 already"
             )
-
+        if self.round_scales and self.all_gather:
+            raise PrecisionError(
+                "round_scales=True with all_gather=True: torchao does not round the scales of weights that FSDP2 "
+                "gathers; leave one of them out"
+            )
         if self.all_gather and self.scaling != "tensorwise":
             raise PrecisionError(
                 f"all_gather=True with scaling={self.scaling!r}: torchao gathers weights with one scale each: "
@@ -135,54 +106,52 @@ class TorchaoRecipe:
     @property
     def requirements(self) -> Requirements:
         """The library and the hardware that the recipe needs."""
-        facts = _FACTS[self.scaling]
+        way = _WAYS[self.scaling]
         return Requirements(
             library="torchao",
-            version=facts.version,
+            version="0.18",
             extra="torchao",
-            capability=facts.capability,
-            hardware=facts.hardware,
+            capability=way.on.capability,
+            hardware=way.on.name,
             wants_compile=True,
+            # The emulation of MXFP8 multiplies what it has rounded as plain matrices.
+            counts_emulation=way.emulates and not self.scaling.startswith("mxfp8"),
         )
 
     @property
     def products(self) -> Products:
         """The formats that it computes in."""
-        return _FACTS[self.scaling].products
+        return _WAYS[self.scaling].products
 
     def support(self, device: torch.device) -> Support:
         """Return how far a device and the installed torchao can run it."""
-        if (missing := check_library(self.requirements)) is not None:
+        found = check_hardware(self.requirements, device, emulates=_WAYS[self.scaling].emulates)
+        if found.level != "none" and (missing := check_library(self.requirements)) is not None:
             return Support(level="none", reason=missing)
-        return check_hardware(self.requirements, device, emulates=_FACTS[self.scaling].emulates)
+        return found
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why a linear layer cannot be converted, or None if it can."""
-        multiple = _FACTS[self.scaling].multiple
+        multiple = _WAYS[self.scaling].multiple
         for name in ("in_features", "out_features"):
             size = getattr(module, name)
             if size % multiple:
                 return f"has {name}={size}, which is not divisible by {multiple}"
-        return None
+        linear = cast("nn.Linear", module)
+        if linear.weight.dtype == torch.float64 and self.scaling.startswith("mxfp8"):
+            return "holds its weight in torch.float64, which torchao does not round to MXFP8"
+        added = added_names(linear)
+        return name_clash(added, self._like(linear)) if added else None
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Let a linear layer compute in the recipe, in place."""
-        from drivetrain_precision.fp8 import torchao_layers
-
-        linear: Any = module
-        if self.scaling == "nvfp4":
-            torchao_layers.to_nvfp4(linear)
-        elif self.scaling.startswith("mxfp8"):
-            torchao_layers.to_mxfp8(linear, weight_gradient=self.scaling == "mxfp8")
-        else:
-            torchao_layers.to_float8(
-                linear, scaling=self.scaling, round_scales=self.round_scales, all_gather=self.all_gather
-            )
+        exchange_class(module, self._like(cast("nn.Linear", module)), owner="fp8", recipe=self.name)
         return module
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether a layer computes in float8, MXFP8 or NVFP4."""
-        return exchange_of(module) is not None
+        """Return whether a recipe of torchao has converted a layer."""
+        record = exchange_of(module)
+        return record is not None and record.owner == "fp8"
 
     def restore(self, module: nn.Module) -> nn.Module:
         """Let a layer compute as before, in place."""
@@ -197,18 +166,23 @@ class TorchaoRecipe:
         """Return a context that counts the matrix products in it."""
         return counting_products()
 
-    def after_step(self, model: nn.Module) -> None:
-        """Compute the scales of weights that are gathered in float8; the others are computed at each product."""
-        if self.all_gather:
-            from drivetrain_precision.fp8.weight_scales import compute_weight_scales
-
-            compute_weight_scales(model)
-
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the seed of NVFP4's stochastic rounding; the others keep nothing."""
         record = exchange_of(module)
         own = dict(module.named_buffers(recurse=False))
         return {} if record is None else {name: own[name] for name in record.buffers if name.endswith("seed")}
+
+    def _like(self, linear: nn.Linear) -> nn.Module:
+        """Return the layer that a linear layer becomes."""
+        from drivetrain_precision.fp8 import torchao_layers
+
+        if self.scaling == "nvfp4":
+            return torchao_layers.nvfp4_like(linear.weight.device)
+        if self.scaling.startswith("mxfp8"):
+            return torchao_layers.mxfp8_like(weight_gradient=self.scaling == "mxfp8")
+        return torchao_layers.float8_like(
+            scaling=self.scaling, round_scales=self.round_scales, all_gather=self.all_gather
+        )
 
 
 def torchao_tensorwise() -> TorchaoRecipe:

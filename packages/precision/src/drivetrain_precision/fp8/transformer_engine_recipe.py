@@ -1,6 +1,6 @@
 """The recipes of Transformer Engine, NVIDIA's library: delayed, current and block scaling, MXFP8 and NVFP4."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,34 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
+from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.hardware_check import check_hardware, check_library
-from drivetrain_precision.fp8.layer_filter import LayerFilter
+from drivetrain_precision.fp8.hardware_check import check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements
-from drivetrain_precision.fp8.te_layers import linear_from_te, te_linear_from, te_refusal
+from drivetrain_precision.fp8.te_layers import is_te_linear, linear_from_te, te_linear_from, te_refusal
 from drivetrain_precision.fp8.te_library import transformer_engine
 from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
 from drivetrain_precision.fp8.te_state import begin_te_scaling, te_scaling_state
 from drivetrain_precision.support import Support
-
-_HYBRID = Products(
-    forward="e4m3 x e4m3", input_gradient="e5m2 x e4m3", weight_gradient="e5m2 x e4m3", all_gather="bf16"
-)
-
-
-def _all_in(form: str) -> Products:
-    return Products(forward=form, input_gradient=form, weight_gradient=form, all_gather="bf16")
-
-
-# The first compute capability, the devices in words, and the formats.
-_FACTS: Mapping[str, tuple[tuple[int, int], str, Products]] = {
-    "delayed": ((8, 9), "an Ada, Hopper or newer GPU", _HYBRID),
-    "current": ((8, 9), "an Ada, Hopper or newer GPU", _HYBRID),
-    "block": ((9, 0), "a Hopper GPU", _all_in("e4m3 x e4m3")),
-    "mxfp8": ((10, 0), "a Blackwell or newer GPU", _all_in("mxfp8 x mxfp8")),
-    "nvfp4": ((10, 0), "a Blackwell or newer GPU", _all_in("nvfp4 x nvfp4")),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +40,18 @@ class TransformerEngineRecipe:
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
-        """Check the scaling; the library checks its options.
+        """Check the fields; the library checks its options.
 
         Raises:
-            PrecisionError: The scaling is unknown.
+            PrecisionError: The scaling is unknown, or a value is of another type than its field.
         """
-        if self.scaling not in _FACTS:
-            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_FACTS)}")
+        if self.scaling not in TE_RECIPES:
+            raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(TE_RECIPES)}")
+        if not isinstance(cast("object", self.options), Mapping):
+            raise PrecisionError(
+                f"options={self.options!r}: must be a mapping, such as {{'amax_history_len': 16}}"
+            )
+        check_layers(self.layers)
 
     @property
     def name(self) -> str:
@@ -73,22 +61,28 @@ class TransformerEngineRecipe:
     @property
     def requirements(self) -> Requirements:
         """The library and the hardware that the recipe needs."""
-        capability, hardware, _ = _FACTS[self.scaling]
+        on = TE_RECIPES[self.scaling].on
         return Requirements(
-            library="transformer-engine", version="2.20", extra="te", capability=capability, hardware=hardware
+            library="transformer-engine",
+            version="2.20",
+            extra="te",
+            capability=on.capability,
+            hardware=on.name,
         )
 
     @property
     def products(self) -> Products:
         """The formats that it computes in."""
-        return _FACTS[self.scaling][2]
+        return TE_RECIPES[self.scaling].products
 
     def support(self, device: torch.device) -> Support:
         """Return how far a device and the installed library can run it."""
+        found = check_hardware(self.requirements, device, emulates=False)
+        if found.level == "none":  # before the library, which is long to build
+            return found
         if (missing := check_library(self.requirements)) is not None:
             return Support(level="none", reason=missing)
-        found = check_hardware(self.requirements, device, emulates=False)
-        if found.level == "native" and (why := te_unsupported(self.scaling)) is not None:
+        if (why := te_unsupported(self.scaling)) is not None:
             return Support(level="none", reason=why)
         return found
 
@@ -106,8 +100,8 @@ class TransformerEngineRecipe:
         return te_linear_from(cast("nn.Linear", module))
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether a module is a layer of the library's."""
-        return hasattr(module, "fp8_meta")
+        """Return whether a module is a layer of the library's that was made of a plain one."""
+        return is_te_linear(module)
 
     def restore(self, module: nn.Module) -> nn.Module:
         """Return the plain layer around the parameters of a converted one."""
@@ -119,16 +113,16 @@ class TransformerEngineRecipe:
 
     @contextmanager
     def counting(self) -> Generator[ProductCounts]:
-        """Count the matrix products: torch does not see those of the library, whose layers tell how they computed."""
+        """Count the matrix products: torch does not see those of the library, whose layers tell how they computed.
+
+        The products of a backward are counted with those of its forward, also where it runs after the block.
+        """
         with counting_products() as counts:
             hook = register_module_forward_hook(partial(_count_layer, counts))
             try:
                 yield counts
             finally:
                 hook.remove()
-
-    def after_step(self, model: nn.Module) -> None:
-        """Do nothing: the library updates its scales when a forward begins."""
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return scales and amax histories of delayed scaling; the others keep nothing."""
@@ -140,18 +134,34 @@ class TransformerEngineRecipe:
         return te_recipe(self.scaling, **self.options)
 
 
-def _count_layer(counts: ProductCounts, module: nn.Module, inputs: tuple[object, ...], _: object) -> None:
-    """Count the products of a layer of the library's: one in the forward, and one for each gradient."""
+def _count_layer(
+    counts: ProductCounts, module: nn.Module, inputs: tuple[object, ...], output: object
+) -> None:
+    """Count the product of a layer of the library's, and those of its gradients once one arrives at its output."""
     if not hasattr(module, "fp8_meta"):
         return
+    is_scaled = bool(
+        getattr(module, "fp8", False)
+    )  # as it is now: the next forward may be in another precision
+
+    def add(products: int) -> None:
+        if is_scaled:
+            counts.scaled += products
+        else:
+            counts.others += products
+
+    add(1)
+    first = output[0] if isinstance(output, tuple) else output
+    if not isinstance(first, Tensor) or not first.requires_grad:
+        return
     weight = getattr(module, "weight", None)
-    trains = isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
+    trains = isinstance(weight, Tensor) and weight.requires_grad
     flows = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
-    products = 1 + trains + flows
-    if getattr(module, "fp8", False):
-        counts.scaled += products
-    else:
-        counts.others += products
+    first.register_hook(partial(_at_gradient, add, trains + flows))
+
+
+def _at_gradient(add: Callable[[int], None], products: int, _: Tensor) -> None:
+    add(products)
 
 
 def te_delayed() -> TransformerEngineRecipe:

@@ -68,7 +68,12 @@ def chunked_cross_entropy(
         ValueError: Shapes do not fit, or a value is outside its range.
     """
     _check_shapes(hidden, weight, bias)
-    check_labels(labels, hidden.shape[:-1], "hidden")
+    check_labels(
+        labels,
+        hidden.shape[:-1],
+        "hidden",
+        hint="for the next word, shift both: hidden[:, :-1] and labels[:, 1:]",
+    )
     form = token_loss(
         weight.shape[0],
         ignore_index=ignore_index,
@@ -160,9 +165,9 @@ def _chunks(length: int, size: int) -> Iterator[slice]:
 
 def _logits_dtype(hidden: Tensor, weight: Tensor, requested: torch.dtype | None) -> torch.dtype:
     if requested is not None:
-        if not requested.is_floating_point:
+        if not isinstance(requested, torch.dtype) or not requested.is_floating_point:  # pyright: ignore[reportUnnecessaryIsInstance] a user may give a name
             raise TypeError(
-                f"logits_dtype={requested}: must be a floating-point dtype, such as torch.bfloat16"
+                f"logits_dtype={requested!r}: must be a floating-point dtype, such as torch.bfloat16"
             )
         return requested
     kind = hidden.device.type

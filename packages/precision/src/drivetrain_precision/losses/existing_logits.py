@@ -51,7 +51,9 @@ def cross_entropy(
     refuse_parts(logits, "logits", "for words split by tensor parallelism, use torch's loss_parallel")
     if logits.dim() < 1:
         raise ValueError("logits have the shape (): must be (..., words)")
-    check_labels(labels, logits.shape[:-1], "logits")
+    check_labels(
+        labels, logits.shape[:-1], "logits", hint="the words come in the last dimension of the logits"
+    )
     form = token_loss(
         logits.shape[-1],
         ignore_index=ignore_index,

@@ -131,8 +131,14 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
     raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
 
 
-def check_labels(labels: Tensor, shape: torch.Size, what: str) -> None:
+def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> None:
     """Check that there is a label for each token.
+
+    Args:
+        labels: The labels to check.
+        shape: The shape of the tokens.
+        what: The name of the argument that holds them.
+        hint: The mend where they differ, for the message.
 
     Raises:
         TypeError: The labels are not integers.
@@ -143,7 +149,7 @@ def check_labels(labels: Tensor, shape: torch.Size, what: str) -> None:
     if labels.shape != shape:
         raise ValueError(
             f"labels have the shape {tuple(labels.shape)}, and the tokens of {what} {tuple(shape)}: they must be "
-            "equal; for the next word, shift both: hidden[:, :-1] and labels[:, 1:]"
+            f"equal; {hint}"
         )
 
 

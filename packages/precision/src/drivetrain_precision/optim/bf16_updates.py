@@ -148,18 +148,24 @@ class Bf16Updates:
         return self._generators[device].manual_seed(crc32(what.encode()))
 
 
-def forget_updates(optimizer: Optimizer, rounding: str | None) -> None:
+def forget_updates(optimizer: Optimizer, rounding: str | None) -> int:
     """Drop what an optimizer's state holds for another rounding, as after a checkpoint of such a run was loaded.
 
     Args:
         optimizer: The user's optimizer.
         rounding: The rounding of the steps to come; None if the optimizer steps by itself.
+
+    Returns:
+        The number of parameters whose sums of "kahan" were dropped.
     """
+    num_dropped = 0
     unused = {"kahan": (), "stochastic": (SUM,)}.get(rounding or "", (SUM, COUNT))
     for state in optimizer.state.values():
         if isinstance(state, MutableMapping):  # an optimizer may keep anything under a parameter
+            num_dropped += SUM in unused and SUM in state
             for key in unused:
                 state.pop(key, None)
+    return num_dropped
 
 
 def _parts(

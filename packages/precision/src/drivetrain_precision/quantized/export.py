@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.fp8.converted_layers import converted_by
 from drivetrain_precision.quantized.fake_quantize import fake_quantized, scheme_of
 from drivetrain_precision.quantized.scheme import QuantizedScheme
 
@@ -93,22 +94,47 @@ def load_quantized(model: nn.Module, folder: Path | str) -> None:
         folder: The folder that `export_quantized` wrote.
 
     Raises:
-        PrecisionError: Its layers round their weights in training.
-        RuntimeError: Names or shapes are not those of the model.
+        PrecisionError: Its layers round their weights in training or compute in fp8, or a weight has another shape.
+        RuntimeError: Names are not those of the model.
     """
-    if any(True for _ in fake_quantized(model)):
-        raise PrecisionError(
-            "load_quantized loads into a plain model: build a new one, or call undo_qat(model) first"
-        )
+    _check_plain(model)
     state = _read(Path(folder, _FILE))
+    held = model.state_dict(keep_vars=True)
+    _check_shapes(held, state)
     parameters: dict[int, nn.Parameter] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in held.items():
         if isinstance(value, nn.Parameter) and name in state:
             parameters[id(value)] = nn.Parameter(state[name], requires_grad=False)
         if id(value) in parameters:  # under each name of a tied one
             state[name] = parameters[id(value)]
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False)
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model with layers that another computation was given to."""
+    if any(True for _ in fake_quantized(model)):
+        raise PrecisionError(
+            "load_quantized loads into a plain model: build a new one, or call undo_qat(model) first"
+        )
+    for name, module in model.named_modules():
+        if (owner := converted_by(module)) is not None:
+            raise PrecisionError(
+                f"load_quantized loads into a plain model, and {name or type(module).__name__} computes in fp8 "
+                f"({owner}), which cannot multiply quantised weights: build a new one, or call "
+                "restore_model(model, recipe) first"
+            )
+
+
+def _check_shapes(held: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    unlike = [name for name in held if name in state and held[name].shape != state[name].shape]
+    if unlike:
+        first = unlike[0]
+        more = f", as are {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        raise PrecisionError(
+            f"{first} has the shape {tuple(state[first].shape)} in the export and {tuple(held[first].shape)} in the "
+            f"model{more}: build the model with the sizes that it was trained with"
+        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -149,7 +175,8 @@ def _check(model: nn.Module) -> None:
                 f"{name} has adapters beside its weight: model.merge_and_unload() first adds them to the weights"
             )
     for name, value in model.state_dict(keep_vars=True).items():
-        if hasattr(value, "full_tensor"):
+        # DeepSpeed's stage 3 leaves an empty tensor where a weight was, and notes how many elements it has.
+        if hasattr(value, "full_tensor") or getattr(value, "ds_numel", value.numel()) != value.numel():
             raise PrecisionError(
                 f"{name} is divided among ranks: export inside `with accelerator.gathered(model):`, on all ranks"
             )

@@ -1,43 +1,42 @@
 """Let linear layers round their weights and inputs in training as quantised inference will."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from drivetrain_precision.compat import unwrap_compiled
+from drivetrain_precision.conversion.class_exchange import exchange_class, undo_exchange
+from drivetrain_precision.conversion.conversion_plan import plan_conversion
+from drivetrain_precision.conversion.layer_changes import change_layers
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.layer_report import LayerReport
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.class_exchange import exchange_class, undo_exchange
-from drivetrain_precision.fp8.conversion_plan import LayerDecision, plan_conversion
-from drivetrain_precision.fp8.layer_filter import LayerFilter
 from drivetrain_precision.quantized.scheme import QuantizedScheme
 
 _SCHEME = "quantized_scheme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QATReport:
-    """The decision of `prepare_qat` for each module that has parameters of its own.
+class QATReport(LayerReport):
+    """A report of which layers `prepare_qat` lets compute with rounded weights, and why not the others.
 
     Attributes:
         scheme: The bits and groups of the layers.
-        layers: A decision for each module, in the order of the model.
     """
 
     scheme: QuantizedScheme
-    layers: tuple[LayerDecision, ...]
 
     @property
     def prepared(self) -> tuple[str, ...]:
         """The names of the layers that compute with rounded weights now."""
-        return tuple(each.name for each in self.layers if each.converts)
+        return self.converted
 
     def __str__(self) -> str:
-        reasons = Counter(each.reason for each in self.layers if not each.converts)
-        lines = [f"{len(self.prepared)} of {len(self.layers)} layers train for {self.scheme}; the others:"]
-        return "\n".join([*lines, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
+        return self.counts(f"train for {self.scheme}")
 
 
 def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter | None = None) -> QATReport:
@@ -60,6 +59,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
             The model is left as it was.
         ImportError: torchao is missing or too old.
     """
+    model = unwrap_compiled(model)
     if (first := next(fake_quantized(model), None)) is not None:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} rounds its weight already ({scheme_of(first[1])}); "
@@ -69,9 +69,11 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
     decisions = plan_conversion(model, scheme, filter or LayerFilter(skip_first=False))
     report = QATReport(scheme=scheme, layers=decisions)
     if not report.prepared:
-        raise PrecisionError(_nothing(model, report))
-    for name in report.prepared:
-        _prepare(cast("nn.Linear", model.get_submodule(name)), scheme, config)
+        raise PrecisionError(
+            f"{scheme}: no layer of {type(model).__name__} can be quantised: {report.refusals(model)}. "
+            "Give LayerFilter what to quantise (skip_last=False, other patterns), or another group_size"
+        )
+    change_layers(model, report.prepared, partial(_prepare, scheme=scheme, config=config), _undo)
     return report
 
 
@@ -81,9 +83,9 @@ def undo_qat(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The names of the layers that rounded their weights.
     """
-    found = tuple(fake_quantized(model))
+    found = tuple(fake_quantized(unwrap_compiled(model)))
     for _, module in found:
-        undo_exchange(module)
+        _undo(module)
     return tuple(name for name, _ in found)
 
 
@@ -97,23 +99,21 @@ def scheme_of(module: nn.Module) -> QuantizedScheme:
     return getattr(module, _SCHEME)
 
 
-def _prepare(module: nn.Linear, scheme: QuantizedScheme, config: Any) -> None:
+def _undo(module: nn.Module) -> nn.Module:
+    undo_exchange(module)
+    return module
+
+
+def _prepare(module: nn.Module, scheme: QuantizedScheme, config: Any) -> nn.Module:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig, QATStep
 
+    linear = cast("nn.Linear", module)
     with torch.device("meta"):
         # quantize_ exchanges the layers of a parent.
-        parent = nn.Sequential(nn.Linear(module.in_features, module.out_features, bias=False))
+        parent = nn.Sequential(nn.Linear(linear.in_features, linear.out_features, bias=False))
     quantize_(parent, QATConfig(config, step=QATStep.PREPARE))
     made = parent[0]
     setattr(made, _SCHEME, scheme)
-    exchange_class(module, made)
-
-
-def _nothing(model: nn.Module, report: QATReport) -> str:
-    linear = [each for each in report.layers if not each.reason.endswith("not nn.Linear")]
-    shown = "; ".join(f"{each.name or type(model).__name__} {each.reason}" for each in linear[:8])
-    return (
-        f"{report.scheme}: no layer of {type(model).__name__} can be quantised: {shown or 'it has no nn.Linear'}. "
-        "Give LayerFilter what to quantise (skip_last=False, other patterns), or another group_size"
-    )
+    exchange_class(module, made, owner="qat")
+    return module

@@ -5,13 +5,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from drivetrain_precision.conversion.library_check import NeededLibrary, check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.hardware_check import check_library
-from drivetrain_precision.fp8.protocol import Requirements
 
-_NEEDED = Requirements(
-    library="torchao", version="0.18", extra="torchao", capability=(0, 0), hardware="any device"
-)
+_NEEDED = NeededLibrary(library="torchao", version="0.18", extra="torchao")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ class ProgressRecord:
         label: The last progress, such as `"optimizer step"`.
         thread_id: The thread that made the last mark (or created the record), whose stack is shown for a hang.
         observers: The functions that get every label, in the thread that marks.
+        forward_observers: The functions that get each model whose forward begins, in its thread.
 
     Example:
         >>> record = ProgressRecord()
@@ -23,13 +24,14 @@ class ProgressRecord:
         (1, 'optimizer step')
     """
 
-    __slots__ = ("count", "label", "observers", "thread_id")
+    __slots__ = ("count", "forward_observers", "label", "observers", "thread_id")
 
     def __init__(self) -> None:
         self.count: int = 0
         self.label: str = "start"
         self.thread_id: int = get_ident()
         self.observers: tuple[Callable[[str], None], ...] = ()
+        self.forward_observers: tuple[Callable[[object], None], ...] = ()
 
     def mark(self, label: str) -> None:
         """Record progress; `label` names the operation that just finished or began, in a word or two."""
@@ -44,6 +46,12 @@ class ProgressRecord:
         for observe in self.observers:
             observe(label)
 
+    def note_forward(self, model: object) -> None:
+        """Tell the observers that a model's forward begins: all of them its label, then some of them the model."""
+        self.note("forward")
+        for observe in self.forward_observers:
+            observe(model)
+
     def add_observer(self, observe: Callable[[str], None]) -> None:
         """Let a function follow."""
         self.observers = (*self.observers, observe)
@@ -51,3 +59,11 @@ class ProgressRecord:
     def remove_observer(self, observe: Callable[[str], None]) -> None:
         """Let a function follow no longer; one that does not is left as it is."""
         self.observers = tuple(each for each in self.observers if each != observe)
+
+    def add_forward_observer(self, observe: Callable[[object], None]) -> None:
+        """Let a function follow the models whose forwards begin."""
+        self.forward_observers = (*self.forward_observers, observe)
+
+    def remove_forward_observer(self, observe: Callable[[object], None]) -> None:
+        """Let a function follow these models no longer; one that does not is left as it is."""
+        self.forward_observers = tuple(each for each in self.forward_observers if each != observe)

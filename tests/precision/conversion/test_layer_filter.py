@@ -1,8 +1,19 @@
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from drivetrain_precision import LayerFilter, PrecisionError, TorchaoRecipe, convert_model
+from drivetrain_precision import (
+    LayerFilter,
+    PrecisionError,
+    TorchaoRecipe,
+    TransformerEngineRecipe,
+    convert_model,
+)
+
+pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
 
 
 class Block(nn.Module):
@@ -75,3 +86,58 @@ def test_a_filter_given_with_the_model_comes_before_that_of_the_recipe() -> None
     recipe = TorchaoRecipe(layers=LayerFilter(include=("a.*",)))
     assert convert_model(net(), recipe, LayerFilter(include=("b.up",))).converted == ("b.up",)
     assert torch.is_grad_enabled()
+
+
+def test_a_pattern_may_match_in_another_model_of_the_run() -> None:
+    layers = LayerFilter(exclude=("*.critic",))
+    report = convert_model(net(), TorchaoRecipe(layers=layers), known=("value.critic",))
+    assert report.converted == BLOCKS
+    with pytest.raises(PrecisionError, match=r"exclude='\*\.critic'\) matches none of the 9 linear layers"):
+        convert_model(net(), TorchaoRecipe(layers=layers), known=("actor",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"exclude": "ab"}, r"exclude='ab': must be a tuple of patterns"),
+        ({"include": ("*", 3)}, r"include=\('\*', 3\): must be a tuple of patterns"),
+        ({"inside": ("Block",)}, r"inside=\('Block',\): must be a tuple of classes of modules"),
+        ({"inside": Block}, r"inside=<class .*: must be a tuple of classes of modules"),
+        ({"min_features": "64"}, r"min_features='64': must be an integer from 0 on"),
+        ({"min_features": -1}, r"min_features=-1: must be an integer from 0 on"),
+        ({"skip_first": "no"}, r"skip_first='no': must be True or False"),
+        ({"accept": "a"}, r"accept='a': must be a function"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_what_is_allowed(fields: dict[str, Any], match: str) -> None:
+    kind: Any = LayerFilter
+    with pytest.raises(PrecisionError, match=match):
+        kind(**fields)
+
+
+def _accepts(name: str, layer: nn.Module) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("kind", [TorchaoRecipe, TransformerEngineRecipe])
+def test_a_recipe_takes_a_filter_alone(kind: Any) -> None:
+    with pytest.raises(
+        PrecisionError, match=r"layers=<function.*: must be a LayerFilter, as in LayerFilter\(accept="
+    ):
+        kind(layers=_accepts)
+    with pytest.raises(PrecisionError, match=r"layers=\('a',\): must be a LayerFilter$"):
+        kind(layers=("a",))
+
+
+def test_options_of_a_recipe_of_another_kind_are_refused() -> None:
+    given: Any = "fp8"
+    with pytest.raises(PrecisionError, match="all_gather='fp8': must be True or False"):
+        TorchaoRecipe(all_gather=given)
+    with pytest.raises(PrecisionError, match="options='fp8': must be a mapping"):
+        TransformerEngineRecipe(options=given)
+
+
+@pytest.mark.parametrize(("pattern", "meant"), [("router", "*.router"), ("a", "a.*"), ("oute", "*oute*")])
+def test_a_pattern_that_matches_nothing_is_told_with_one_that_would(pattern: str, meant: str) -> None:
+    with pytest.raises(PrecisionError, match=rf"; {re.escape(repr(meant))} matches \d of them$"):
+        convert_model(net(), TorchaoRecipe(layers=LayerFilter(exclude=(pattern,))))

@@ -4,12 +4,14 @@ The layer stays the object that it was: who shares it, its hooks, its parameters
 stay right, and its state has the names of a plain one.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-_RECORD = "fp8_exchange"
+Owner = Literal["fp8", "qat"]
+_RECORD = "class_exchange"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,24 +19,30 @@ class ClassExchange:
     """The record of what an exchange changed, kept by the layer.
 
     Attributes:
+        owner: The purpose of the exchange, which alone undoes it.
         plain: The class before.
         attributes: The names of the attributes that were added.
         buffers: The names of the buffers that were added, which are no part of the layer's state dict.
         modules: The names of the modules that were added.
+        recipe: The name of the recipe in fp8 that the layer computes in.
     """
 
+    owner: Owner
     plain: type[nn.Module]
     attributes: tuple[str, ...]
     buffers: tuple[str, ...]
     modules: tuple[str, ...] = ()
+    recipe: str = ""
 
 
-def exchange_class(module: nn.Module, like: nn.Module) -> None:
+def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: str = "") -> None:
     """Give a module the class of another one, with the attributes, buffers and modules that it does not have.
 
     Args:
-        module: The module to change.
+        module: The module to change; `name_clash` finds nothing in it.
         like: A module of a subclass of its class; its parameters are left out.
+        owner: The purpose of the exchange.
+        recipe: The name of the recipe in fp8.
     """
     attributes: dict[str, Any] = {
         name: value for name, value in vars(like).items() if name not in vars(module)
@@ -48,14 +56,34 @@ def exchange_class(module: nn.Module, like: nn.Module) -> None:
     modules = {name: each for name, each in like.named_children() if name not in held}
     for name, each in modules.items():
         module.add_module(name, each.train(module.training))
-    record = ClassExchange(type(module), tuple(attributes), tuple(buffers), tuple(modules))
+    record = ClassExchange(owner, type(module), tuple(attributes), tuple(buffers), tuple(modules), recipe)
     setattr(module, _RECORD, record)
     module.__class__ = type(like)
 
 
+def added_names(module: nn.Linear) -> frozenset[str]:
+    """Return the names of the attributes, parameters, buffers and modules that a plain layer was given."""
+    return _names_in(module) - _names_in(nn.Linear(1, 1, device="meta"))
+
+
+def name_clash(names: Iterable[str], like: nn.Module) -> str | None:
+    """Return why a layer with some names of its own cannot become like another one, or None if it can."""
+    clashing = sorted(name for name in names if hasattr(like, name) and not hasattr(nn.Linear, name))
+    return f"has {clashing[0]!r} of its own, a name that {type(like).__name__} uses" if clashing else None
+
+
+def _names_in(module: nn.Module) -> frozenset[str]:
+    held = (
+        module.named_parameters(recurse=False),
+        module.named_buffers(recurse=False),
+        module.named_children(),
+    )
+    return frozenset(vars(module)).union(*({name for name, _ in each} for each in held))
+
+
 def exchange_of(module: nn.Module) -> ClassExchange | None:
     """Return what an exchange changed, or None for a module as its user made it."""
-    return getattr(module, _RECORD, None)
+    return vars(module).get(_RECORD)  # of its own: a wrapper may hand on the attributes of the module inside
 
 
 def undo_exchange(module: nn.Module) -> None:

@@ -1,0 +1,108 @@
+"""Judge from the matrix products of a step whether a run computes in fp8: pure functions from counts to a verdict."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain_precision import Support
+from drivetrain_precision.fp8.product_counts import ProductCounts
+from drivetrain_precision.fp8.protocol import Requirements
+
+PATIENCE_STEPS = 10  # a run that compiles for each of its first sizes takes a few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProducts:
+    """The matrix products of an optimizer step.
+
+    Attributes:
+        counts: The products of its forwards and backwards.
+        scaled_by_model: The products in the recipe's formats within the forwards of each converted model that was
+            called, by its place among the converted models.
+        hindrance: The reason why they prove nothing; None if they do.
+        num_steps: The optimizer steps so far, this one included.
+    """
+
+    counts: ProductCounts
+    scaled_by_model: Mapping[int, int]
+    hindrance: str | None
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepVerdict:
+    """A verdict on a run.
+
+    Attributes:
+        fact: The fact for the plan.
+        warning: A warning for rank 0.
+        error: The message of the error that ends the run.
+    """
+
+    fact: str | None = None
+    warning: str | None = None
+    error: str | None = None
+
+
+def judge_step(
+    step: StepProducts, *, recipe: str, needed: Requirements, support: Support, models: Mapping[int, str]
+) -> StepVerdict:
+    """Return the verdict on a step; an empty one while the next steps may still prove it.
+
+    Args:
+        step: The products of the step.
+        recipe: The name of the recipe.
+        needed: The requirements of the recipe.
+        support: The support of the device for it.
+        models: The converted models, by place, in words.
+    """
+    if step.hindrance is not None:
+        return judge_unproved(step, recipe) if step.num_steps == PATIENCE_STEPS else StepVerdict()
+    counts = step.counts
+    total = counts.scaled + counts.others
+    # Emulation that cannot be told from plain products proves nothing, and is no error.
+    is_seen = support.level == "native" or needed.counts_emulation
+    if not is_seen:
+        return StepVerdict(fact=f"emulated, and not to be told from plain products; {support.reason}")
+    fact = f"{counts.scaled} of {total} matrix products of the first step ran in {recipe}"
+    if len(step.scaled_by_model) not in (0, len(models)):
+        fact += f", in which {len(step.scaled_by_model)} of {len(models)} converted models were called"
+    if support.level == "emulated":
+        fact += f"; {support.reason}"
+    if (error := _error(step, recipe, models)) is not None:
+        return StepVerdict(error=error)
+    return StepVerdict(
+        fact=fact, warning=_slow(counts, recipe, needed) if support.level == "native" else None
+    )
+
+
+def judge_unproved(step: StepProducts, recipe: str) -> StepVerdict:
+    """Return the verdict on a run that no step has proved yet, after the last one."""
+    steps = "1 step" if step.num_steps == 1 else f"{step.num_steps} steps"
+    return StepVerdict(
+        fact=f"not counted in {steps}: {step.hindrance}",
+        warning=f"mixed_precision='fp8': after {steps} nothing shows that matrix products run in {recipe}, since "
+        f"none could be counted: {step.hindrance}",
+    )
+
+
+def _error(step: StepProducts, recipe: str, models: Mapping[int, str]) -> str | None:
+    idle = [models[place] for place, scaled in step.scaled_by_model.items() if not scaled]
+    if not step.counts.scaled:
+        found = f"none of the {step.counts.others} matrix products of the first step ran in {recipe}"
+    elif idle:
+        found = f"no matrix product of the first step ran in {recipe} in the forwards of {', '.join(idle)}"
+    else:
+        return None
+    return (
+        f"mixed_precision='fp8': {found}: the converted layers of {', '.join(idle)} were not called, or other code "
+        "replaced their forward; look at accelerator.plan, or train in bf16"
+    )
+
+
+def _slow(counts: ProductCounts, recipe: str, needed: Requirements) -> str | None:
+    if not needed.wants_compile or counts.compiled:
+        return None
+    return (
+        f"{recipe} computes without torch.compile, which fuses its casts: it may be slower than bf16; compile the "
+        "prepared model, or use a recipe of Transformer Engine"
+    )

@@ -1,0 +1,189 @@
+"""Decide for each layer of a model whether a recipe converts it; nothing is changed yet."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from drivetrain_precision.conversion.layer_filter import LayerFilter
+
+# The modules of a wrapper of `peft` that keeps a module and trains a copy in its place (`modules_to_save`).
+_COPIES = ("original_module", "modules_to_save")
+
+
+class Refuses(Protocol):
+    """A recipe or a way to quantise, which knows the linear layers that it cannot convert."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why a linear layer cannot be converted, or None if it can."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDecision:
+    """The decision about a module that has parameters of its own.
+
+    Attributes:
+        name: The module's first name in the model.
+        kind: The name of its class.
+        shape: The shape of its weight, (out_features, in_features) for a linear layer; empty without a weight.
+        is_linear: Whether it is an nn.Linear or of a subclass.
+        reason: The reason why it stays as it is; empty if it is converted.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    is_linear: bool
+    reason: str = ""
+
+    @property
+    def converts(self) -> bool:
+        """True if the module is converted."""
+        return not self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The facts about a model before its layers are looked at: modules by name, and the reasons of the plan."""
+
+    modules: Mapping[str, nn.Module]
+    kept: Mapping[nn.Module, str]
+    ties: Mapping[str, str]
+    ends: Mapping[str, str]
+
+
+def plan_conversion(
+    model: nn.Module,
+    recipe: Refuses,
+    layers: LayerFilter,
+    *,
+    kept: Mapping[nn.Module, str] = MappingProxyType({}),
+    known: Collection[str] = (),
+) -> tuple[LayerDecision, ...]:
+    """Decide for each module with parameters of its own, in the order of the model.
+
+    Args:
+        model: The model whose layers are decided on.
+        recipe: The recipe or scheme, which refuses layers that it cannot convert.
+        layers: The layers to convert, among the others.
+        kept: Modules that stay as they are, each with the reason.
+        known: Names of linear layers of further models, which a pattern may match in place of this model's.
+
+    Raises:
+        PrecisionError: A pattern of the filter matches no linear layer.
+    """
+    modules = dict(model.named_modules())  # a shared one once, under its first name
+    linear = linear_names(model)
+    layers.check([*linear, *known])
+    bases = [name for name in linear if not _is_adapter(name, modules)]
+    places = {name: _place(name, modules) for name in bases}
+    facts = _Facts(modules, kept, _ties(modules), _ends(places, layers))
+    return tuple(
+        LayerDecision(
+            name=name,
+            kind=type(module).__name__,
+            shape=_shape(module),
+            is_linear=isinstance(module, nn.Linear),
+            reason=_reason(name, recipe, layers, facts),
+        )
+        for name, module in modules.items()
+        if any(True for _ in module.parameters(recurse=False))
+    )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's linear layers, in its order."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> str:
+    """Return the first reason why a module stays as it is; empty if it is converted."""
+    module = facts.modules[name]
+    if module in facts.kept:
+        return facts.kept[module]
+    if not isinstance(module, nn.Linear):
+        return f"is of class {type(module).__name__}, not nn.Linear"
+    if _is_adapter(name, facts.modules):
+        return "is a low-rank adapter"
+    is_inside = any(isinstance(facts.modules[outer], layers.inside) for outer in _lineage(name))
+    return (
+        _why_unfit(module)
+        or layers.refusal(name, module, is_inside=is_inside)
+        or facts.ties.get(f"{name}.weight".lstrip("."))
+        or recipe.refusal(module)
+        or facts.ends.get(name, "")
+    )
+
+
+def _why_unfit(module: nn.Linear) -> str | None:
+    """Return what about a linear layer no recipe could keep."""
+    kind, weight = type(module), module.weight
+    if kind is not nn.Linear:
+        return f"is of class {kind.__module__}.{kind.__name__}, which has a forward of its own"
+    if "forward" in vars(module):
+        return "has a forward of its own, set on the object"
+    if type(weight.data) is not Tensor:
+        return (
+            f"holds a {type(weight.data).__name__} as its weight: quantised, or divided among ranks already"
+        )
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        return f"holds its weight in {weight.dtype}"
+    return None
+
+
+def _ends(places: Mapping[str, str], layers: LayerFilter) -> dict[str, str]:
+    """Return the reasons of the first and the last of a model's linear layers, which may have copies."""
+    order = list(places.values())
+    first = order[0] if layers.skip_first and order else None
+    last = order[-1] if layers.skip_last and order else None
+    reasons = {last: "is the last linear layer (skip_last)", first: "is the first linear layer (skip_first)"}
+    return {name: reasons[place] for name, place in places.items() if place in reasons}
+
+
+def _place(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the place that a layer is in: a layer and the copy that `peft` trains of it are in one."""
+    return next((outer for outer in _lineage(name) if _has_copies(outer, modules)), name)
+
+
+def _has_copies(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    return all(f"{name}.{each}".lstrip(".") in modules for each in _COPIES)
+
+
+def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a module lies in an adapted layer beside that layer, as `peft` and its kin name it."""
+    steps = [modules[each] for each in _lineage(name)]
+    bases = (getattr(outer, "base_layer", None) for outer in steps)
+    return any(
+        isinstance(base, nn.Module) and inner is not base
+        for base, inner in zip(bases, steps[1:], strict=False)
+    )
+
+
+def _lineage(name: str) -> list[str]:
+    """Return the names of all modules that a module lies in, from the model on, and its own."""
+    return ["", *accumulate(name.split("."), "{}.{}".format)] if name else [""]
+
+
+def _ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
+    """Return for each parameter that several modules hold, by its full name, the reason to keep its layer."""
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        for own, parameter in module.named_parameters(recurse=False):
+            holders[id(parameter)].append(f"{name}.{own}" if name else own)
+    return {
+        one: f"shares its weight with {', '.join(each for each in names if each != one)}, which is used in full "
+        "precision"
+        for names in holders.values()
+        if len(names) > 1
+        for one in names
+    }
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    weight = getattr(module, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, Tensor) else ()

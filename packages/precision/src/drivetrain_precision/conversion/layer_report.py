@@ -1,0 +1,51 @@
+"""A report of what became of each layer of a model, and in words."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from drivetrain_precision.conversion.conversion_plan import LayerDecision
+
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport:
+    """The decision for each module of a model that has parameters of its own.
+
+    Attributes:
+        layers: The decisions, in the order of the model.
+    """
+
+    layers: tuple[LayerDecision, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """The names of the layers that are converted."""
+        return tuple(each.name for each in self.layers if each.converts)
+
+    def counts(self, converted: str) -> str:
+        """Return how many layers are converted, whose verb and object are given, and why the others are not."""
+        reasons = Counter(each.reason for each in self.layers if not each.converts)
+        first = f"{len(self.converted)} of {len(self.layers)} layers {converted}; the others:"
+        return "\n".join([first, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
+
+    def refusals(self, model: nn.Module) -> str:
+        """Return why the first linear layers of the model are not converted."""
+        linear = [
+            f"{each.name or type(model).__name__} {each.reason}" for each in self.layers if each.is_linear
+        ]
+        more = f"; and {len(linear) - _MOST_SHOWN} more" if len(linear) > _MOST_SHOWN else ""
+        return "; ".join([*self._alike(), *(linear[:_MOST_SHOWN] or ["it has no nn.Linear"])]) + more
+
+    def _alike(self) -> list[str]:
+        """Return which modules with matrices would be linear layers, were they nn.Linear: GPT-2's Conv1D."""
+        matrices = [each for each in self.layers if not each.is_linear and len(each.shape) == 2]
+        kinds = Counter(each.kind for each in matrices if "Embedding" not in each.kind)
+        return [
+            f"{count} modules of class {kind} are not nn.Linear"
+            if count > 1
+            else f"1 module of class {kind} is not nn.Linear"
+            for kind, count in kinds.items()
+        ]

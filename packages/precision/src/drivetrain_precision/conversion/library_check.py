@@ -1,0 +1,33 @@
+"""Check whether the library that computes a layer is installed."""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededLibrary:
+    """A library that computes converted layers.
+
+    Attributes:
+        library: The distribution that computes.
+        version: The first version of it that can.
+        extra: The extra of drivetrain-precision that installs it.
+    """
+
+    library: str
+    version: str
+    extra: str
+
+
+def check_library(needed: NeededLibrary) -> str | None:
+    """Return what is missing of a library and how to install it; None if nothing is."""
+    mend = f"pip install 'drivetrain-precision[{needed.extra}]'"
+    try:
+        found = version(needed.library)
+    except PackageNotFoundError:
+        return f"{needed.library} is not installed: {mend}"
+    if Version(found) < Version(needed.version):
+        return f"{needed.library} {found} is too old, {needed.version} has it: {mend} --upgrade"
+    return None
