@@ -75,7 +75,7 @@ def test_it_is_made_from_a_mapping_a_file_and_base64(tmp_path: Path) -> None:
         assert Ours(given).config == config
         assert Ours(given).config is not config
     for wrong in ("{bad", "/no/file.json"):
-        with pytest.raises(ValueError, match="Expected a string path to an existing deepspeed config"):
+        with pytest.raises(ValueError, match="must be a dict, the path of a JSON file that exists"):
             Ours(wrong)
     with pytest.raises(TypeError, match="not int"):
         Ours(3)

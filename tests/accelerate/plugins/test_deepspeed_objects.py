@@ -95,9 +95,7 @@ def test_what_a_section_says_is_not_said_twice() -> None:
 
 def test_the_plugin_in_use() -> None:
     state = SimpleNamespace(distributed_type=DistributedType.NO, deepspeed_plugins=None)
-    with pytest.raises(
-        ValueError, match="Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled"
-    ):
+    with pytest.raises(ValueError, match="no plugin of DeepSpeed is in use"):
         get_active_deepspeed_plugin(state)
     state.distributed_type = DistributedType.DEEPSPEED
     state.deepspeed_plugins = one = DeepSpeedPlugin()

@@ -131,7 +131,7 @@ def test_a_launchers_fields_beside_a_configuration_are_refused() -> None:
         assert made(Ours, variables) == made(Theirs, variables)
     with (
         environ.exported(ACCELERATE_CONFIG_DS_FIELDS="zero_stage"),
-        pytest.raises(ValueError, match=r"will be ignored: \['zero_stage'\]"),
+        pytest.raises(ValueError, match="zero_stage: said by the launcher's file"),
     ):
         Ours(hf_ds_config=CONFIG)
 
@@ -149,7 +149,7 @@ def test_values_are_asked_for_and_filled_as_in_the_real_one(name: str) -> None:
         plugin.fill_match(name, mismatches, must_match=False, **{name: 4})
         found.append((asked, mismatches, plugin.deepspeed_config))
         if plugin.is_auto("train_batch_size"):
-            with pytest.raises(ValueError, match="`train_batch_size` not found in kwargs"):
+            with pytest.raises(ValueError, match="train_batch_size"):
                 plugin.fill_match("train_batch_size")
     assert found[0] == found[1]
 

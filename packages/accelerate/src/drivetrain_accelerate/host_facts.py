@@ -48,7 +48,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return what torchrun, Intel MPI, Open MPI or MVAPICH says of this process in its environment."""
+    """Return what torchrun, Intel MPI, Open MPI or MVAPICH tells this process by its environment."""
     return CPUInformation(
         rank=get_int_from_env(("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"), 0),
         world_size=get_int_from_env(

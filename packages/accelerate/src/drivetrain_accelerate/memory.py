@@ -76,7 +76,7 @@ def find_executable_batch_size(
         try:
             return tried(*args, **kwargs)
         except NoBatchSizeFitsError as error:
-            raise NoBatchSizeFitsError(f"No executable batch size found, reached zero: {error}") from error
+            raise NoBatchSizeFitsError(f"no batch size fits, down to the smallest: {error}") from error
 
     decorator.__signature__ = inspect.signature(tried)  # pyright: ignore[reportAttributeAccessIssue]
     return decorator

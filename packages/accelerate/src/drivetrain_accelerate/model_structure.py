@@ -122,7 +122,7 @@ def _recompiled(compiled: Any, inner: nn.Module) -> nn.Module:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of a model, with the same weights, whose repeated blocks are compiled one by one.
+    """Return a copy of a model, with the same weights, in which each repeated block is compiled by itself.
 
     Blocks of one class share their compiled code, which takes less time to compile than the whole. What holds no
     such blocks is compiled whole.

@@ -165,7 +165,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("give a state_dict, a save_folder or an index: they say where the weights are")
+            raise ValueError(
+                "OffloadedWeightsLoader() without weights: pass state_dict=, save_folder= or index="
+            )
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         self.index = (

@@ -112,8 +112,7 @@ def _text(given: "str | PathLike[str]") -> str:
         return urlsafe_b64decode(str(given)).decode("utf-8")
     except (Base64Error, UnicodeDecodeError, ValueError):
         raise ValueError(
-            "Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
-            f"Received: {given}"
+            f"hf_ds_config={given!r}: must be a dict, the path of a JSON file that exists, or a dict's JSON in base64"
         ) from None
 
 

@@ -27,8 +27,8 @@ def fill_auto(
     if given == "auto":
         if name not in values:
             raise ValueError(
-                f"`{name}` not found in kwargs. Please specify `{name}` without `auto` (set to correct value) in the "
-                "DeepSpeed config file or pass it in kwargs."
+                f"the DeepSpeed configuration leaves {name} to the program ('auto'), which does not say it: write a "
+                "value into the configuration"
             )
         node[key] = values[name]
     elif mismatches is not None and given is not None and name in values and given != values[name]:

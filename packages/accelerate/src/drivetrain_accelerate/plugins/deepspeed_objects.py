@@ -65,8 +65,8 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
     """
     if state.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(
-            "Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled: give "
-            "Accelerator(deepspeed_plugin=...), or choose one by AcceleratorState().select_deepspeed_plugin(name)"
+            "no plugin of DeepSpeed is in use: give Accelerator(deepspeed_plugin=...), or choose one by "
+            "AcceleratorState().select_deepspeed_plugin(name)"
         )
     plugins = state.deepspeed_plugins
     if not isinstance(plugins, dict):

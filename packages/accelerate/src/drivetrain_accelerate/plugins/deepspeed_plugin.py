@@ -163,8 +163,8 @@ class DeepSpeedPlugin:
         if found and not prefix:
             listed = "\n".join(found)
             raise ValueError(
-                f"Please correct the following DeepSpeed config values that mismatch kwargs  values:\n{listed}\n"
-                "The easiest method is to set these DeepSpeed config values to 'auto'."
+                f"the DeepSpeed configuration contradicts the program's values:\n{listed}\n"
+                "Make them equal, or write 'auto' into the configuration, which takes the program's"
             )
 
     def set_mixed_precision(self, mixed_precision: str | None) -> None:
@@ -177,8 +177,8 @@ class DeepSpeedPlugin:
         other = {"fp16": "bf16", "bf16": "fp16"}.get(mode or "")
         if other is not None and config.get(other, {}).get("enabled") is True:
             raise ValueError(
-                f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the "
-                "DeepSpeed config file."
+                f"mixed_precision={mixed_precision!r}, and the DeepSpeed configuration enables {other}: say the same "
+                "in both"
             )
         if mode == "fp16" and "fp16" not in config:
             config["fp16"] = {"enabled": True, "auto_cast": True}
@@ -272,8 +272,8 @@ class DeepSpeedPlugin:
         config = self.hf_ds_config.config
         if "zero_optimization" not in config:
             raise ValueError(
-                "Please specify the ZeRO optimization config in the DeepSpeed config: a section "
-                'zero_optimization, such as {"stage": 2}'
+                "the DeepSpeed configuration has no section zero_optimization: write one, such as "
+                '{"zero_optimization": {"stage": 2}}'
             )
         config.setdefault("gradient_accumulation_steps", 1)
         fields = {
@@ -320,6 +320,6 @@ class DeepSpeedPlugin:
         said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
         if unheard := [name for name in _IN_FILE if name in said]:
             raise ValueError(
-                "When using `deepspeed_config_file`, the following accelerate config variables will be ignored: "
-                f"{unheard}. Write them into the DeepSpeed configuration, and take them out of the launcher's file"
+                f"{', '.join(unheard)}: said by the launcher's file beside a DeepSpeed configuration, which does not "
+                "hear them: write them into the configuration, and take them out of the launcher's file"
             )

@@ -198,8 +198,8 @@ class FullyShardedDataParallelPlugin:
         needed = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
         if not isinstance(self.mixed_precision_policy, needed):
             raise ValueError(
-                f"mixed_precision_policy={self.mixed_precision_policy!r}: with fsdp_version={self.fsdp_version} it "
-                f"must be an instance of `torch.distributed.fsdp.{needed.__name__}`"
+                f"mixed_precision_policy={self.mixed_precision_policy!r}: fsdp_version={self.fsdp_version} takes a "
+                f"{needed.__name__} of torch.distributed.fsdp"
             )
 
     def set_cpu_offload(self) -> None:
@@ -216,8 +216,8 @@ class FullyShardedDataParallelPlugin:
         needed = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
         if not isinstance(self.cpu_offload, needed):
             raise ValueError(
-                f"cpu_offload={self.cpu_offload!r}: with fsdp_version={self.fsdp_version} it must be a bool or an "
-                f"instance of `torch.distributed.fsdp.{needed.__name__}`"
+                f"cpu_offload={self.cpu_offload!r}: fsdp_version={self.fsdp_version} takes True, False or a "
+                f"{needed.__name__} of torch.distributed.fsdp"
             )
 
     def _read_first_version(self) -> None:
@@ -320,7 +320,9 @@ class FullyShardedDataParallelPlugin:
     def _class_in(model: nn.Module, name: str) -> type[nn.Module]:
         found = get_module_class_from_name(model, name)
         if found is None:
-            raise ValueError(f"Could not find the transformer layer class {name} in the model.")
+            raise ValueError(
+                f"transformer_cls_names_to_wrap: {name!r} is the class of no module of {type(model).__name__}"
+            )
         return found
 
 

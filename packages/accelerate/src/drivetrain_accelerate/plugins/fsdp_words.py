@@ -91,8 +91,8 @@ def mixed_precision_of(
         dtypes = dict(cast("Mapping[str, Any]", value))
         if dtypes.keys() != set(names) or not set(dtypes.values()) <= set(_MODES.values()):
             raise ValueError(
-                f"Invalid mixed precision policy: {value}. Must be a `dict` with keys {list(names)}; values must be "
-                "one of torch.float32, torch.float16, torch.bfloat16"
+                f"mixed_precision_policy={value}: a dict needs the keys {', '.join(names)}, each with torch.float32, "
+                "torch.float16 or torch.bfloat16"
             )
     else:
         dtype = _MODES.get(value) if isinstance(value, str) else value

@@ -195,7 +195,9 @@ class ParallelismConfig:
         """
         if self.device_mesh is None:
             if device_type is None:
-                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+                raise ValueError(
+                    "get_device_mesh(device_type=None): say the kind of device, such as 'cuda', that the mesh is of"
+                )
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type not in (None, self.device_mesh.device_type):
             raise ValueError(
@@ -214,7 +216,7 @@ class ParallelismConfig:
     def _check_size(self, name: str) -> None:
         size: object = getattr(self, f"{name}_size")
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}_size must be at least 1, but got {size!r}")
+            raise ValueError(f"{name}_size={size!r}: must be an integer of at least 1")
 
     def _check_together(self) -> None:
         if self.cp_size > 1 and self.sp_size > 1:

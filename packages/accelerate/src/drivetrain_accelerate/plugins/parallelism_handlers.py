@@ -56,9 +56,7 @@ class TorchContextParallelConfig:
         if self.cp_comm_strategy is None:
             self.cp_comm_strategy = word_from(f"{_ENV}_CP_COMM_STRATEGY", "allgather")
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ValueError(
-                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Must be one of 'allgather' or 'alltoall'."
-            )
+            raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r}: must be 'allgather' or 'alltoall'")
 
 
 @dataclass

@@ -45,20 +45,22 @@ class BnbQuantizationConfig:
         """
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be a boolean, not {getattr(self, name)!r}")
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.load_in_4bit == self.load_in_8bit:
-            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_4bit}: choose one")
+            raise ValueError(
+                f"load_in_4bit={self.load_in_4bit} and load_in_8bit={self.load_in_8bit}: choose one"
+            )
         if not isinstance(self.llm_int8_threshold, int | float):
-            raise ValueError(f"llm_int8_threshold must be a float or an int, not {self.llm_int8_threshold!r}")
+            raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r}: must be a number")
         kind = self.bnb_4bit_quant_type
         if not isinstance(kind, str):
-            raise ValueError(f"bnb_4bit_quant_type must be a string, not {kind!r}")
+            raise ValueError(f"bnb_4bit_quant_type={kind!r}: must be 'fp4' or 'nf4'")
         if kind not in ("fp4", "nf4"):
-            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {kind}")
+            raise ValueError(f"bnb_4bit_quant_type={kind!r}: must be 'fp4' or 'nf4'")
         for name in ("skip_modules", "keep_in_fp32_modules"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list):
-                raise ValueError(f"{name} must be a list of strings, not {value!r}")
+                raise ValueError(f"{name}={value!r}: must be a list of names of modules")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         self.target_dtype: Any = CustomDtype.INT4 if self.load_in_4bit else torch.int8
         if self.torch_dtype is None:
@@ -70,7 +72,7 @@ def _dtype(field: str, value: object) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{field} must be a string or a torch.dtype, not {value!r}")
+        raise ValueError(f"{field}={value!r}: must be a torch.dtype or its name")
     if value not in _DTYPES:
-        raise ValueError(f"{field} must be in {list(_DTYPES)} but found {value}")
+        raise ValueError(f"{field}={value!r}: must be one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
