@@ -1,11 +1,10 @@
 """Make drivetrain's Accelerator out of what a program says in Accelerate's words."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from drivetrain import Accelerator
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType, LoggerType
+from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType
 from drivetrain_accelerate.plugins.kwargs_handlers import DistributedDataParallelKwargs, GradScalerKwargs
 from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration
 
@@ -27,7 +26,7 @@ def compose(options: RunOptions, num_processes: int) -> Accelerator:
         mixed_precision=mode,
         gradient_accumulation_steps=options.accumulation.num_steps or 1,
         project_dir=options.project.logging_dir,
-        log_with=tracker_names(options.log_with),
+        log_with=list(options.log_with) or None,
         cpu=options.cpu or None,
         sections=sections,
     )
@@ -84,11 +83,3 @@ def scaler_section(handler: GradScalerKwargs) -> Section:
         "backoff_factor": handler.backoff_factor,
         "growth_interval": handler.growth_interval,
     }
-
-
-def tracker_names(log_with: Sequence[Any]) -> list[Any] | None:
-    """Return the names of drivetrain's trackers for those of Accelerate's; other objects stay as they are."""
-    if not log_with:
-        return None
-    plain = (str(each) if isinstance(each, str | LoggerType) else each for each in log_with)
-    return ["comet" if each == "comet_ml" else each for each in plain]
