@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-real = pytest.importorskip("accelerate.data_loader")
-
 from drivetrain_accelerate.loaders import batch_shards, iterable_shard
 from drivetrain_accelerate.loaders.standalone import get_sampler
+
+real: Any = pytest.importorskip("accelerate.data_loader")
 
 SIZES = st.tuples(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
 
@@ -94,7 +94,8 @@ def test_the_seedable_order_is_the_real_one() -> None:
             module.SeedableRandomSampler(range(9), data_seed=seed) for module in (batch_shards, real)
         )
         assert [list(mine), list(mine)] == [list(theirs), list(theirs)]
-        mine.set_epoch(7), theirs.set_epoch(7)
+        mine.set_epoch(7)
+        theirs.set_epoch(7)
         assert list(mine) == list(theirs)
         assert (mine.epoch, mine.initial_seed) == (theirs.epoch, theirs.initial_seed)
     generator = torch.Generator().manual_seed(5)
@@ -114,11 +115,12 @@ def test_skipped_batches_are_left_out() -> None:
 
 
 def test_the_sampler_of_a_loader_is_found_as_the_real_one_finds_it() -> None:
+    numbers: Any = range(4)
     for loader in (
-        DataLoader(range(4), 2, shuffle=True),
-        DataLoader(range(4), batch_size=None),
+        DataLoader(numbers, 2, shuffle=True),
+        DataLoader(numbers, batch_size=None),
         DataLoader(Numbers(3)),
-        DataLoader(range(4), batch_sampler=batches(4, 2, drop_last=False)),
+        DataLoader(numbers, batch_sampler=batches(4, 2, drop_last=False)),
     ):
         assert get_sampler(loader) is real.get_sampler(loader)
     plain = batches(4, 2, drop_last=False)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-real = pytest.importorskip("accelerate.data_loader")
-
 from drivetrain_accelerate.loaders.prepared_loader import DataLoaderDispatcher, DataLoaderShard
 from drivetrain_accelerate.loaders.standalone import prepare_data_loader
+
+real: Any = pytest.importorskip("accelerate.data_loader")
 
 
 def read(prepare: Any, size: int, batch_size: int, *, drop_last: bool, **options: Any) -> list[list[int]]:

@@ -4,10 +4,10 @@ import json
 import sys
 
 import torch
+from accelerate.local_sgd import LocalSGD
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
 
 
 def main() -> None:

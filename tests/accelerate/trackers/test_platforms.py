@@ -1,7 +1,7 @@
 """What the trackers of platforms call in the platforms' libraries, beside the installed Accelerate's."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -9,11 +9,11 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-real = pytest.importorskip("accelerate.tracking")
-
-from accelerate import PartialState as RealState
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_accelerate.trackers import hosted_platforms, recorded_platforms
+
+real: Any = pytest.importorskip("accelerate.tracking")
+RealState: Any = pytest.importorskip("accelerate").PartialState
 
 IMAGES = {"a": ["x", "y"]}
 CONFIG = {"lr": 0.1, "words": "wwwwwwww", "l": [1], "n": {"a": 1}, "b": True}
@@ -50,7 +50,7 @@ CASES = [
 
 
 @contextmanager
-def played(library: str, version: str) -> Iterator[MagicMock]:
+def played(library: str, version: str) -> Generator[MagicMock]:
     """Put a library in place that notes its calls."""
     module = MagicMock(name=library)
     module.__version__ = version
@@ -86,7 +86,8 @@ def ours(name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def states() -> Iterator[None]:
-    PartialState(cpu=True), RealState(cpu=True)
+    PartialState(cpu=True)
+    RealState(cpu=True)
     yield
     PartialState._reset_state()  # pyright: ignore[reportPrivateUsage]
 

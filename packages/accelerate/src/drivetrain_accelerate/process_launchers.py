@@ -113,7 +113,7 @@ class _Launched:
 
 
 class _Installation:
-    """What installs the interface in the process that unpickles it."""
+    """The installation of the interface in the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return _install, ()

@@ -1,4 +1,4 @@
-"""How sharded models get their weights, and what programs ask about them."""
+"""The weights of sharded models: how they are loaded, and what programs ask about them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +14,7 @@ from drivetrain_config import environ
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
 
+_TIED = "_tied_weights_keys"  # transformers' name
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
@@ -42,7 +43,7 @@ def ensure_weights_retied(
         device: Not used: the first of the tied tensors is kept where the initialisation put it.
     """
     del device
-    keys: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()
+    keys: Iterable[str] = getattr(model, _TIED, None) or ()
     if not keys:
         return param_init_fn
     holders: dict[nn.Module, dict[str, Tensor]] = {}
@@ -95,9 +96,7 @@ def fsdp2_load_full_state_dict(
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
     """Return values by names without what wrappers of modules add to them."""
     return {
-        re.sub(
-            r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name.removeprefix("_fsdp_wrapped_module.")
-        ): value
+        re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name): value
         for name, value in named_params.items()
     }
 
@@ -106,7 +105,7 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
     """Return a loss scale for fp16; one of drivetrain's own belongs to a prepared model.
 
     Args:
-        **kwargs: What `torch.amp.GradScaler` takes.
+        **kwargs: The arguments of `torch.amp.GradScaler`.
     """
     return GradScaler(**kwargs)
 
@@ -118,8 +117,8 @@ def get_parameters_from_modules(
 
     Args:
         modules: The modules, or a pattern that their names in the model match as a whole.
-        model: The model.
-        device: The device.
+        model: The model that holds them.
+        device: The device to move to.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)

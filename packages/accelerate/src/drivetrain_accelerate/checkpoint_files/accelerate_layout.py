@@ -5,8 +5,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_accelerate.checkpoint_files.accelerator_state import save_accelerator_state
 from drivetrain_accelerate.checkpoint_files.custom_state import save_custom_state
+from drivetrain_accelerate.checkpoint_files.run_files import save_accelerator_state
 from drivetrain_accelerate.plugins.kwargs_handlers import GradScalerKwargs
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
 
     Args:
         accelerator: The Accelerator of the run.
-        output_dir: The folder.
+        output_dir: The folder of the files.
 
     Returns:
         The folder.
@@ -34,19 +34,19 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
             "write_accelerate_layout(): ranks hold parts of the models: call save_fsdp_model() and "
             "save_fsdp_optimizer() of accelerate.utils, which write them in Accelerate's layout"
         )
-    kept: Any = accelerator  # whose lists have Accelerate's names, with an underscore
+    kept = accelerator.saved_objects()
     scale = accelerator.inner.loss_scale_state()
     folder = save_accelerator_state(
         str(output_dir),
-        [accelerator.get_state_dict(model) for model in kept._models],
-        list(kept._optimizers),
-        list(kept._schedulers),
+        [accelerator.get_state_dict(model) for model in kept.models],
+        list(kept.optimizers),
+        list(kept.schedulers),
         [],
         accelerator.process_index,
         accelerator.inner.window.begun,
         scaler=None if scale is None else _Scale(scale, accelerator.options.handlers.scaler),
     )
-    for number, obj in enumerate(kept._custom_objects):
+    for number, obj in enumerate(kept.custom):
         save_custom_state(obj, str(folder), number)
     accelerator.wait_for_everyone()
     return folder

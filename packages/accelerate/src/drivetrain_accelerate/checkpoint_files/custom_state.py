@@ -10,8 +10,8 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
     """Write the state of a registered object to `custom_checkpoint_N.pkl`, from the main process.
 
     Args:
-        obj: The object.
-        path: The folder.
+        obj: The registered object.
+        path: The folder of the files.
         index: The number of the object, in the order of registration.
         save_on_each_node: Whether the first process of each node writes.
     """
@@ -22,8 +22,8 @@ def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
     """Load what `save_custom_state` wrote, tensors and plain values alone.
 
     Args:
-        obj: The object.
-        path: The folder.
+        obj: The registered object.
+        path: The folder of the files.
         index: The number of the object.
     """
     obj.load_state_dict(load(_file(path, index), map_location="cpu"))

@@ -1,6 +1,8 @@
 """The files of torch.distributed.checkpoint, of which each rank writes and reads its part."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +33,8 @@ def write_divided(state: Mapping[str, Any], folder: Path, context: Context) -> N
     """Write a nested state into a folder. Called on all ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     alone = context.topology.world_size == 1
-    dcp.save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=alone)
+    with _one_process_is_meant():
+        dcp.save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=alone)
 
 
 def read_divided(
@@ -42,7 +45,7 @@ def read_divided(
     A folder's list of contents is a pickle, and so are its values that are no tensors: they could run code.
 
     Args:
-        folder: The folder.
+        folder: The folder of the parts.
         context: The ranks; None to read in this process alone.
         like: Tensors by a part of a value's place, such as a parameter's name, whose division a value of the same
             shape takes; others are read whole.
@@ -55,7 +58,8 @@ def read_divided(
     metadata = FileSystemReader(folder).read_metadata()
     flat = {name: _room(name, kept, like or {}) for name, kept in metadata.state_dict_metadata.items()}
     alone = context is None or context.topology.world_size == 1
-    dcp.load(flat, storage_reader=FileSystemReader(folder), no_dist=alone)
+    with _one_process_is_meant():
+        dcp.load(flat, storage_reader=FileSystemReader(folder), no_dist=alone)
     tree: dict[Any, Any] = {}
     places: Mapping[str, Any] = metadata.planner_data or {}
     for name, value in flat.items():
@@ -65,6 +69,16 @@ def read_divided(
             inner = inner.setdefault(step, {})
         inner[last] = value
     return cast("dict[str, Any]", _with_lists(tree))
+
+
+@contextmanager
+def _one_process_is_meant() -> Generator[None]:
+    """Keep torch from warning of a single process, which it takes for a mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
+        yield
 
 
 def _room(name: str, kept: Any, like: Mapping[str, torch.Tensor]) -> Any:

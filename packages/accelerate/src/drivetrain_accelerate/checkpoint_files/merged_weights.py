@@ -1,4 +1,4 @@
-"""One file of weights out of those that ranks wrote in parts."""
+"""The one file of weights out of those that ranks wrote in parts."""
 
 from pathlib import Path
 from shutil import rmtree

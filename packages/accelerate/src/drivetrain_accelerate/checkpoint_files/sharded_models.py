@@ -32,7 +32,7 @@ def save_fsdp_model(
             part in the folder `pytorch_model_fsdp_0`.
         accelerator: The Accelerator that prepared the model.
         model: The prepared model.
-        output_dir: The folder.
+        output_dir: The folder of the files.
         model_index: The number of the model.
         adapter_only: Whether to write PEFT's adapters alone.
         use_dcp: Not used: parts are always written by torch.distributed.checkpoint.
@@ -68,10 +68,10 @@ def load_fsdp_model(
         fsdp_plugin: `state_dict_type` says which files to read.
         accelerator: The Accelerator that prepared the model.
         model: The prepared model.
-        input_dir: The folder.
+        input_dir: The folder of the files.
         model_index: The number of the model.
         adapter_only: Whether the files hold PEFT's adapters alone.
-        use_dcp: Not used.
+        use_dcp: Not used, for the same reason as in saving.
 
     Raises:
         FileNotFoundError: The folder holds no such files.

@@ -34,7 +34,7 @@ def save_fsdp_optimizer(
         accelerator: The Accelerator that prepared both.
         optimizer: The prepared optimizer.
         model: The prepared model that it trains.
-        output_dir: The folder.
+        output_dir: The folder of the files.
         optimizer_index: The number of the optimizer.
         use_dcp: Not used: parts are always written by torch.distributed.checkpoint.
     """
@@ -69,10 +69,10 @@ def load_fsdp_optimizer(
         accelerator: The Accelerator that prepared both.
         optimizer: The prepared optimizer.
         model: The prepared model that it trains.
-        input_dir: The folder.
+        input_dir: The folder of the files.
         optimizer_index: The number of the optimizer.
         adapter_only: Not used: the state is of those parameters that the optimizer trains.
-        use_dcp: Not used.
+        use_dcp: Not used, for the same reason as in saving.
 
     Raises:
         FileNotFoundError: The folder holds no such files.
@@ -81,7 +81,8 @@ def load_fsdp_optimizer(
     del adapter_only, use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
     state = prepared.state_dict()
-    own: Mapping[str, Any] = {name: each for name, each in state["model"].items() if isinstance(each, Tensor)}
+    model_state: Mapping[str, Any] = state["model"]
+    own = {name: each for name, each in model_state.items() if isinstance(each, Tensor)}
     place, folder = _place(prepared, optimizer), Path(input_dir)
     if layout_of(fsdp_plugin) == FULL:
         saved = load(folder / _file(optimizer_index), map_location="cpu", mmap=True)
@@ -110,8 +111,8 @@ def _place(prepared: Prepared, optimizer: Any) -> int:
         if each.optimizer is wanted:
             return place
     raise ValueError(
-        f"{type(wanted).__name__} does not train this {type(prepared.unwrap()).__name__}: give the prepared optimizer "
-        "and the model that it trains"
+        f"{type(wanted).__name__} does not train this {type(prepared.unwrap()).__name__}: give the prepared "
+        "optimizer and the model that it trains"
     )
 
 

@@ -12,7 +12,7 @@ class SeedableRandomSampler(RandomSampler):
     """A random order that follows from a seed and the epoch, the same on all processes.
 
     Args:
-        *args: What `RandomSampler` takes.
+        *args: The arguments of `RandomSampler`.
         **kwargs: The same by name, and `data_seed`, the seed; torch's initial seed by default.
 
     Attributes:
@@ -45,7 +45,7 @@ class BatchSamplerShard(BatchSampler):
     Args:
         batch_sampler: The batches of all processes, of one size but for the last.
         num_processes: The number of processes.
-        process_index: The process.
+        process_index: The number of the process.
         split_batches: Whether each batch is cut into parts, one for each process; else each process gets whole ones.
         even_batches: Whether the end is filled with indices of the beginning, so that all get equal batches.
 
@@ -137,7 +137,7 @@ class SkipBatchSampler(BatchSampler):
     """A batch sampler without its first batches.
 
     Args:
-        batch_sampler: The batches.
+        batch_sampler: The batches to read.
         skip_batches: The number of batches to leave out.
     """
 

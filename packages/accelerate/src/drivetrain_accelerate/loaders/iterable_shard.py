@@ -16,7 +16,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         batch_size: The number of samples in a batch of a process; with `split_batches`, of all processes.
         drop_last: Whether an incomplete last batch is dropped; else it is filled with samples of the beginning.
         num_processes: The number of processes.
-        process_index: The process.
+        process_index: The number of the process.
         split_batches: Whether `batch_size` is the sum over processes.
 
     Raises:

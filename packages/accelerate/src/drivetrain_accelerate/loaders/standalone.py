@@ -14,7 +14,7 @@ from drivetrain_accelerate.loaders.prepared_loader import (
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import Shard, own_seed, shard_loader
-from drivetrain_state import broadcast_object
+from drivetrain_state import Context, broadcast_object
 
 
 def prepare_data_loader(
@@ -37,13 +37,13 @@ def prepare_data_loader(
     """Return the loader of one process's part of a loader's data. Called on all ranks.
 
     Args:
-        dataloader: The loader.
+        dataloader: The loader as the program built it.
         device: The device to copy batches to, with `put_on_device`; None for that of this process.
         num_processes: The number of processes; None for the ranks of the run.
-        process_index: The process; None for this rank.
+        process_index: The number of the process; None for this rank.
         split_batches: Whether the loader's batch size is the sum over processes.
         put_on_device: Whether to copy batches to the device.
-        rng_types: Not used: the order of data needs no generator to be synchronised.
+        rng_types: Not used: the order needs no generator to be synchronised.
         dispatch_batches: Whether the main process reads for all; None: for data without indices.
         even_batches: Whether the tail is filled with repeats.
         slice_fn_for_dispatch: Not supported: drivetrain slices batches of any nesting.
@@ -57,20 +57,16 @@ def prepare_data_loader(
         ValueError: A slicing function is given, or the batch size is no multiple of the processes that split it.
     """
     del rng_types, use_seedable_sampler, use_stateful_dataloader, torch_device_mesh
-    if slice_fn_for_dispatch is not None:
-        raise ValueError(
-            "prepare_data_loader(slice_fn_for_dispatch=): batches are sliced along dimension 0 of their tensors; have "
-            "collate_fn return such batches"
-        )
+    _refuse_slicing(slice_fn_for_dispatch)
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
     state = PartialState()
+    own = Shard(state.process_index, state.num_processes)
     shard = Shard(
-        state.process_index if process_index is None else process_index,
-        state.num_processes if num_processes is None else num_processes,
+        own.index if process_index is None else process_index,
+        own.count if num_processes is None else num_processes,
     )
-    is_of_run = shard == Shard(state.process_index, state.num_processes)
-    seed = _seed(dataloader, data_seed)
+    context = state.context if shard == own else None  # a program may read for other processes than there are
     sharded = shard_loader(
         dataloader,
         shard,
@@ -78,8 +74,8 @@ def prepare_data_loader(
         even="pad" if even_batches and shard.count > 1 else "uneven",
         split_batches=split_batches,
         dispatch=dispatch_batches,
-        group=state.context.group if is_of_run else None,
-        seed=broadcast_object(state.context, seed) if is_of_run else seed,
+        group=None if context is None else context.group,
+        seed=_seed(dataloader, data_seed, context),
         non_blocking=non_blocking,
     )
     kind = DataLoaderDispatcher if dispatch_batches else DataLoaderShard
@@ -96,8 +92,17 @@ def get_sampler(dataloader: Any) -> Any:
     return getattr(batches, "sampler", None)
 
 
-def _seed(loader: Any, data_seed: int | None) -> int:
-    own = own_seed(loader)
-    if own is not None:
-        return own
-    return torch.initial_seed() % 2**63 if data_seed is None else data_seed
+def _refuse_slicing(slice_fn: Callable[..., Any] | None) -> None:
+    if slice_fn is not None:
+        raise ValueError(
+            "prepare_data_loader(slice_fn_for_dispatch=): batches are sliced along dimension 0 of their tensors; "
+            "have collate_fn return such batches"
+        )
+
+
+def _seed(loader: Any, data_seed: int | None, context: Context | None) -> int:
+    """Return the seed of a loader's order, rank 0's on every rank. Called on all ranks."""
+    seed = own_seed(loader)
+    if seed is None:
+        seed = torch.initial_seed() % 2**63 if data_seed is None else data_seed
+    return seed if context is None else broadcast_object(context, seed)

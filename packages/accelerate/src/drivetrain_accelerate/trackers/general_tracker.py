@@ -10,7 +10,7 @@ _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method so that it runs on the main process alone, unless its `main_process_only` is false."""
+    """Decorate a tracker's method so that the main process alone runs it, if `main_process_only` is true."""
 
     @wraps(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ class GeneralTracker:
         """Store the configuration of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values."""
+        """Log values by name."""
 
     def finish(self) -> None:
         """Close the run."""

@@ -55,8 +55,8 @@ class WandBTracker(_RunTracker):
     """A tracker of Weights & Biases: `wandb.init(project=run_name, **kwargs)`.
 
     Args:
-        run_name: The project.
-        **kwargs: What `wandb.init` takes.
+        run_name: The name of the project.
+        **kwargs: The arguments of `wandb.init`.
     """
 
     name: ClassVar[str] = "wandb"
@@ -85,8 +85,8 @@ class TrackioTracker(_RunTracker):
     """A tracker of Trackio: `trackio.init(project=run_name, **kwargs)`.
 
     Args:
-        run_name: The project.
-        **kwargs: What `trackio.init` takes.
+        run_name: The name of the project.
+        **kwargs: The arguments of `trackio.init`.
     """
 
     name: ClassVar[str] = "trackio"
@@ -96,8 +96,8 @@ class SwanLabTracker(_RunTracker):
     """A tracker of SwanLab: `swanlab.init(project=run_name, **kwargs)`.
 
     Args:
-        run_name: The project.
-        **kwargs: What `swanlab.init` takes.
+        run_name: The name of the project.
+        **kwargs: The arguments of `swanlab.init`.
     """
 
     name: ClassVar[str] = "swanlab"
@@ -112,8 +112,8 @@ class CometMLTracker(GeneralTracker):
     """A tracker of Comet: an experiment of the project that the run's name says.
 
     Args:
-        run_name: The project.
-        **kwargs: What `comet_ml.start` takes.
+        run_name: The name of the project.
+        **kwargs: The arguments of `comet_ml.start`.
     """
 
     name: ClassVar[str] = "comet_ml"
@@ -136,7 +136,7 @@ class CometMLTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The experiment."""
+        """The experiment of Comet."""
         return self.writer
 
     @on_main_process

@@ -18,7 +18,7 @@ class AimTracker(GeneralTracker):
     Args:
         run_name: The name of the run.
         logging_dir: The folder of the repository.
-        **kwargs: What `aim.Run` takes.
+        **kwargs: The arguments of `aim.Run`.
     """
 
     name: ClassVar[str] = "aim"
@@ -36,7 +36,7 @@ class AimTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The run."""
+        """The run of Aim."""
         return self.writer
 
     @on_main_process
@@ -57,7 +57,7 @@ class AimTracker(GeneralTracker):
         """Track images, or pairs of an image and a caption, by name.
 
         Args:
-            values: The images.
+            values: The images by name.
             step: The step they belong to.
             kwargs: Arguments of `aim.Image` under "aim_image", and of `Run.track` under "track".
         """
@@ -186,7 +186,7 @@ class ClearMLTracker(GeneralTracker):
 
     Args:
         run_name: The project of a new task, unless CLEARML_PROJECT says one.
-        **kwargs: What `clearml.Task.init` takes.
+        **kwargs: The arguments of `clearml.Task.init`.
     """
 
     name: ClassVar[str] = "clearml"
@@ -211,7 +211,7 @@ class ClearMLTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The task."""
+        """The task of ClearML."""
         return self.task
 
     @on_main_process
@@ -269,7 +269,7 @@ class DVCLiveTracker(GeneralTracker):
     Args:
         run_name: Not used: DVCLive has no names of runs.
         live: The `Live` to log to; None for a new one.
-        **kwargs: What `dvclive.Live` takes.
+        **kwargs: The arguments of `dvclive.Live`.
     """
 
     name: ClassVar[str] = "dvclive"
@@ -288,7 +288,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The `Live`."""
+        """The `Live` of DVCLive."""
         return self.live
 
     @on_main_process

@@ -18,7 +18,7 @@ class TensorBoardTracker(GeneralTracker):
     Args:
         run_name: The name of the run, a folder in `logging_dir`.
         logging_dir: The folder of logs.
-        **kwargs: What `SummaryWriter` takes.
+        **kwargs: The arguments of `SummaryWriter`.
 
     Attributes:
         writer: The SummaryWriter, once the tracker has started.
@@ -44,7 +44,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The SummaryWriter."""
+        """The SummaryWriter of torch."""
         return self.writer
 
     @on_main_process
@@ -56,8 +56,8 @@ class TensorBoardTracker(GeneralTracker):
         """
         if unfit := [name for name, value in values.items() if not isinstance(value, _PLAIN)]:
             raise ValueError(
-                f"TensorBoard's hyperparameters are numbers, strings and booleans, not {', '.join(unfit)}: leave them "
-                "out of init_trackers(config=), or give str(value)"
+                f"TensorBoard's hyperparameters are numbers, strings and booleans, not {', '.join(unfit)}: leave "
+                "them out of init_trackers(config=), or give str(value)"
             )
         self.writer.add_hparams(values, metric_dict={})
         self.writer.flush()

@@ -1,4 +1,4 @@
-"""Which trackers a run has: those that are installed, registered, and asked for."""
+"""The trackers that a run has: those that are installed, registered, and asked for."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -61,14 +61,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ValueError(
             f"register_tracker_class({tracker_class!r}): give a subclass of accelerate.tracking.GeneralTracker"
         )
-    LOGGER_TYPE_TO_CLASS[str(tracker_class.name)] = tracker_class  # pyright: ignore[reportAttributeAccessIssue]
+    table: dict[str, type[GeneralTracker]] = LOGGER_TYPE_TO_CLASS  # which is Accelerate's registry
+    table[str(tracker_class.name)] = tracker_class  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = None) -> list[Any]:
     """Return the trackers to use: objects as they are, and the names of those that are installed, each once.
 
     Args:
-        log_with: Names, "all" for all that are installed, and trackers; or one of these.
+        log_with: Names, "all" for all that are installed and need no more than there is, and trackers; or one of
+            these.
         logging_dir: The folder of logs, which some need.
 
     Raises:
@@ -82,18 +84,24 @@ def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = Non
             continue
         name = str(each)
         if name == "all":
-            found += [one for one in get_available_trackers() if one not in found]
+            usable = [
+                one for one in get_available_trackers() if logging_dir is not None or not _needs_folder(one)
+            ]
+            found += [one for one in usable if one not in found]
             continue
         if name not in LOGGER_TYPE_TO_CLASS:
             raise ValueError(f"log_with={each!r}: must be one of all, {', '.join(LOGGER_TYPE_TO_CLASS)}")
         chosen = LoggerType(name) if name in LoggerType else name
         if chosen not in found and (isinstance(chosen, str) or _is_installed(chosen)):
             found.append(chosen)
-    for each in found:
-        kind = LOGGER_TYPE_TO_CLASS.get(str(each)) if not isinstance(each, GeneralTracker) else each
-        if logging_dir is None and getattr(kind, "requires_logging_directory", False):
-            raise ValueError(f"log_with={each}: it writes files: say Accelerator(project_dir=...)")
+    if logging_dir is None and (lacking := [str(each) for each in found if _needs_folder(each)]):
+        raise ValueError(f"log_with={', '.join(lacking)}: writes files: say Accelerator(project_dir=...)")
     return found
+
+
+def _needs_folder(tracker: Any) -> bool:
+    kind = tracker if isinstance(tracker, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(tracker)]
+    return bool(getattr(kind, "requires_logging_directory", False))
 
 
 def _is_installed(platform: LoggerType) -> bool:

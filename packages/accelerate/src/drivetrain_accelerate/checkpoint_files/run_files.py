@@ -35,10 +35,10 @@ def save_accelerator_state(
     """Write the state of a run. Called on all ranks: each writes its generators, the main process the rest.
 
     Args:
-        output_dir: The folder.
+        output_dir: The folder of the files.
         model_states: The full weights of each model, by name.
-        optimizers: The optimizers.
-        schedulers: The schedulers.
+        optimizers: The optimizers of the models.
+        schedulers: The schedulers of the optimizers.
         dataloaders: Not written: a loader's place is in drivetrain's own checkpoints, which `save_state` writes.
         process_index: The rank of this process.
         step: The number of micro-batches so far.
@@ -47,7 +47,7 @@ def save_accelerator_state(
         safe_serialization: Whether weights are safetensors; if false, files of torch's own.
 
     Returns:
-        The folder.
+        The folder of the files.
     """
     del dataloaders
     folder = Path(output_dir)
@@ -80,10 +80,10 @@ def load_accelerator_state(
     """Load the state of a run that `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
 
     Args:
-        input_dir: The folder.
+        input_dir: The folder of the files.
         models: The models, with full weights.
-        optimizers: The optimizers.
-        schedulers: The schedulers.
+        optimizers: The optimizers of the models.
+        schedulers: The schedulers of the optimizers.
         dataloaders: Not read: the files hold no place in the data.
         process_index: The rank of this process.
         scaler: The loss scale of fp16; None without one.
@@ -126,7 +126,7 @@ def _numbered(stem: str, number: int, end: str) -> str:
 def _generators() -> dict[str, Any]:
     found: dict[str, Any] = {
         "random_state": random.getstate(),
-        "numpy_random_seed": np.random.get_state(),  # noqa: NPY002 the global generator's
+        "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -136,7 +136,7 @@ def _generators() -> dict[str, Any]:
 
 def _restore_generators(saved: dict[str, Any]) -> None:
     random.setstate(saved["random_state"])
-    np.random.set_state(saved["numpy_random_seed"])  # noqa: NPY002
+    np.random.set_state(saved["numpy_random_seed"])
     torch.set_rng_state(saved["torch_manual_seed"])
     on_devices = cast("Sequence[torch.Tensor]", saved.get("torch_cuda_manual_seed") or ())
     if len(on_devices) == torch.cuda.device_count():
