@@ -8,7 +8,15 @@ from checks.findings import Finding
 from checks.sources import Source, read_sources
 
 # Why a name may stand several times.
-CLASSES_MEANT = {}
+CLASSES_MEANT = {
+    "AimTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+    "ClearMLTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+    "DVCLiveTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+    "MLflowTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+    "SwanLabTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+    "TensorBoardTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+    "TrackioTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
+}
 _ONE_A_PACKAGE, _ONE_A_BACKEND = "the same concept, one a package", "the same part, one a backend"
 _OF_A_COMMAND = "a command beside what it does"
 FILES_MEANT = {

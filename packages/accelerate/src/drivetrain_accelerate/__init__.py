@@ -8,6 +8,9 @@ changes nothing.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain_accelerate.checkpoint_files.accelerate_layout import (
+        write_accelerate_layout as write_accelerate_layout,
+    )
     from drivetrain_accelerate.errors import AlreadyImportedError as AlreadyImportedError
     from drivetrain_accelerate.errors import NotProvidedError as NotProvidedError
     from drivetrain_accelerate.errors import UnknownVersionError as UnknownVersionError
@@ -23,6 +26,7 @@ _MODULES = {
     "install": "installation",
     "is_installed": "installation",
     "uninstall": "installation",
+    "write_accelerate_layout": "checkpoint_files.accelerate_layout",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

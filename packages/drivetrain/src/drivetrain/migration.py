@@ -1,11 +1,13 @@
 """Resume a run that Hugging Face Accelerate saved: first match all of its state, then apply it."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.foreign_state import match_model, match_optimizer, steps_of
+from drivetrain.registered import Stateful
 from drivetrain.resume import RunState
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
@@ -14,6 +16,8 @@ from drivetrain_state import gather_object, load_rng_state, reseed
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
+
+_SCHEDULER = re.compile(r"scheduler_\d+")  # as drivetrain-accelerate registers those of programs
 
 
 class _Matched(NamedTuple):
@@ -61,7 +65,10 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
     for one, state in zip(run.prepared, states, strict=True):
         one.load_state_dict(state)
     notes = [*saved.left_out, *_load_scale(run, saved), *_notes_on_schedules(run, saved)]
-    for obj, state in zip(run.custom.values(), saved.custom, strict=True):
+    registered, schedulers = _registered(run)
+    for obj, state in zip(registered, saved.custom, strict=True):
+        obj.load_state_dict(state)
+    for obj, state in zip(schedulers, saved.schedulers, strict=bool(schedulers)):
         obj.load_state_dict(state)
     became = _restore_generators(run, saved)
     if run.context.topology.is_main:
@@ -84,17 +91,26 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
     Raises:
         ValueError: A number differs; the message names the kind of objects.
     """
+    registered, schedulers = _registered(run)
     for what, there, here in (
         ("models", saved.models, run.prepared),
         ("optimizers", saved.optimizers, run.optimizers),
-        ("schedulers", saved.schedulers, run.schedulers),
-        ("registered objects", saved.custom, run.custom),
+        ("schedulers", saved.schedulers, schedulers or run.schedulers),
+        ("registered objects", saved.custom, registered),
     ):
         if len(there) != len(here):
             raise ValueError(
                 f"{saved.folder} holds {len(there)} {what}, and this run has {len(here)}: prepare and register the "
                 "same ones, in the same order, before load_state()"
             )
+
+
+def _registered(run: RunState) -> tuple[list[Stateful], list[Stateful]]:
+    """Return the registered objects, and those that are schedulers which advance in their own way, by their names."""
+    found: tuple[list[Stateful], list[Stateful]] = ([], [])
+    for name, obj in run.custom.items():
+        found[_SCHEDULER.fullmatch(name) is not None].append(obj)
+    return found
 
 
 def _state_of(
@@ -150,11 +166,12 @@ def _load_scale(run: RunState, saved: AccelerateState) -> list[str]:
 
 def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
     notes: list[str] = []
+    pairs = list(zip(run.schedulers, saved.schedulers, strict=True)) if run.schedulers else []
     for number, optimizer in enumerate(run.optimizers):
         if steps_of(saved.optimizers[number]) is None:
             notes.append(f"optimizer {number} keeps no count of its steps: they are counted from 0")
             continue
-        for scheduler, state in zip(run.schedulers, saved.schedulers, strict=True):
+        for scheduler, state in pairs:
             at = state.get("last_epoch")
             is_its = scheduler.scheduler.optimizer in (optimizer, optimizer.optimizer)
             if is_its and saved.world_size > 1 and at == optimizer.num_steps * saved.world_size:

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from drivetrain.checkpointers import Checkpointers
 from drivetrain.fp8_training import Fp8Training
 from drivetrain.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
 from drivetrain.step_watch import StepWatch
-from drivetrain_backends import AccumulationWindow, Backend
+from drivetrain_backends import AccumulationWindow, Backend, Prepared
 from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Policy
@@ -77,3 +79,15 @@ class HasParts:
     def window(self) -> AccumulationWindow:
         """The accumulation window, for programs that decide themselves which micro-batch closes it."""
         return self._parts.backend.window
+
+    def prepared_of(self, model: nn.Module) -> Prepared:
+        """Return what the backend made of a model, for programs that write files in another layout than ours.
+
+        Raises:
+            ValueError: The model was not prepared by this Accelerator.
+        """
+        return self._parts.prepared.of(model)
+
+    def loss_scale_state(self) -> Mapping[str, Any] | None:
+        """Return the state of the loss scale, for the same; None if the run does not scale its loss."""
+        return self._parts.backend.state_dict()["scaler"]

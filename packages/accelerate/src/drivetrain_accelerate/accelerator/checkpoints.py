@@ -5,7 +5,7 @@ from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,19 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, newest_folder, surplus_folders
 from drivetrain_accelerate.accelerator.preparation import Preparation
+from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
+from drivetrain_accelerate.training.scheduler import AcceleratedScheduler
 
 Hook = Callable[..., None]
+
+
+class SavedObjects(NamedTuple):
+    """The objects that a checkpoint holds, each kind in the order of preparation or registration."""
+
+    models: list[nn.Module]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler]
+    custom: list[Any]
 
 
 class Checkpoints(Preparation):
@@ -25,6 +36,10 @@ class Checkpoints(Preparation):
         self._custom_objects: list[Any] = []
         self._save_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
+
+    def saved_objects(self) -> SavedObjects:
+        """Return the objects that a checkpoint holds, for files in another layout."""
+        return SavedObjects(self._models, self._optimizers, self._schedulers, self._custom_objects)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register objects with `state_dict` and `load_state_dict`, to be saved and loaded with the run.

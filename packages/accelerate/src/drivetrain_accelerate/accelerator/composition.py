@@ -1,12 +1,10 @@
 """Make drivetrain's Accelerator out of the arguments of Accelerate's: plan its settings, then compose it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain import Accelerator
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.plugins.enums import LoggerType
 from drivetrain_accelerate.plugins.translate_deepspeed import (
     deepspeed_accumulation,
     deepspeed_precision_sections,
@@ -55,7 +53,7 @@ def compose(options: RunOptions, *, deepspeed_plugin: Any, num_processes: int) -
         backend=plan.backend,
         gradient_accumulation_steps=plan.num_micro_batches,
         project_dir=options.project.logging_dir,
-        log_with=tracker_names(options.log_with),
+        log_with=list(options.log_with) or None,
         cpu=options.cpu or None,
         sections=plan.sections,
     )
@@ -91,11 +89,3 @@ def plan_composition(options: RunOptions, *, deepspeed_plugin: Any, num_processe
         fp8_recipe=None if recipe is None else fp8_recipe(recipe),
         sections=sections,
     )
-
-
-def tracker_names(log_with: Sequence[Any]) -> list[Any] | None:
-    """Return the names of drivetrain's trackers for those of Accelerate's; other objects stay as they are."""
-    if not log_with:
-        return None
-    plain = (str(each) if isinstance(each, str | LoggerType) else each for each in log_with)
-    return ["comet" if each == "comet_ml" else each for each in plain]

@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_map
 from drivetrain_accelerate.accelerator.basis import Basis
 from drivetrain_accelerate.accelerator.real_rows import real_rows
 from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.tensors.collectives import gather as gather_over_ranks
+from drivetrain_accelerate.tensors.collectives import reduce as reduce_over_ranks
+from drivetrain_accelerate.tensors.padding import pad_across_processes as pad_to_largest
 from drivetrain_data import BatchPlan
 from drivetrain_data.remainder import trim_objects
 from drivetrain_state import LeafError
@@ -120,7 +123,7 @@ class Ranks(Basis):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate nested tensors over ranks, rank by rank, in dimension 0. Called on all ranks."""
-        return self.inner.gather(tensor)
+        return gather_over_ranks(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of the current batch, each sample once. Called on all ranks.
@@ -146,17 +149,14 @@ class Ranks(Basis):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce nested tensors of equal shapes over ranks and scale them. Called on all ranks."""
-        op: Any = reduction
-        found = tensor if reduction == "none" else collectives.reduce(self.state.context, tensor, op=op)
+        found = reduce_over_ranks(tensor, reduction)
         return found if scale == 1.0 else tree_map(partial(mul, scale), found)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Pad nested tensors to the largest size over ranks in one dimension. Called on all ranks."""
-        return collectives.pad_across_processes(
-            self.state.context, tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
-        )
+        return pad_to_largest(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:
         """Raise this rank's flag, which `check_trigger` reports on all ranks."""

@@ -10,15 +10,20 @@ from torch.profiler import profile as torch_profile
 
 from drivetrain_accelerate.accelerator.basis import Basis
 from drivetrain_accelerate.plugins.kwargs_handlers import ProfileKwargs
+from drivetrain_accelerate.trackers.general_tracker import GeneralTracker
+from drivetrain_accelerate.trackers.tracker_choice import filter_trackers
+from drivetrain_accelerate.trackers.tracker_start import for_each_tracker, split_trackers, tracker_of
 
 
 class Results(Basis):
     """The trackers of a run, its profiles and its end."""
 
-    @property
-    def trackers(self) -> list[Any]:
-        """The trackers that this process logs to, once `init_trackers` has started them."""
-        return [] if self._inner is None else list(self.inner.trackers)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        own, others = split_trackers(self.options.log_with)
+        self.log_with: list[Any] = filter_trackers(own, self.options.project.logging_dir)
+        self.options.log_with = others
+        self.trackers: list[Any] = []
 
     def init_trackers(
         self,
@@ -33,10 +38,22 @@ class Results(Basis):
             config: The configuration of the run.
             init_kwargs: Arguments of a tracker's own start, by the tracker's name.
         """
-        self.inner.init_trackers(project_name, config, init_kwargs=init_kwargs or {})
+        options = init_kwargs or {}
+        if self.options.log_with:
+            self.inner.init_trackers(project_name, config, init_kwargs=options)
+            self.trackers = list(self.inner.trackers)
+        if not self.state.is_main_process:
+            return
+        folder = self.options.project.logging_dir
+        started = [tracker_of(each, project_name, folder, options) for each in self.log_with]
+        for tracker in started:
+            tracker.start()
+        self.trackers = [*started, *self.trackers]
+        if config is not None:
+            for_each_tracker(started, lambda tracker: tracker.store_init_configuration(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name.
+        """Return a tracker by its name; one that does nothing on other ranks, and before any is started.
 
         Args:
             name: The name.
@@ -45,23 +62,35 @@ class Results(Basis):
         Raises:
             ValueError: The run has no such tracker.
         """
-        found = self.inner.get_tracker("comet" if name == "comet_ml" else name)
+        if not self.trackers:
+            return GeneralTracker(_blank=True)
+        found = next((each for each in self.trackers if each.name == name), None)
+        if found is None:
+            used = ", ".join(each.name for each in self.trackers)
+            raise ValueError(f"get_tracker({name!r}): this run logs to {used}")
         return getattr(found, "tracker", found) if unwrap else found
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values from the main process.
+        """Log values from the main process. A tracker that fails does not keep the others from them.
 
         Args:
-            values: Numbers, strings and tensors of shape (), by name.
+            values: Values by name, as the trackers take them; each gets them as they are.
             step: The step they belong to.
             log_kwargs: Arguments of a tracker's own log, by the tracker's name.
         """
-        self.inner.log(values, step=step, log_kwargs=log_kwargs or {})
+        options = log_kwargs or {}
+        if self.options.log_with:
+            self.inner.log(values, step=step, log_kwargs=options)
+        own = [each for each in self.trackers if isinstance(each, GeneralTracker)]
+        for_each_tracker(own, lambda tracker: tracker.log(values, step=step, **options.get(tracker.name, {})))
 
     def end_training(self) -> None:
         """Finish saves and trackers, release the models and leave the process group. Called on all ranks."""
+        own = [each for each in self.trackers if isinstance(each, GeneralTracker)]
+        self.trackers = []
+        for_each_tracker(own, lambda tracker: tracker.finish())
         if self._inner is not None:
             self._inner.end_training()
             self._inner = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -173,8 +174,11 @@ class PartialState(SharedState):
             raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
 
         def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
-            is_chosen = self.local_process_index == local_process_index
-            return control.on_process(self.context, self.process_index if is_chosen else -1)(chosen)
+            @wraps(chosen)
+            def on_chosen(*args: Any, **kwargs: Any) -> Any:
+                return chosen(*args, **kwargs) if self.local_process_index == local_process_index else None
+
+            return on_chosen
 
         return decorate if function is None else decorate(function)
 

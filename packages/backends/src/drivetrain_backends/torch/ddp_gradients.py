@@ -161,7 +161,7 @@ class ReplicatedGradients(ParameterGradients):
 
     @staticmethod
     def _awaits_average(replica: Replica) -> bool:
-        return replica.at_close or replica.is_unreduced
+        return not replica.is_alone and (replica.at_close or replica.is_unreduced)
 
     def _finish_replicas(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:

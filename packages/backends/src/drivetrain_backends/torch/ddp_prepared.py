@@ -1,6 +1,7 @@
 """A prepared model that every rank holds in full: its steps refuse what would make the replicas drift apart."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 from torch.optim import Optimizer
@@ -51,6 +52,38 @@ class ReplicatedPrepared(TorchPrepared):
         if replica is None or (replica.static_graph and not has_learnt_static_graph(replica)):
             return nullcontext()
         return replica.no_sync()
+
+    @contextmanager
+    def trained_alone(self) -> Generator[None]:
+        """Step on this rank's own gradients in the block. Called on all ranks.
+
+        The replicas drift apart: the caller makes their weights equal again, at the latest before the block ends.
+
+        Raises:
+            RuntimeError: Weights are compared at steps, or DDP has to learn a static graph from a backward that
+                reduces.
+        """
+        replica = self._replica
+        if replica is None:
+            yield
+            return
+        if self._check_drift_every is not None:
+            raise RuntimeError(
+                "replicas that are trained alone drift apart: leave --ddp-check-drift-every out"
+            )
+        if replica.static_graph and not has_learnt_static_graph(replica):
+            raise RuntimeError(
+                "--ddp-static-graph: train one step together first, from which DDP learns the graph"
+            )
+        replica.is_alone, self.steps_together = True, False
+        try:
+            with replica.no_sync():
+                yield
+        finally:
+            replica.is_alone, self.steps_together = False, True
+            replica.is_unreduced = (
+                False  # what is left was stepped on, and would be averaged with the next step's
+            )
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks.

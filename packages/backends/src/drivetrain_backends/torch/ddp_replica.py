@@ -30,6 +30,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         at_close: Whether gradients are averaged when their window closes.
         is_armed: Whether the reducer waits for a backward.
         is_unreduced: Whether there may be gradients that are not averaged over ranks.
+        is_alone: Whether this rank steps on gradients of its own.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
@@ -40,6 +41,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         self.at_close = at_close
         self.is_armed = False
         self.is_unreduced = False
+        self.is_alone = False
         self._is_held = False
         self._known = KnownParameters(module)
         if at_close:

@@ -1,0 +1,143 @@
+"""The files of a run in Accelerate's layout: weights, optimizers, schedulers, the loss scale and generators."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_model
+
+from drivetrain_accelerate.object_files import load, save
+from drivetrain_accelerate.plugins.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+
+
+def save_accelerator_state(
+    output_dir: str,
+    model_states: list[dict[str, Any]],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write the state of a run. Called on all ranks: each writes its generators, the main process the rest.
+
+    Args:
+        output_dir: The folder of the files.
+        model_states: The full weights of each model, by name.
+        optimizers: The optimizers of the models.
+        schedulers: The schedulers of the optimizers.
+        dataloaders: Not written: a loader's place is in drivetrain's own checkpoints, which `save_state` writes.
+        process_index: The rank of this process.
+        step: The number of micro-batches so far.
+        scaler: The loss scale of fp16; None without one.
+        save_on_each_node: Whether the first process of each node writes.
+        safe_serialization: Whether weights are safetensors; if false, files of torch's own.
+
+    Returns:
+        The folder of the files.
+    """
+    del dataloaders
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, end = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
+    for number, state in enumerate(model_states):
+        place = folder / _numbered(stem, number, end)
+        save(state, place, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
+    for name, several in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
+        for number, each in enumerate(several):
+            save(each.state_dict(), folder / _numbered(name, number, "bin"), save_on_each_node)
+    if scaler is not None:
+        save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
+    torch.save({"step": step, **_generators()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str,
+    models: list[Any],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: Any = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Load the state of a run that `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
+
+    Args:
+        input_dir: The folder of the files.
+        models: The models, with full weights.
+        optimizers: The optimizers of the models.
+        schedulers: The schedulers of the optimizers.
+        dataloaders: Not read: the files hold no place in the data.
+        process_index: The rank of this process.
+        scaler: The loss scale of fp16; None without one.
+        map_location: The device of what is read, "cpu" or "on_device"; None for the CPU.
+        load_kwargs: Arguments of `torch.load`.
+        **load_model_func_kwargs: Arguments of the model's loading, such as `strict`.
+
+    Returns:
+        What belongs to the Accelerator: `step`, the number of micro-batches.
+
+    Raises:
+        ValueError: `map_location` is another word.
+    """
+    del dataloaders
+    if map_location not in (None, "cpu", "on_device"):
+        raise ValueError(f"map_location={map_location!r}: say cpu, on_device or None")
+    folder, options = Path(input_dir), load_kwargs or {}
+    for number, model in enumerate(models):
+        safe = folder / _numbered(SAFE_MODEL_NAME, number, "safetensors")
+        if safe.exists():
+            load_model(model, safe, **load_model_func_kwargs)
+        else:
+            weights = load(folder / _numbered(MODEL_NAME, number, "bin"), map_location="cpu", **options)
+            model.load_state_dict(weights, **load_model_func_kwargs)
+    for name, several in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
+        for number, each in enumerate(several):
+            # An optimizer moves its state to its parameters' devices.
+            each.load_state_dict(load(folder / _numbered(name, number, "bin"), map_location="cpu", **options))
+    if scaler is not None:
+        scaler.load_state_dict(load(folder / SCALER_NAME))
+    saved: dict[str, Any] = load(folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
+    _restore_generators(saved)
+    return {"step": saved.get("step", 0)}
+
+
+def _numbered(stem: str, number: int, end: str) -> str:
+    return f"{stem}{f'_{number}' if number else ''}.{end}"
+
+
+def _generators() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        found["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def _restore_generators(saved: dict[str, Any]) -> None:
+    random.setstate(saved["random_state"])
+    np.random.set_state(saved["numpy_random_seed"])
+    torch.set_rng_state(saved["torch_manual_seed"])
+    on_devices = cast("Sequence[torch.Tensor]", saved.get("torch_cuda_manual_seed") or ())
+    if len(on_devices) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(on_devices)

@@ -1,0 +1,130 @@
+"""Launch a function on several processes, with the arguments of Accelerate's launchers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drivetrain_launcher import debug_launcher as launch_on_cpu
+from drivetrain_launcher import notebook_launcher as launch_from_notebook
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a function on several processes of this machine, each a fresh interpreter.
+
+    The processes import modules by themselves, and see the interface of Accelerate as this one does.
+
+    Args:
+        function: The function, called as `function(*args)` on each process.
+        args: The arguments of the function.
+        num_processes: The number of processes; None for one per accelerator, or one if there is none.
+        mixed_precision: The precision of the processes, which their code may override.
+        use_port: The port of the rendezvous; the default takes any free one.
+        master_addr: The address of this machine; another is refused.
+        node_rank: The number of this machine; another than 0 is refused.
+        num_nodes: The number of machines; more than one are refused.
+        rdzv_backend: The way in which ranks meet; another than the default is refused, as for the next three.
+        rdzv_endpoint: The place where ranks meet.
+        rdzv_conf: Options of their meeting.
+        rdzv_id: The name of their meeting.
+        max_restarts: The number of restarts; others than 0 are refused.
+        monitor_interval: The seconds between two looks at the processes; others are refused.
+        log_line_prefix_template: A prefix of lines; any is refused.
+
+    Raises:
+        LaunchError: The processes cannot be launched so; the message says what to do.
+        RankFailedError: A rank fails; the message shows its traceback.
+    """
+    launch_from_notebook(
+        _with_interface(function),
+        args,
+        num_processes,
+        mixed_precision=None if mixed_precision == "no" else mixed_precision,
+        master_port=0 if str(use_port) == "29500" else int(use_port),
+        master_addr=master_addr,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_conf=rdzv_conf,
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
+    )
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several CPU processes, to test that it works on more than one.
+
+    Args:
+        function: The function, called as `function(*args)` on each process.
+        args: The arguments of the function.
+        num_processes: The number of processes.
+
+    Raises:
+        LaunchError: The processes cannot be launched so; the message says what to do.
+        RankFailedError: A rank fails; the message shows its traceback.
+    """
+    launch_on_cpu(_with_interface(function), args, num_processes)
+
+
+def test_launch() -> None:
+    """Connect the ranks of this launch, as a check that they find each other. Called on all ranks."""
+    from drivetrain_accelerate.states.partial_state import PartialState
+
+    PartialState()
+
+
+def _with_interface(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in a process which has the interface in front of its imports, if this one has."""
+    from drivetrain_accelerate.installation import is_installed
+
+    return _Launched(function) if is_installed() else function
+
+
+class _Launched:
+    """A function that runs where the interface is installed; a class, so that processes can be sent one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self.function(*args)
+
+    def __reduce__(self) -> Any:
+        # The installation is unpickled first: the function's module may import accelerate.
+        return _launched, (_Installation(), self.function)
+
+
+class _Installation:
+    """The installation of the interface in the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return _install, ()
+
+
+def _install() -> None:
+    from drivetrain_accelerate.installation import install
+
+    install()
+
+
+def _launched(installed: None, function: Callable[..., Any]) -> _Launched:
+    del installed
+    return _Launched(function)

@@ -1,0 +1,128 @@
+"""The weights of sharded models: how they are loaded, and what programs ask about them."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from drivetrain_backends import load_full_state_dict
+from drivetrain_config import environ
+
+if TYPE_CHECKING:
+    from drivetrain_accelerate.accelerator.accelerator import Accelerator
+
+_TIED = "_tied_weights_keys"  # transformers' name
+_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Tell transformers that only rank 0 reads a checkpoint, by the variables that it looks at."""
+    _set(ACCELERATE_USE_FSDP="True", **{_RAM_EFFICIENT: "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Tell transformers that every rank reads a checkpoint."""
+    _set(**{_RAM_EFFICIENT: "False"})
+
+
+def _set(**variables: str) -> None:
+    environ.replace({**environ.child_environment(), **variables})
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], nn.Module]:
+    """Return an initialisation of modules that keeps tied weights one tensor.
+
+    Args:
+        param_init_fn: The initialisation of one module, which gives it other tensors.
+        model: The model; `_tied_weights_keys` names its tied weights.
+        device: Not used: the first of the tied tensors is kept where the initialisation put it.
+    """
+    del device
+    keys: Iterable[str] = getattr(model, _TIED, None) or ()
+    if not keys:
+        return param_init_fn
+    holders: dict[nn.Module, dict[str, Tensor]] = {}
+    shared = _several(model)
+    for module in model.modules():
+        own: dict[str, Tensor] = {
+            name: each for name, each in module.named_parameters(recurse=False) if id(each) in shared
+        }
+        if own:
+            holders[module] = own
+    first: dict[int, Tensor] = {}
+
+    def initialised(module: nn.Module) -> nn.Module:
+        result = param_init_fn(module)
+        for name, before in holders.get(module, {}).items():
+            kept = first.setdefault(id(before), getattr(result, name))
+            setattr(result, name, kept)
+        return result
+
+    return initialised
+
+
+def _several(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that a model holds under several names."""
+    met: set[int] = set()
+    found: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (found if id(parameter) in met else met).add(id(parameter))
+    return found
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: "Accelerator", model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> None:
+    """Load a prepared model from full weights that only the main process reads. Called on all ranks.
+
+    Args:
+        accelerator: The Accelerator that prepared the model.
+        model: The prepared model.
+        full_sd: The full weights by name, on the main process.
+        cpu_offload: Not used: parts are kept where the model holds them.
+    """
+    del cpu_offload
+    prepared = accelerator.inner.prepared_of(model)
+    load_full_state_dict(
+        prepared, full_sd if accelerator.is_main_process else None, accelerator.inner.context
+    )
+
+
+def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
+    """Return values by names without what wrappers of modules add to them."""
+    return {
+        re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name): value
+        for name, value in named_params.items()
+    }
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
+    """Return a loss scale for fp16; one of drivetrain's own belongs to a prepared model.
+
+    Args:
+        **kwargs: The arguments of `torch.amp.GradScaler`.
+    """
+    return GradScaler(**kwargs)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Return the parameters of modules, which go to a device.
+
+    Args:
+        modules: The modules, or a pattern that their names in the model match as a whole.
+        model: The model that holds them.
+        device: The device to move to.
+    """
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        chosen = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    else:
+        chosen = list(modules or ())
+    return {parameter for module in chosen for parameter in module.to(device).parameters()}

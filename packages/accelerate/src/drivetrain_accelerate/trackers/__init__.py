@@ -1,0 +1,1 @@
+"""Trackers in Accelerate's form: the base that programs subclass, and one for each platform."""

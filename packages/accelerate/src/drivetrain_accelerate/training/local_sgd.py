@@ -1,0 +1,79 @@
+"""Steps on gradients of each rank alone, and the mean of the ranks' weights every few steps."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.tensors.collectives import reduce
+from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
+
+if TYPE_CHECKING:
+    from drivetrain_accelerate.accelerator.accelerator import Accelerator
+
+_DIVIDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class LocalSGD:
+    """A block in which each rank trains its replica by itself, until the weights are averaged again.
+
+    The method is that of Stich, "Local SGD converges fast and communicates little" (2019).
+
+    Args:
+        accelerator: The Accelerator that prepared the model.
+        model: The prepared model.
+        local_sgd_steps: The number of calls of `step` between two averages.
+        enabled: Whether to train so; if false, and on one process, the block trains as usual.
+
+    Raises:
+        NotImplementedError: Ranks hold parts of the model, not replicas.
+    """
+
+    def __init__(
+        self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if accelerator.distributed_type in _DIVIDED:
+            raise NotImplementedError(
+                f"LocalSGD with {accelerator.distributed_type}: ranks hold parts of the model, and cannot train "
+                "alone; use data parallelism without sharding"
+            )
+        if enabled and local_sgd_steps < 1:
+            raise ValueError(f"local_sgd_steps={local_sgd_steps}: say how many steps, 1 or more")
+        self.enabled = enabled and accelerator.use_distributed
+        self.num_steps = 0
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Keep gradients on their rank from now on. Called on all ranks."""
+        if self.enabled:
+            prepared = self.accelerator.inner.prepared_of(self.model)
+            if isinstance(prepared, ReplicatedPrepared):
+                self._held.enter_context(prepared.trained_alone())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Average the weights, and reduce gradients again from now on. Called on all ranks."""
+        with self._held:
+            if self.enabled and kind is None:
+                self._average()
+
+    def step(self) -> None:
+        """Count a step, and average the weights with every `local_sgd_steps`-th. Called on all ranks."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        means: Any = reduce([parameter.detach() for parameter in trained], "mean")
+        for parameter, mean in zip(trained, means, strict=True):
+            parameter.copy_(mean)

@@ -1,0 +1,110 @@
+"""States in Accelerate's own files, written and read here and by the installed Accelerate."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from drivetrain_accelerate import write_accelerate_layout
+from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from drivetrain_accelerate.checkpoint_files import custom_state, run_files
+
+real: Any = pytest.importorskip("accelerate.checkpointing")
+RealAccelerator: Any = pytest.importorskip("accelerate").Accelerator
+RealState: Any = pytest.importorskip("accelerate").PartialState
+Counter: Any = pytest.importorskip("accelerate_checkpoint_runs").Counter
+run_of: Any = pytest.importorskip("accelerate_checkpoint_runs").run_of
+
+
+@pytest.fixture
+def real_ranks() -> Iterator[None]:
+    """The real one tells what it does through a log that asks for the ranks."""
+    RealState(cpu=True)
+    yield
+    RealState._reset_state()
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_the_real_one_continues_what_ours_wrote(tmp_path: Path) -> None:
+    with run_of(Accelerator) as run:
+        run.train(5)
+        assert write_accelerate_layout(run.accelerator, tmp_path / "state") == tmp_path / "state"
+        expected, drawn = run.values(), draws()
+    with run_of(RealAccelerator, seed=1) as run:
+        run.accelerator.load_state(str(tmp_path / "state"))
+        assert (run.values(), draws()) == (expected, drawn)
+        run.accelerator.save_state(str(tmp_path / "real"))
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert names == {path.name for path in (tmp_path / "real").iterdir()}
+
+
+def test_ours_continues_what_the_real_one_wrote(tmp_path: Path) -> None:
+    with run_of(RealAccelerator) as run:
+        run.train(5)
+        run.accelerator.save_state(str(tmp_path))
+        expected = run.values()
+        drawn = draws()
+    with run_of(Accelerator, seed=1) as run:
+        run.accelerator.load_state(str(tmp_path))
+        assert run.values() == expected
+        assert draws() == drawn
+        first = run.train(3)
+        assert len(first) == 3
+
+
+@pytest.mark.usefixtures("real_ranks")
+def test_the_scale_of_fp16_is_written_as_torchs(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    run_files.save_accelerator_state(str(tmp_path), [model.state_dict()], [], [], [], 0, 7, scaler)
+    other = torch.amp.GradScaler("cpu")
+    found = real.load_accelerator_state(str(tmp_path), [model], [], [], [], 0, other)
+    assert found == {"step": 7}
+    assert other.get_scale() == 8.0
+
+
+@pytest.mark.usefixtures("real_ranks")
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("direction", ["to the real one", "from the real one"])
+def test_states_are_exchanged_with_the_real_one(tmp_path: Path, safe: bool, direction: str) -> None:
+    save, load = run_files.save_accelerator_state, real.load_accelerator_state
+    if direction == "from the real one":
+        save, load = real.save_accelerator_state, run_files.load_accelerator_state
+    models: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(1, 1)]
+    optimizer = torch.optim.AdamW(models[0].parameters())
+    models[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    states: list[Any] = [model.state_dict() for model in models]
+    folder = save(str(tmp_path), states, [optimizer], [scheduler], [], 0, 4, safe_serialization=safe)
+    drawn = draws()
+    assert folder == tmp_path
+    others: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(1, 1)]
+    other = torch.optim.AdamW(others[0].parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    assert load(str(tmp_path), others, [other], [schedule], [], 0) == {"step": 4}
+    assert draws() == drawn
+    for mine, read in zip(models, others, strict=True):
+        assert all(map(torch.equal, mine.state_dict().values(), read.state_dict().values()))
+    assert str(other.state_dict()) == str(optimizer.state_dict())
+    assert schedule.state_dict() == scheduler.state_dict()
+
+
+@pytest.mark.usefixtures("real_ranks")
+def test_custom_objects_are_exchanged_too(tmp_path: Path) -> None:
+    mine, theirs = Counter(), Counter()
+    custom_state.save_custom_state(Counter(3), str(tmp_path), 2)
+    real.load_custom_state(theirs, str(tmp_path), 2)
+    real.save_custom_state(Counter(5), str(tmp_path), 0)
+    custom_state.load_custom_state(mine, str(tmp_path))
+    assert (mine.number, theirs.number) == (5, 3)
+    with pytest.raises(ValueError, match="say cpu, on_device or None"):
+        run_files.load_accelerator_state(str(tmp_path), [], [], [], [], 0, map_location="gpu")

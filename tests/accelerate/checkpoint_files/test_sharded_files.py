@@ -1,0 +1,144 @@
+"""Files of sharded models, written and read here and by the installed Accelerate."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator as DrivetrainAccelerator
+from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from drivetrain_accelerate.checkpoint_files import merged_weights, sharded_models, sharded_optimizers
+
+real: Any = pytest.importorskip("accelerate.utils.fsdp_utils")
+RealAccelerator: Any = pytest.importorskip("accelerate").Accelerator
+FullyShardedDataParallelPlugin: Any = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin
+
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+OURS = SimpleNamespace(
+    **{name: getattr(sharded_models, name) for name in ("save_fsdp_model", "load_fsdp_model")},
+    **{name: getattr(sharded_optimizers, name) for name in ("save_fsdp_optimizer", "load_fsdp_optimizer")},
+)
+
+
+def prepared(accelerator: Any, *, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def exchanged(folder: str, kind: str, direction: str) -> tuple[list[float], list[float]]:
+    """Train, write, read in the other package, and train there; return the weights of both after the same steps."""
+    torch.use_deterministic_algorithms(True)
+    plugin = {
+        Accelerator: SimpleNamespace(state_dict_type=kind),
+        RealAccelerator: FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind),
+    }
+    classes: list[Any] = [Accelerator, RealAccelerator]
+    writer, reader = classes if direction == "ours to real" else classes[::-1]
+    found: list[Any] = []
+    for place, kind_of in enumerate((writer, reader)):
+        accelerator = kind_of(cpu=True)
+        module: Any = OURS if kind_of is Accelerator else real
+        model, optimizer = prepared(accelerator, seed=place)
+        given = plugin[kind_of]
+        if place == 0:
+            step(accelerator, model, optimizer)
+            module.save_fsdp_model(given, accelerator, model, folder, 1)
+            module.save_fsdp_optimizer(given, accelerator, optimizer, model, folder, 1)
+        else:
+            module.load_fsdp_model(given, accelerator, model, folder, 1)
+            module.load_fsdp_optimizer(given, accelerator, optimizer, model, folder, 1)
+        step(accelerator, model, optimizer)
+        found.append(weights(model))
+        accelerator.wait_for_everyone()
+        state = accelerator.state
+        accelerator.end_training()
+        type(state)._reset_state(reset_partial_state=True)
+    return found[0], found[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of the real one
+@pytest.mark.parametrize("direction", ["ours to real", "real to ours"])
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_files_are_exchanged_with_the_real_one(tmp_path: Path, kind: str, direction: str) -> None:
+    mine, theirs = exchanged(str(tmp_path), kind, direction)
+    assert mine == pytest.approx(theirs, rel=1e-6)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == (
+        {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}
+        if kind == FULL
+        else {"pytorch_model_fsdp_1", "optimizer_1"}
+    )
+
+
+def on_shards(folder: str, kind: str) -> tuple[list[float], list[float]]:
+    """Train sharded, write, and read into another sharded model; return the weights of both after the same steps."""
+    inner = DrivetrainAccelerator(cpu=True, backend="fsdp")
+    accelerator: Any = SimpleNamespace(
+        inner=inner,
+        is_main_process=inner.context.topology.is_main,
+        wait_for_everyone=inner.wait_for_everyone,
+    )
+    plugin = SimpleNamespace(state_dict_type=kind)
+    model, optimizer = prepared(inner, seed=0)
+    step(inner, model, optimizer)
+    OURS.save_fsdp_model(plugin, accelerator, model, folder)
+    OURS.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    other, its = prepared(inner, seed=1)
+    OURS.load_fsdp_model(plugin, accelerator, other, folder)
+    OURS.load_fsdp_optimizer(plugin, accelerator, its, other, folder)
+    at_save = inner.get_state_dict(other, everywhere=True)
+    found: list[Any] = []
+    for one, optimizer_of_it in ((model, optimizer), (other, its)):
+        loss = one(torch.ones(2, 4)).square().sum()
+        inner.backward(loss, model=one)
+        optimizer_of_it.step()
+        found.append(
+            torch.cat([each.flatten() for each in inner.get_state_dict(one, everywhere=True).values()])
+        )
+    torch.save(at_save, Path(folder) / f"at_save_{inner.context.topology.rank}.pt")
+    inner.end_training()
+    return found[0].tolist(), found[1].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_sharded_models_are_written_and_read(tmp_path: Path, run_ranks: Any, kind: str) -> None:
+    for mine, other in run_ranks(on_shards, str(tmp_path), kind):
+        assert other == pytest.approx(mine, rel=1e-6)
+    if kind == FULL:
+        assert torch.load(tmp_path / "pytorch_model_fsdp.bin").keys() == {
+            "0.weight",
+            "0.bias",
+            "1.weight",
+            "1.bias",
+        }
+        return
+    from safetensors.torch import load_file
+
+    parts = tmp_path / "pytorch_model_fsdp_0"
+    expected = torch.load(tmp_path / "at_save_0.pt")
+    real.merge_fsdp_weights(str(parts), str(tmp_path / "theirs"))
+    for safe, file in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
+        merged_weights.merge_fsdp_weights(str(parts), str(tmp_path / "ours"), safe)
+        path = tmp_path / "ours" / file
+        merged = load_file(path) if safe else torch.load(path)
+        assert merged.keys() == expected.keys() == load_file(tmp_path / "theirs" / "model.safetensors").keys()
+        assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    with pytest.raises(FileNotFoundError, match="say one of its folders: optimizer_0, pytorch_model_fsdp_0"):
+        merged_weights.merge_fsdp_weights(str(tmp_path), str(tmp_path / "x"))
+    merged_weights.merge_fsdp_weights(str(parts), str(tmp_path / "x"), remove_checkpoint_dir=True)
+    assert not parts.exists()

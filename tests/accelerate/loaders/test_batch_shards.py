@@ -1,0 +1,128 @@
+"""Which indices each process reads, beside the installed Accelerate's samplers."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from drivetrain_accelerate.loaders import batch_shards, iterable_shard
+from drivetrain_accelerate.loaders.standalone import get_sampler
+
+real: Any = pytest.importorskip("accelerate.data_loader")
+
+SIZES = st.tuples(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
+
+
+def outcome(call: Any) -> Any:
+    try:
+        return call()
+    except ValueError:
+        return ValueError
+
+
+def batches(size: int, batch_size: int, *, drop_last: bool) -> BatchSampler:
+    return BatchSampler(SequentialSampler(range(size)), batch_size, drop_last)
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(range(self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@given(SIZES, st.booleans(), st.booleans(), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_a_process_gets_the_batches_of_the_real_one(
+    sizes: tuple[int, int, int], drop_last: bool, split: bool, even: bool
+) -> None:
+    size, batch_size, processes = sizes
+    for process in range(processes):
+
+        def read(module: Any, process: int = process) -> Any:
+            plain = batches(size, batch_size, drop_last=drop_last)
+            shard = module.BatchSamplerShard(plain, processes, process, split, even)
+            return list(shard), len(shard), shard.total_length, shard.batch_size, shard.drop_last
+
+        assert outcome(lambda: read(batch_shards)) == outcome(lambda: read(real))
+
+
+@given(SIZES, st.booleans(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_process_gets_the_samples_of_the_real_one(
+    sizes: tuple[int, int, int], drop_last: bool, split: bool
+) -> None:
+    size, batch_size, processes = sizes
+    if split and batch_size % processes:
+        return
+    for process in range(processes):
+        arguments = (batch_size, drop_last, processes, process, split)
+        mine = iterable_shard.IterableDatasetShard(Numbers(size), *arguments)
+        theirs = real.IterableDatasetShard(Numbers(size), *arguments)
+        assert list(mine) == list(theirs)
+        assert len(mine) == len(list(mine))  # theirs is wrong where batches are split
+        assert split or len(mine) == len(theirs)
+
+
+def test_parts_that_are_not_equal_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of the 2"):
+        iterable_shard.IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)
+    with pytest.raises(ValueError, match="say even_batches=False"):
+        batch_shards.BatchSamplerShard([[0], [1, 2]], 2, 0)  # pyright: ignore[reportArgumentType]
+
+
+def test_batches_of_other_sizes_are_handed_out_in_turns() -> None:
+    given_batches: Any = [[0], [1, 2], [3, 4, 5]]
+    for process in range(2):
+        mine, theirs = (
+            module.BatchSamplerShard(given_batches, 2, process, even_batches=False)
+            for module in (batch_shards, real)
+        )
+        assert list(mine) == list(theirs)
+
+
+def test_the_seedable_order_is_the_real_one() -> None:
+    for seed in (3, None):
+        mine, theirs = (
+            module.SeedableRandomSampler(range(9), data_seed=seed) for module in (batch_shards, real)
+        )
+        assert [list(mine), list(mine)] == [list(theirs), list(theirs)]
+        mine.set_epoch(7)
+        theirs.set_epoch(7)
+        assert list(mine) == list(theirs)
+        assert (mine.epoch, mine.initial_seed) == (theirs.epoch, theirs.initial_seed)
+    generator = torch.Generator().manual_seed(5)
+    other = torch.Generator().manual_seed(5)
+    mine = batch_shards.SeedableRandomSampler(range(5), generator=generator, data_seed=2)
+    assert list(mine) == list(real.SeedableRandomSampler(range(5), generator=other, data_seed=2))
+
+
+def test_skipped_batches_are_left_out() -> None:
+    for skip in (0, 2, 4):
+        mine, theirs = (
+            module.SkipBatchSampler(batches(7, 2, drop_last=False), skip) for module in (batch_shards, real)
+        )
+        assert list(mine) == list(theirs)
+        assert (len(mine), mine.total_length) == (len(theirs), theirs.total_length)
+    assert len(batch_shards.SkipBatchSampler(batches(7, 2, drop_last=False), 9)) == 0
+
+
+def test_the_sampler_of_a_loader_is_found_as_the_real_one_finds_it() -> None:
+    numbers: Any = range(4)
+    for loader in (
+        DataLoader(numbers, 2, shuffle=True),
+        DataLoader(numbers, batch_size=None),
+        DataLoader(Numbers(3)),
+        DataLoader(numbers, batch_sampler=batches(4, 2, drop_last=False)),
+    ):
+        assert get_sampler(loader) is real.get_sampler(loader)
+    plain = batches(4, 2, drop_last=False)
+    skipping = DataLoader(range(4), batch_sampler=batch_shards.SkipBatchSampler(plain, 1))  # pyright: ignore[reportArgumentType]
+    assert get_sampler(skipping) is plain.sampler
