@@ -4,9 +4,10 @@ import argparse
 import sys
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
 
 
 def main() -> None:

@@ -47,7 +47,9 @@ def test_a_module_runs_through_it_too(drivetrain: Callable, script: Callable) ->
 def test_two_processes_do_and_the_traceback_of_a_failed_one_is_the_scripts(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
-    script("import os\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': raise ValueError('boom')")
+    script(
+        "import os\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': raise ValueError('boom')"
+    )
     done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "--through", "gate", "script.py")
     assert "rank 0" in done.stdout
     assert "ValueError: boom" in done.stderr
@@ -75,8 +77,9 @@ def test_a_module_that_is_not_there_is_an_error_with_the_package(
     script(SHOW)
     done = drivetrain("launch", "--through", "no_such_module", "script.py")
     assert done.returncode == 2
-    assert "--through no_such_module: the module no_such_module is not installed; pip install no-such-module" in (
-        done.stderr
+    assert (
+        "--through no_such_module: the module no_such_module is not installed; pip install no-such-module"
+        in (done.stderr)
     )
 
 

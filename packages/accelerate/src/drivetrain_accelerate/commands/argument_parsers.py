@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 _Group = type(ArgumentParser().add_argument_group())
 
 
-def _spellings(names: Sequence[str]) -> list[str]:
+def spellings(names: Sequence[str]) -> list[str]:
     """Return flags with, behind each that has underscores, the one with hyphens."""
     found: list[str] = []
     for name in names:
@@ -24,32 +24,35 @@ class CustomArgumentGroup(_Group):
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Action:
         """Add a flag; see `argparse.ArgumentParser.add_argument`."""
-        return super().add_argument(*_spellings(args), **kwargs)
+        return super().add_argument(*spellings(args), **kwargs)
 
 
 class CustomArgumentParser(ArgumentParser):
     """A parser whose flags may be written with underscores or hyphens, and which tells what was said.
 
-    The namespace's `nondefault` is the set of the names that the command line said.
+    The namespace's `nondefault` is the set of the names that the command line said, without those of flags that may be
+    given several times.
     """
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Action:
-        """Add a flag; see `argparse.ArgumentParser.add_argument`."""
-        return super().add_argument(*_spellings(args), **kwargs)
+        """Add a flag; see `argparse.ArgumentParser.add_argument`. A switch without a default is None if not said."""
+        if kwargs.get("action") == "store_true":
+            kwargs.setdefault("default", None)
+        return super().add_argument(*spellings(args), **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
         """Add a group of flags; see `argparse.ArgumentParser.add_argument_group`."""
-        group = CustomArgumentGroup(self, *args, **kwargs)
-        self._action_groups.append(group)
+        group: Any = super().add_argument_group(*args, **kwargs)
+        group.__class__ = CustomArgumentGroup  # argparse has no way to say the class of its groups
         return group
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] argparse's overloads say the same
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
         """Parse a command line; see `argparse.ArgumentParser.parse_known_args`."""
-        found, rest = super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace or Namespace())
         said, _ = super().parse_known_args(args, Namespace(**dict.fromkeys(vars(found), _UNSAID)))
-        found.nondefault = {name for name, value in vars(said).items() if value is not _UNSAID}
+        found.nondefault = {name for name, value in vars(said).items() if not isinstance(value, _Unsaid)}
         return found, rest
 
 
@@ -88,17 +91,18 @@ def _add(
     parser: CustomArgumentParser, name: str, metadata: Mapping[str, Any], kind: Any, default: Any
 ) -> None:
     text = str(metadata.get("help", "")).replace("%", "%%")
+    flags = spellings([f"--{name}"])  # the parser of another program's subcommand may be any
     if metadata.get("positional"):
         optional = {} if default is MISSING else {"nargs": "?", "default": default}
         parser.add_argument(name, help=text, **optional)
     elif kind is bool:
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+        parser.add_argument(*flags, action="store_true", default=False, help=text)
     elif get_origin(kind) is tuple:
         choices = get_args(get_args(kind)[0]) or None
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(default), help=text)
+        parser.add_argument(*flags, nargs="+", choices=choices, default=list(default), help=text)
     else:
         parser.add_argument(
-            f"--{name}", default=None if default is MISSING else default, required=default is MISSING, help=text
+            *flags, default=None if default is MISSING else default, required=default is MISSING, help=text
         )
 
 

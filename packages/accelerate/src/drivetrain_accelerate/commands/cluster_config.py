@@ -35,11 +35,11 @@ _UNSAID = {"mixed_precision": None, "use_cpu": False, "debug": False, "enable_cp
 
 @dataclass
 class BaseConfig:
-    """What every configuration file holds.
+    """The part that every configuration file holds.
 
     Attributes:
-        compute_environment: Where the run is: this machine, or SageMaker.
-        distributed_type: How processes work together.
+        compute_environment: The place of the run: this machine, or SageMaker.
+        distributed_type: The way in which processes work together.
         mixed_precision: The precision of the forward: no, fp16, bf16 or fp8; None if the file does not say.
         use_cpu: Whether accelerators are left unused.
         debug: Whether collectives are checked.
@@ -126,7 +126,7 @@ class BaseConfig:
             raise ValueError(
                 f"The config file at {path} had unknown keys ({unknown}): take them out, or mend their names"
             )
-        if "num_processes" in known:
+        if "num_processes" in known and config["distributed_type"] == DistributedType.NO:
             config.setdefault("num_processes", 1)
         return cls(**{name: value for name, value in config.items() if name in known})
 
@@ -166,7 +166,7 @@ class ClusterConfig(BaseConfig):
         """Turn words into members of the enums, and a family of options that is not given into an empty one."""
         super().__post_init__()
         for each in fields(self):
-            if each.name.endswith("_config") and getattr(self, each.name) is None:
+            if each.name.endswith("config") and getattr(self, each.name) is None:
                 setattr(self, each.name, {})
 
 

@@ -24,7 +24,9 @@ class QuestionsArguments:
 
     config_file: Path | None = field(
         default=None,
-        metadata={"help": "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."},
+        metadata={
+            "help": "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
+        },
     )
     yes: bool = field(
         default=False,

@@ -27,7 +27,8 @@ class ReportArguments:
     """The arguments of `drivetrain accelerate env`."""
 
     config_file: Path | None = field(
-        default=None, metadata={"help": "Configuration file of Accelerate's to show; by default its own place's."}
+        default=None,
+        metadata={"help": "Configuration file of Accelerate's to show; by default its own place's."},
     )
 
 

@@ -14,7 +14,7 @@ from drivetrain_launcher.errors import LaunchError
 
 
 class ConversionStatus(Enum):
-    """Why a key has no successor."""
+    """The reason why a key has no successor."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
@@ -57,9 +57,12 @@ class ConversionArguments:
     """The arguments of `drivetrain accelerate to-fsdp2`."""
 
     config_file: Path = field(metadata={"help": "Configuration file to convert."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace the file that is written, if it is there."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace the file that is written, if it is there."}
+    )
     output_file: Path | None = field(
-        default=None, metadata={"help": "File to write; by default, with --overwrite, the one that is converted."}
+        default=None,
+        metadata={"help": "File to write; by default, with --overwrite, the one that is converted."},
     )
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ def run(arguments: InstallationTestArguments) -> int:
     """Check this installation, on as many processes as the settings file says, or on two."""
     layers = Layers.read(file=arguments.config_file)
     count = resolve(LaunchSettings, section="launch", layers=layers).value.num_processes
-    said = {} if count is None else {"num_processes": count}
-    return check(CheckArguments(layers=layers, **said))
+    arguments_of_check = CheckArguments(layers=layers)
+    return check(arguments_of_check if count is None else replace(arguments_of_check, num_processes=count))
 
 
 def test_command_parser(subparsers: Any = None) -> Any:

@@ -11,14 +11,16 @@ from drivetrain_config import environ
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """Return the paths that a variable lists, joined by colons, with one more behind them."""
-    return ":".join([each for each in (environ.read(env_var_name) or "").split(":") if each] + [str(path_to_add)])
+    return ":".join(
+        [each for each in (environ.read(env_var_name) or "").split(":") if each] + [str(path_to_add)]
+    )
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """Return the command that launches a script, on one process or many, and the environment to start it in.
 
     Args:
-        args: What `launch_command_parser` has parsed.
+        args: The namespace that `launch_command_parser` has parsed.
     """
     return words_of_process(["launch", *words_of(args)]), environ.child_environment()
 
@@ -28,7 +30,7 @@ class PrepareForLaunch:
 
     Args:
         launcher: The function to run in each process.
-        distributed_type: How processes work together; the ranks are set in any case.
+        distributed_type: The way in which processes work together; the ranks are set in any case.
         debug: Whether the processes are on the CPU, and meet by the file that `ACCELERATE_DEBUG_RDV_FILE` names.
     """
 

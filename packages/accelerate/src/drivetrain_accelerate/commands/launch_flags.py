@@ -1,11 +1,11 @@
 """The flags of `accelerate launch` as a table, and the parser that programs take to start a launch of their own."""
 
 from argparse import REMAINDER, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain_accelerate.commands.argument_parsers import CustomArgumentParser
+from drivetrain_accelerate.commands.argument_parsers import CustomArgumentParser, spellings
 from drivetrain_accelerate.environment_variables import str_to_bool
 from drivetrain_accelerate.plugins.constants import TORCH_DYNAMO_MODES
 from drivetrain_accelerate.plugins.enums import DynamoBackend
@@ -13,9 +13,7 @@ from drivetrain_accelerate.plugins.enums import DynamoBackend
 # The words of Accelerate's flag and questions, of which one is spelled otherwise than in the enum.
 _WORDS = {DynamoBackend.TORCHXLA_TRACE_ONCE: "TORHCHXLA_TRACE_ONCE"}
 _WITHOUT_WORD = (DynamoBackend.NO, DynamoBackend.HPU_BACKEND, DynamoBackend.NEURON)
-DYNAMO_BACKENDS: list[str] = [
-    _WORDS.get(each, each.value) for each in DynamoBackend if each not in _WITHOUT_WORD
-]
+DYNAMO_BACKENDS = [_WORDS.get(each, str(each.value)) for each in DynamoBackend if each not in _WITHOUT_WORD]
 
 _SEE = "What it means here: the page on Accelerate's flags, one by one."
 
@@ -131,57 +129,65 @@ _VALUES = (
 _NAMES = {"tpu_cluster": "tpu_use_cluster"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """A flag, the name of its value in the namespace, and what argparse is told of it."""
+
+    name: str
+    dest: str
+    told: Mapping[str, Any]
+
+    @property
+    def default(self) -> Any:
+        return self.told.get("default")
+
+
+def _all_flags() -> Iterator[_Flag]:
+    for default, names in _SWITCHES.items():
+        for name in names.split():
+            yield _Flag(name, _NAMES.get(name, name), {"action": "store_true", "default": default})
+    for kind in _VALUES:
+        told = {"type": kind.convert, "default": kind.default, "choices": kind.choices}
+        for name in kind.names.split():
+            yield _Flag(name, name, told)
+    for name in _SEVERAL:
+        yield _Flag(name, name, {"action": "append", "type": str})
+
+
 def launch_command_parser(subparsers: Any = None) -> Any:
     """Return the parser of `accelerate launch`, or add it to the subcommands of a parser."""
     if subparsers is None:
         parser = CustomArgumentParser("accelerate launch", description="Run a script.", allow_abbrev=False)
     else:
+        from drivetrain_accelerate.commands.interface_launch import (
+            launch_command,  # it takes what this one parses
+        )
+
         parser = subparsers.add_parser("launch", description="Run a script.", allow_abbrev=False)
-    for default, names in _SWITCHES.items():
-        for name in names.split():
-            parser.add_argument(
-                *_flags(name),
-                dest=_NAMES.get(name, name),
-                action="store_true",
-                default=default,
-                help=_SEE,
-            )
+        parser.set_defaults(func=launch_command)
+    for flag in _all_flags():
+        parser.add_argument(*_spelled(flag.name), dest=flag.dest, help=_SEE, **flag.told)
     parser.add_argument(
-        "--no_tpu_cluster", dest="tpu_use_cluster", action="store_false", default=False, help=_SEE
+        *spellings(["--no_tpu_cluster"]),
+        dest="tpu_use_cluster",
+        action="store_false",
+        default=False,
+        help=_SEE,
     )
-    for kind in _VALUES:
-        for name in kind.names.split():
-            parser.add_argument(
-                *_flags(name),
-                dest=name,
-                type=kind.convert,
-                default=kind.default,
-                choices=kind.choices,
-                help=_SEE,
-            )
-    for name in _SEVERAL:
-        parser.add_argument(f"--{name}", action="append", type=str, help=_SEE)
     parser.add_argument("training_script", type=str, help="Script to run, a module with -m.")
     parser.add_argument("training_script_args", nargs=REMAINDER, help="The script's own arguments.")
-    if subparsers is not None:
-        from drivetrain_accelerate.commands.accelerate_launch import launch_command
-
-        parser.set_defaults(func=launch_command)
     return parser
 
 
 def words_of(args: Namespace) -> list[str]:
     """Return the command line that says what a namespace of this parser holds."""
     said = getattr(args, "nondefault", None)
-    flags: list[str] = []
-    for action in launch_command_parser()._actions:  # noqa: SLF001 argparse shows its flags in no other way
-        if not action.option_strings or action.dest == "help":
-            continue
-        value: Any = getattr(args, action.dest, action.default)
-        is_said = value != action.default or (said is not None and action.dest in said)
-        if is_said and action.option_strings[0] != "--no_tpu_cluster":
-            flags += _written(action.option_strings[-1 if action.dest in _SHORT else 0], value)
-    return [*flags, args.training_script, *args.training_script_args]
+    words: list[str] = []
+    for flag in _all_flags():
+        value: Any = getattr(args, flag.dest, flag.default)
+        if value != flag.default or (said is not None and flag.dest in said):
+            words += _written(f"--{flag.name}", value)
+    return [*words, args.training_script, *args.training_script_args]
 
 
 def _written(flag: str, value: Any) -> list[str]:
@@ -196,5 +202,6 @@ def _written(flag: str, value: Any) -> list[str]:
     return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
 
 
-def _flags(name: str) -> tuple[str, ...]:
-    return (_SHORT[name], f"--{name}") if name in _SHORT else (f"--{name}",)
+def _spelled(name: str) -> list[str]:
+    """Return the flags of a name; both spellings, since the parser of another program's subcommand may be any."""
+    return [*([_SHORT[name]] if name in _SHORT else []), *spellings([f"--{name}"])]

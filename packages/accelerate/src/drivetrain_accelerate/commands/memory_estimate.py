@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
@@ -19,7 +19,8 @@ from drivetrain_launcher.errors import LaunchError
 
 # Bits of a weight.
 _BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}
-_DTYPES = tuple(_BITS)
+_Dtype = Literal["float32", "float16", "int8", "int4"]
+_DTYPES: tuple[_Dtype, ...] = get_args(_Dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class HubEstimateArguments:
     library_name: Literal["transformers", "timm"] | None = field(
         default=None, metadata={"help": "Library of the model: transformers."}
     )
-    dtypes: tuple[Literal["float32", "float16", "int8", "int4"], ...] = field(
+    dtypes: tuple[_Dtype, ...] = field(
         default=_DTYPES, metadata={"help": f"Dtypes to tell, of {', '.join(_DTYPES)}."}
     )
     trust_remote_code: bool = field(
@@ -66,7 +67,10 @@ def run(arguments: HubEstimateArguments) -> int:
 
 
 def create_empty_model(
-    model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
+    model_name: str,
+    library_name: str | None,
+    trust_remote_code: bool = False,
+    access_token: str | None = None,
 ) -> nn.Module:
     """Build a model of transformers without memory.
 
@@ -106,7 +110,7 @@ def estimate_training_usage(
     Args:
         bytes: The bytes of the weights in float32.
         mixed_precision: The dtype of the forward: float32, float16 or bfloat16.
-        msamp_config: Not used.
+        msamp_config: The level of MS-AMP, which is not used.
     """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
@@ -159,11 +163,7 @@ def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[str]], ti
 
 def estimate_command_parser(subparsers: Any = None) -> Any:
     """Return the parser of `accelerate estimate-memory`, or add it to the subcommands of a parser."""
-    parser = parser_of("estimate-memory", HubEstimateArguments, estimate_command, subparsers)
-    for action in parser._actions:  # noqa: SLF001
-        if action.dest == "model_name":  # one word here
-            action.nargs = None
-    return parser
+    return parser_of("estimate-memory", HubEstimateArguments, estimate_command, subparsers)
 
 
 def estimate_command(args: Namespace) -> None:

@@ -34,7 +34,8 @@ class MergeWeightsArguments:
     )
     output_path: Path = field(metadata={"positional": True, "help": "Folder of the export."})
     unsafe_serialization: bool = field(
-        default=False, metadata={"help": "Write pytorch_model.bin in place of safetensors; of FSDP's folders only."}
+        default=False,
+        metadata={"help": "Write pytorch_model.bin in place of safetensors; of FSDP's folders only."},
     )
     remove_checkpoint_dir: bool = field(
         default=False, metadata={"help": "Remove the sharded weights afterwards."}
@@ -76,7 +77,9 @@ def _merge(arguments: MergeWeightsArguments) -> None:
         _export(_weights_of_torch(folder), output, is_pickled=arguments.unsafe_serialization)
     elif (folder / MANIFEST).is_file():
         if arguments.unsafe_serialization:
-            raise ValueError("--unsafe_serialization: exports of drivetrain's checkpoints are safetensors; leave it out")
+            raise ValueError(
+                "--unsafe_serialization: exports of drivetrain's checkpoints are safetensors; leave it out"
+            )
         merge_shards(folder, output)
     else:
         raise ValueError(f"{folder}: {_what_is_there(folder)}")

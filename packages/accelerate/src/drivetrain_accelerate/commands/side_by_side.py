@@ -23,7 +23,9 @@ Side = Literal["real", "ours"]
 class ComparisonArguments:
     """The arguments of `drivetrain accelerate check`."""
 
-    script: str = field(metadata={"positional": True, "help": "Script to run; a module's name with --module."})
+    script: str = field(
+        metadata={"positional": True, "help": "Script to run; a module's name with --module."}
+    )
     arguments: tuple[str, ...] = field(
         default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
     )
@@ -42,7 +44,9 @@ class ComparisonArguments:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         for name in ("tolerance", "timeout_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0, and finite")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0, and finite"
+                )
 
 
 def run(arguments: ComparisonArguments) -> int:
@@ -54,7 +58,9 @@ def run(arguments: ComparisonArguments) -> int:
     if find_spec("accelerate") is None:
         raise LaunchError("accelerate check: the real Accelerate is not installed; pip install accelerate")
     if not arguments.module and not Path(arguments.script).is_file():
-        raise LaunchError(f"{arguments.script}: no such script (looked for {Path(arguments.script).absolute()})")
+        raise LaunchError(
+            f"{arguments.script}: no such script (looked for {Path(arguments.script).absolute()})"
+        )
     real, ours = (_losses(side, arguments) for side in ("real", "ours"))
     if real is None or ours is None:
         return 1
@@ -111,7 +117,9 @@ def _command(side: Side, file: Path, arguments: ComparisonArguments) -> list[str
 
 def _without_ranks() -> dict[str, None]:
     """Return the variables of a launcher around this process, to be removed: each run has ranks of its own."""
-    return dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return dict.fromkeys(
+        ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
 
 
 def _title(side: Side) -> str:

@@ -287,7 +287,9 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
         )
     }
     if layers is not None:
-        if all(flag.name != _CONFIG.name for flag in groups[_OWN]):  # a command may want to know what was named
+        if all(
+            flag.name != _CONFIG.name for flag in groups[_OWN]
+        ):  # a command may want to know what was named
             groups[_OWN] += (_CONFIG,)
         installed = sections()
         names = sorted(installed, key=lambda name: (name not in _FIRST, name))

@@ -61,7 +61,8 @@ def table_of(rows: Sequence[LossRow], tolerance: float) -> str:
         cells.append([*first, str(row.step), _shown(row.real), _shown(row.ours), difference, mark])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
     )
 
 

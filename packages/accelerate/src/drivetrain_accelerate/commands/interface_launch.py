@@ -31,13 +31,16 @@ class AccelerateLaunchArguments:
     """The arguments of `drivetrain accelerate launch`."""
 
     script: str = field(
-        metadata={"positional": True, "help": "Script to run; a module's name with -m, a program with --no_python."}
+        metadata={
+            "positional": True,
+            "help": "Script to run; a module's name with -m, a program with --no_python.",
+        }
     )
     arguments: tuple[str, ...] = field(
         default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
     )
-    config: str | None = field(
-        default=None,
+    config: str = field(
+        default="",
         metadata={
             "help": "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
             "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml."
@@ -53,7 +56,7 @@ class AccelerateLaunchArguments:
 def run(arguments: AccelerateLaunchArguments) -> int:
     """Run a script written for Accelerate on one process or many, with the interface installed in each."""
     layers = arguments.layers
-    if arguments.config is None and (found := _found_file()) is not None:
+    if not arguments.config and (found := _found_file()) is not None:
         layers = _with_file(layers, found)
     return launch(
         LaunchArguments(
@@ -97,7 +100,7 @@ def launch_command(args: Namespace) -> None:
     """Start a launch in a process of its own, and wait for its end.
 
     Args:
-        args: What `launch_command_parser` has parsed.
+        args: The namespace that `launch_command_parser` has parsed.
 
     Raises:
         CalledProcessError: A rank failed, or the flags cannot be honoured; the launcher has told what.
