@@ -1,7 +1,7 @@
 """The variables that programs and libraries for Accelerate read, for the settings of a launch.
 
-Accelerate's launcher tells its ranks by variables, which transformers and others read, too. drivetrain's tells them by
-settings; this translates those that were said, in the process that runs the program.
+Accelerate's launcher tells its ranks by variables, which transformers and others read, too. drivetrain's tells them
+by settings; this translates those that were said, in the process that runs the program.
 """
 
 from collections.abc import Callable, Mapping

@@ -30,8 +30,8 @@ class CustomArgumentGroup(_Group):
 class CustomArgumentParser(ArgumentParser):
     """A parser whose flags may be written with underscores or hyphens, and which tells what was said.
 
-    The namespace's `nondefault` is the set of the names that the command line said, without those of flags that may be
-    given several times.
+    The namespace's `nondefault` is the set of the names that the command line said, without those of flags that may
+    be given several times.
     """
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Action:

@@ -83,8 +83,8 @@ class BaseConfig:
         """
         if "distributed_type" not in config_dict:
             raise ValueError(
-                "A `distributed_type` must be specified in the config file. drivetrain's own settings files have none: "
-                "`drivetrain launch --config FILE` reads them"
+                "A `distributed_type` must be specified in the config file. drivetrain's own settings files have "
+                "none: `drivetrain launch --config FILE` reads them"
             )
         config = {"compute_environment": ComputeEnvironment.LOCAL_MACHINE.value, **config_dict}
         if config.pop("fp16", False) is True and "mixed_precision" not in config:

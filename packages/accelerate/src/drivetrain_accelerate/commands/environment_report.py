@@ -47,8 +47,9 @@ def env_command_parser(subparsers: Any = None) -> Any:
 
 def env_command(args: Namespace) -> dict[str, Any]:
     """Print the versions, the devices and the configuration file, and return them by title."""
+    provider = f"drivetrain-accelerate {version('drivetrain-accelerate')}"
     found = {
-        "`Accelerate` version": f"{PROVIDED_VERSIONS[-1]}, by drivetrain-accelerate {version('drivetrain-accelerate')}",
+        "`Accelerate` version": f"{PROVIDED_VERSIONS[-1]}, by {provider}",
         "Platform": platform.platform(),
         "`accelerate` bash location": which("accelerate") or "Not found",
         "Python version": platform.python_version(),

@@ -76,7 +76,7 @@ def run(arguments: ConversionArguments) -> int:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a configuration file with FSDP2's keys; those of FSDP2 already, and others, as they are."""
+    """Return the contents of a configuration file with FSDP2's keys; what has them already stays as it is."""
     given: dict[str, Any] = config.get("fsdp_config") or {}
     if not given:
         return config

@@ -1,4 +1,4 @@
-"""Tell what a model of the hub takes in memory, by dtype, as Accelerate's estimate does: its weights and Adam's states."""
+"""Tell what a model of the hub takes in memory, by dtype: its weights, and the states of Adam."""
 
 import sys
 from argparse import Namespace
@@ -121,7 +121,7 @@ def estimate_training_usage(
 
 
 def gather_data(args: Namespace) -> list[list[Any]]:
-    """Return a row for each dtype: its name, the bytes of the largest block and of all weights, and those of training."""
+    """Return a row for each dtype: its name, and the bytes of the largest block, of all weights and of training."""
     model = create_empty_model(
         args.model_name, args.library_name, args.trust_remote_code, getattr(args, "access_token", None)
     )

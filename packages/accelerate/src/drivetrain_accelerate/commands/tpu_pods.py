@@ -16,6 +16,6 @@ def run(arguments: PodArguments) -> int:  # noqa: ARG001 any is refused alike
     """Refuse to set up a TPU pod, and say what to do."""
     raise LaunchError(
         "accelerate tpu-config: there is no counterpart that sets up TPU pods: run the commands on each machine by "
-        "`gcloud compute tpus tpu-vm ssh NAME --worker=all --command COMMAND`; `drivetrain launch --state-device xla` "
-        "there trains on a machine's TPU, if torch-xla is installed"
+        "`gcloud compute tpus tpu-vm ssh NAME --worker=all --command COMMAND`; `drivetrain launch --state-device "
+        "xla` there trains on a machine's TPU, if torch-xla is installed"
     )

@@ -35,7 +35,7 @@ class LaunchTarget:
     kind: Literal["script", "module", "program"] = "script"
 
     def through(self, module: str) -> "LaunchTarget":
-        """Return the target that has a module run this script or module, as `python -m MODULE [-m] NAME ARGUMENTS`."""
+        """Return the target that has a module run this one, as `python -m MODULE [-m] NAME ARGUMENTS`."""
         dash_m = ("-m",) if self.kind == "module" else ()
         return LaunchTarget(name=module, arguments=(*dash_m, self.name, *self.arguments), kind="module")
 

@@ -32,7 +32,7 @@ def run(arguments: InstallationTestArguments) -> int:
     return check(arguments_of_check if count is None else replace(arguments_of_check, num_processes=count))
 
 
-def test_command_parser(subparsers: Any = None) -> Any:
+def test_command_parser(subparsers: Any = None) -> Any:  # noqa: PT028 it is no test
     """Return the parser of `accelerate test`, or add it to the subcommands of a parser."""
     return parser_of("test", InstallationTestArguments, test_command, subparsers)
 
