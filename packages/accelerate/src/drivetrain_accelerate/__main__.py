@@ -6,6 +6,8 @@
 import sys
 
 from drivetrain_accelerate.installation import install
+from drivetrain_accelerate.launch_variables import launch_variables
+from drivetrain_config import Layers, environ
 from drivetrain_launcher.run.runpy_main import run_as_main
 
 USAGE = "usage: python -m drivetrain_accelerate (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -25,7 +27,8 @@ def main() -> None:
         sys.stderr.write(f"{USAGE}\n")
         raise SystemExit(0 if arguments else 2)
     install()
-    run_as_main(arguments[0], arguments[1:], is_module=is_module)
+    with environ.exported(**launch_variables(Layers.of_process())):
+        run_as_main(arguments[0], arguments[1:], is_module=is_module)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,13 @@ class LaunchSettings:
     program: bool = field(
         default=False, metadata={"help": "Whether the script is a program to start without Python."}
     )
+    through: str | None = field(
+        default=None,
+        metadata={
+            "help": "Module that runs the script, as python -m MODULE SCRIPT ARGUMENTS; --as-accelerate is short for "
+            "drivetrain_accelerate, with which a script written for Hugging Face Accelerate runs."
+        },
+    )
     preload: tuple[str, ...] = field(
         default=(),
         metadata={
@@ -181,6 +188,10 @@ class LaunchSettings:
             raise ValueError(f"master_port={self.master_port!r}: must lie between 0 (any free one) and 65535")
         if self.module and self.program:
             raise ValueError("module=True: program=True is set too; a script is either a module or a program")
+        if self.through is not None and self.program:
+            raise ValueError(
+                f"through={self.through!r}: program=True is set too; a module runs scripts and modules of Python only"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
             last = self.num_nodes - 1
             raise ValueError(

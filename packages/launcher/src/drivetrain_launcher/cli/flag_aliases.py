@@ -26,13 +26,14 @@ RENAMED: Mapping[str, str] = {
     "--use-cpu": "--cpu",
 }
 
-# Their switch -> our flag and value.
+# A switch, theirs if not said otherwise -> our flag and value.
 MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--multi-gpu": ("--state-device", "cuda"),
     "--use-fsdp": ("--backend", "fsdp"),
     "--use-deepspeed": ("--backend", "deepspeed"),
     "--use-xpu": ("--state-device", "xpu"),
     "--mps": ("--state-device", "mps"),
+    "--as-accelerate": ("--through", "drivetrain_accelerate"),  # ours: the name is shorter than the module's
     "--standalone": ("--num-nodes", "1"),
     "--no-prefix": ("--prefix", "none"),
     "--enable-cpu-affinity": ("--bind", "auto"),

@@ -285,7 +285,10 @@ def build_parser(command: str, arguments: type[Any], summary: str) -> CommandPar
         )
     }
     if layers is not None:
-        groups[_OWN] += (_CONFIG,)
+        if all(
+            flag.name != _CONFIG.name for flag in groups[_OWN]
+        ):  # a command may want to know what was named
+            groups[_OWN] += (_CONFIG,)
         installed = sections()
         names = sorted(installed, key=lambda name: (name not in _FIRST, name))
         # A command's own flag hides a section's flag of the same name.

@@ -28,15 +28,37 @@ def check_module(name: str, folder: Path) -> None:
     if name.endswith(".py") and (folder / name).is_file():
         raise LaunchError(f"-m {name}: this is a script, not a module; leave out -m")
     package = name.partition(".")[0]
-    try:
-        if PathFinder.find_spec(package, [str(folder)]) or find_spec(package):
-            return
-    except (ImportError, ValueError):  # not a name, or a module without a spec
-        pass
+    if _is_there(package, folder):
+        return
     beside = [each.name for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"]
     near = get_close_matches(package, [name.removesuffix(".py") for name in beside], n=1)
     hint = f"; did you mean {name.replace(package, near[0], 1)}" if near else ""
     raise LaunchError(f"-m {name}: there is no module {package} in {folder}, nor one that is installed{hint}")
+
+
+def check_through(name: str, folder: Path) -> None:
+    """Reject a module to run the script through that is not there, before every rank does.
+
+    Args:
+        name: The name of the module.
+        folder: The folder that modules are run from.
+
+    Raises:
+        LaunchError: There is no such module; the message says which package has it, by the name of the module.
+    """
+    package = name.partition(".")[0]
+    if not _is_there(package, folder):
+        raise LaunchError(
+            f"--through {name}: the module {package} is not installed; pip install {package.replace('_', '-')}, or "
+            "name another module that runs a script"
+        )
+
+
+def _is_there(package: str, folder: Path) -> bool:
+    try:
+        return bool(PathFinder.find_spec(package, [str(folder)]) or find_spec(package))
+    except (ImportError, ValueError):  # not a name, or a module without a spec
+        return False
 
 
 def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: str) -> list[str]:

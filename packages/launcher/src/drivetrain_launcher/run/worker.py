@@ -61,6 +61,9 @@ def _run(*, launcher: int, parent: int) -> None:
     watch_launcher(launcher, parent=parent)
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
+    except SystemExit as stop:
+        recorder.leave_shown(stop)
+        raise
     except KeyboardInterrupt:
         # The launcher reports the interruption once; a traceback from each rank would bury the report.
         sys.excepthook = _say_nothing
@@ -74,6 +77,7 @@ class ErrorRecorder:
         self._parent = parent
         self._rank = os.getpid()
         self._was_reached = False
+        self._is_recorded = False
 
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Replace Python's own excepthook, at the end of the chain of hooks set by the script and torch."""
@@ -85,8 +89,17 @@ class ErrorRecorder:
     def leave(self, error: BaseException) -> None:
         """Call the hooks, then record the exception, as already shown if no hook passed it on to `hook`."""
         show_error(error)
+        self._record(error)
+
+    def leave_shown(self, stop: SystemExit) -> None:
+        """Record the exception that a program which runs another one has shown by the hooks, before it exits."""
+        if self._was_reached and not self._is_recorded and stop.__context__ is not None:
+            self._record(stop.__context__)
+
+    def _record(self, error: BaseException) -> None:
         file = self._error_file()
         if file:
+            self._is_recorded = True
             from pathlib import Path
 
             from drivetrain_launcher.run.failures import record_error

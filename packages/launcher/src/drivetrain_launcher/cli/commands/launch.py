@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import Layers, environ, flags, resolve, sections
-from drivetrain_launcher.cli.preflight import check_device, check_module, check_plugins_of, misplaced_flags
+from drivetrain_launcher.cli.preflight import (
+    check_device,
+    check_module,
+    check_plugins_of,
+    check_through,
+    misplaced_flags,
+)
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.console import say
@@ -59,6 +65,9 @@ def run(arguments: LaunchArguments) -> int:
         sources = resolve(LaunchSettings, section="launch", layers=layers).sources
         count, source = asked_processes(launch, sources, placement)
         check_devices(placement, processes=count, source=source, wants_cpu=device == "cpu")
+    if launch.through is not None:
+        check_through(launch.through, Path.cwd())
+        target = target.through(launch.through)
     plan = plan_launch(
         launch, target, _host(launch, device), handed_down=layers.to_json(), placement=placement
     )

@@ -1,0 +1,1 @@
+"""Accelerate's commands on drivetrain, and what programs import of them."""

@@ -1,0 +1,45 @@
+"""Run drivetrain's counterparts of Accelerate's commands: in this process, or in one of their own."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from drivetrain_launcher.cli.main import main as run_drivetrain
+
+
+def main() -> None:
+    """Run `accelerate COMMAND ...` as this process's command line says it.
+
+    Raises:
+        SystemExit: The command fails.
+    """
+    run_words(sys.argv[1:])
+
+
+def run_words(words: Sequence[str]) -> None:
+    """Run a command in this process.
+
+    Raises:
+        SystemExit: The command fails; with its exit code.
+    """
+    if code := run_drivetrain(["accelerate", *words]):
+        raise SystemExit(code)
+
+
+def words_of_process(words: Sequence[str]) -> list[str]:
+    """Return the command line of a process that runs a command."""
+    return [sys.executable, "-m", "drivetrain_launcher", "accelerate", *words]
+
+
+def run_apart(words: Sequence[str], *, is_quiet: bool = False) -> None:
+    """Run a command in a process of its own, since it may replace what this one has imported.
+
+    Raises:
+        CalledProcessError: The command fails.
+        SystemExit: The command fails, and is to be quiet.
+    """
+    command = words_of_process(words)
+    done = subprocess.run(command, check=False)
+    if done.returncode and is_quiet:
+        raise SystemExit(done.returncode)
+    done.check_returncode()

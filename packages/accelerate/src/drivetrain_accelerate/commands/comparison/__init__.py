@@ -1,0 +1,1 @@
+"""Compare a program's losses under the real Accelerate and under the interface."""

@@ -1,0 +1,76 @@
+"""Answer drivetrain's questions where Accelerate would ask its own: the settings file they make is drivetrain's."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
+from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.commands.default_config import default_command_parser, update_command_parser
+from drivetrain_config import environ
+from drivetrain_config.found_file import settings_places
+from drivetrain_launcher.cli.commands.config_ask import ConfigArguments
+from drivetrain_launcher.cli.commands.config_ask import run as ask
+from drivetrain_launcher.errors import UsageError
+
+description = "Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionsArguments:
+    """The arguments of `drivetrain accelerate config`."""
+
+    config_file: Path | None = field(
+        default=None,
+        metadata={
+            "help": "File to write, YAML; by default the user's own, ~/.config/drivetrain/config.yaml."
+        },
+    )
+    yes: bool = field(
+        default=False,
+        metadata={"not_in_accelerate": True, "help": "Take every recommended answer, and ask nothing."},
+    )
+    force: bool = field(
+        default=False,
+        metadata={"not_in_accelerate": True, "help": "Replace a file that is there; a copy is kept."},
+    )
+
+
+def run(arguments: QuestionsArguments) -> int:
+    """Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."""
+    place = arguments.config_file
+    if place is None:
+        users = settings_places(Path.cwd(), environ.child_environment())[-1]
+        place = users.file() or users.folder / f"{users.stem}.yaml"
+        place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        asked = ConfigArguments(output=place, yes=arguments.yes, force=arguments.force)
+    except ValueError as error:
+        raise UsageError(f"--config_file {place}: {error}") from error
+    return ask(asked)
+
+
+def config_command_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate config`, or add it to the subcommands of a parser."""
+    return parser_of("config", QuestionsArguments, config_command, subparsers)
+
+
+def get_config_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate config` with its own subcommands, or add it to those of a parser."""
+    parser = config_command_parser(subparsers)
+    inner = parser.add_subparsers(title="subcommands", dest="subcommand")
+    default_command_parser(inner, [parser])
+    update_command_parser(inner, [parser])
+    return parser
+
+
+def config_command(args: Namespace) -> None:
+    """Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."""
+    run(arguments_of(QuestionsArguments, args))
+
+
+def main() -> None:
+    """Run `accelerate config` as this process's command line says it."""
+    run_words(["config", *sys.argv[1:]])

@@ -1,0 +1,158 @@
+"""Write Accelerate's configuration file for this machine without questions, and bring an older one up to date."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
+from drivetrain_accelerate.commands.cluster_config import (
+    ClusterConfig,
+    default_config_file,
+    default_json_config_file,
+    load_config_from_file,
+)
+from drivetrain_accelerate.plugins.enums import ComputeEnvironment, DistributedType, PrecisionType
+from drivetrain_launcher import detect_host
+from drivetrain_launcher.errors import LaunchError
+
+description = "Create a default config file for Accelerate with only a few flags set."
+
+_PLACE = "the file of Accelerate's, in $HF_HOME/accelerate or ~/.cache/huggingface/accelerate"
+# What several processes with one kind of accelerator are called; a single one is NO.
+_SEVERAL = {
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "npu": DistributedType.MULTI_NPU,
+    "hpu": DistributedType.MULTI_HPU,
+    "mlu": DistributedType.MULTI_MLU,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultConfigArguments:
+    """The arguments of `drivetrain accelerate config default`."""
+
+    config_file: Path | None = field(default=None, metadata={"help": f"File to write; by default {_PLACE}."})
+    mixed_precision: Literal["no", "fp16", "bf16"] = field(
+        default="no", metadata={"help": "Precision of the forward."}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateConfigArguments:
+    """The arguments of `drivetrain accelerate config update`."""
+
+    config_file: Path | None = field(default=None, metadata={"help": f"File to update; by default {_PLACE}."})
+
+
+def run(arguments: DefaultConfigArguments) -> int:
+    """Write Accelerate's configuration file for this machine, without questions."""
+    place = arguments.config_file or Path(default_config_file)
+    if written := write_basic_config(arguments.mixed_precision, str(place)):
+        sys.stdout.write(f"accelerate configuration saved at {written}\n")
+    return 0
+
+
+def run_update(arguments: UpdateConfigArguments) -> int:
+    """Bring a configuration file of Accelerate's up to date."""
+    try:
+        path = update_config(Namespace(config_file=arguments.config_file))
+    except ValueError as error:
+        raise LaunchError(f"--config_file: {error}") from error
+    sys.stdout.write(f"Successfully updated the configuration file at {path}.\n")
+    return 0
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str = default_json_config_file
+) -> Path | Literal[False]:
+    """Write a configuration file for all accelerators of this machine.
+
+    Args:
+        mixed_precision: no, fp16, bf16 or fp8.
+        save_location: The file; one that is there is left as it is.
+
+    Returns:
+        The file; False if it was there.
+
+    Raises:
+        ValueError: There is no such precision.
+    """
+    path = Path(save_location)
+    if path.exists():
+        sys.stdout.write(
+            f"Configuration already exists at {save_location}, will not override. Take it away, or pass a different "
+            "`save_location`.\n"
+        )
+        return False
+    word = mixed_precision.lower()
+    if word not in PrecisionType:
+        raise ValueError(
+            f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {mixed_precision}"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _config_of_machine(word).to_json_file(path)
+    return path
+
+
+def _config_of_machine(mixed_precision: str) -> ClusterConfig:
+    host = detect_host("auto")
+    count = max(1, host.accelerator_count)
+    several = _SEVERAL.get(host.accelerator or "", DistributedType.NO)
+    return ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=several if count > 1 else DistributedType.NO,
+        mixed_precision=mixed_precision,
+        use_cpu=host.accelerator is None,
+        debug=False,
+        num_processes=count,
+    )
+
+
+def update_config(args: Namespace) -> str:
+    """Write a configuration file again, with what is said today in place of older words.
+
+    Args:
+        args: A namespace whose `config_file` names the file; None for the one in Accelerate's own place.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    path = Path(default_config_file if args.config_file is None else args.config_file)
+    if not path.is_file():
+        raise ValueError(f"The passed config file located at {path} doesn't exist.")
+    config = load_config_from_file(path)
+    write = config.to_json_file if path.suffix == ".json" else config.to_yaml_file
+    write(path)
+    return str(path)
+
+
+def default_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001 the position of a program's argument
+    """Add `config default` to the subcommands of a parser."""
+    return parser_of("default", DefaultConfigArguments, default_config_command, parser)
+
+
+def default_config_command(args: Namespace) -> None:
+    """Write Accelerate's configuration file for this machine, without questions."""
+    place: str | PathLike[str] | None = getattr(args, "save_location", None) or args.config_file
+    run(
+        DefaultConfigArguments(
+            config_file=None if place is None else Path(place), mixed_precision=args.mixed_precision
+        )
+    )
+
+
+def update_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001
+    """Add `config update` to the subcommands of a parser."""
+    return parser_of("update", UpdateConfigArguments, update_config_command, parser)
+
+
+def update_config_command(args: Namespace) -> None:
+    """Bring a configuration file of Accelerate's up to date."""
+    run_update(arguments_of(UpdateConfigArguments, args))

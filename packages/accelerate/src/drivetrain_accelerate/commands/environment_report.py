@@ -1,0 +1,88 @@
+"""Show what Accelerate shows of an environment, and drivetrain's own report."""
+
+import platform
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from drivetrain_accelerate.commands.argument_parsers import parser_of
+from drivetrain_accelerate.commands.cluster_config import default_config_file, load_config_from_file
+from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
+from drivetrain_config import Layers
+from drivetrain_launcher.cli.commands.env import EnvArguments
+from drivetrain_launcher.cli.commands.env import run as show_drivetrain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportArguments:
+    """The arguments of `drivetrain accelerate env`."""
+
+    config_file: Path | None = field(
+        default=None,
+        metadata={"help": "Configuration file of Accelerate's to show; by default its own place's."},
+    )
+
+
+def run(arguments: ReportArguments) -> int:
+    """Show what Accelerate shows of this environment, and every setting of drivetrain with its source."""
+    env_command(Namespace(config_file=arguments.config_file))
+    sys.stdout.write("\n")
+    named = arguments.config_file
+    return show_drivetrain(EnvArguments(layers=Layers.read(file=named)))
+
+
+def env_command_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate env`, or add it to the subcommands of a parser."""
+    return parser_of("env", ReportArguments, env_command, subparsers)
+
+
+def env_command(args: Namespace) -> dict[str, Any]:
+    """Print the versions, the devices and the configuration file, and return them by title."""
+    provider = f"drivetrain-accelerate {version('drivetrain-accelerate')}"
+    found = {
+        "`Accelerate` version": f"{PROVIDED_VERSIONS[-1]}, by {provider}",
+        "Platform": platform.platform(),
+        "`accelerate` bash location": which("accelerate") or "Not found",
+        "Python version": platform.python_version(),
+        "Numpy version": np.__version__,
+        "PyTorch version": torch.__version__,
+        **_accelerator(),
+        "System RAM": f"{psutil.virtual_memory().total / 1024**3:.2f} GB",
+    }
+    config = _config(args.config_file)
+    lines = [f"- {title}: {value}" for title, value in found.items()]
+    lines += ["- `Accelerate` default config:"]
+    lines += [f"\t- {key}: {value}" for key, value in config.items()] or ["\tNot found"]
+    sys.stdout.write("\n".join(["", "Copy-and-paste the text below in your GitHub issue", "", *lines, ""]))
+    return {**found, "`Accelerate` configs": config or "Not found"}
+
+
+def _config(named: Path | str | None) -> dict[str, Any]:
+    if named is None and not Path(default_config_file).is_file():
+        return {}
+    return load_config_from_file(named).to_dict()
+
+
+def _accelerator() -> dict[str, str]:
+    """Return the kind of accelerator and the name of the first, as torch knows them."""
+    if not torch.accelerator.is_available():
+        return {"PyTorch accelerator": "N/A"}
+    kind = torch.accelerator.current_accelerator()
+    name = "" if kind is None else kind.type.upper()
+    titles = {"PyTorch accelerator": name}
+    return titles | ({"GPU type": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
+def main() -> int:
+    """Run `accelerate env` as this process's command line says it."""
+    run_words(["env", *sys.argv[1:]])
+    return 0

@@ -1,0 +1,133 @@
+"""Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
+from drivetrain_launcher.errors import LaunchError
+
+
+class ConversionStatus(Enum):
+    """The reason why a key has no successor."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+_REMOVED, _LATER = ConversionStatus.REMOVED, ConversionStatus.NOT_YET_IMPLEMENTED
+# FSDP1's key -> FSDP2's, or why there is none.
+ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
+    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "fsdp_backward_prefetch": _REMOVED,
+    "fsdp_forward_prefetch": _LATER,
+    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "fsdp_offload_params": "fsdp_offload_params",
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_state_dict_type": "fsdp_state_dict_type",
+    "fsdp_sync_module_states": _REMOVED,
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "fsdp_min_num_params",
+    "fsdp_use_orig_params": _REMOVED,
+    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
+}
+# Whether parameters are let go between the forward and the backward.
+_RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
+    "fsdp_sharding_strategy": dict(_RESHARDS),
+    "fsdp_reshard_after_forward": dict(_RESHARDS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionArguments:
+    """The arguments of `drivetrain accelerate to-fsdp2`."""
+
+    config_file: Path = field(metadata={"help": "Configuration file to convert."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace the file that is written, if it is there."}
+    )
+    output_file: Path | None = field(
+        default=None,
+        metadata={"help": "File to write; by default, with --overwrite, the one that is converted."},
+    )
+
+
+def run(arguments: ConversionArguments) -> int:
+    """Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's."""
+    try:
+        _convert_file(arguments)
+    except (ValueError, OSError) as error:
+        raise LaunchError(str(error)) from error
+    return 0
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a configuration file with FSDP2's keys; what has them already stays as it is."""
+    given: dict[str, Any] = config.get("fsdp_config") or {}
+    if not given:
+        return config
+    if str(given.get("fsdp_version", 1)) == "2":
+        sys.stdout.write(
+            "Config already specifies FSDP2, skipping conversion...\nIf its keys are FSDP1's still, change "
+            "`fsdp_version` to `1` and run this again.\n"
+        )
+        return config
+    converted: dict[str, Any] = {}
+    for key, value in given.items():
+        successor = ARGUMENT_KEY_MAPPING.get(key, key)
+        if isinstance(successor, ConversionStatus):
+            why = "has been removed" if successor is ConversionStatus.REMOVED else "is not yet implemented"
+            sys.stdout.write(f"Argument {key} {why} in FSDP2, skipping this key...\n")
+            continue
+        words = ARGUMENT_VALUE_MAPPING.get(key, {})
+        converted[successor] = words.get(value, value) if isinstance(value, str) else value
+    return {**config, "fsdp_config": {**converted, "fsdp_version": 2}}
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """Return the contents of a configuration file."""
+    contents: object = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    return cast("dict[str, Any]", contents) if isinstance(contents, dict) else {}
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate to-fsdp2`, or add it to the subcommands of a parser."""
+    return parser_of("to-fsdp2", ConversionArguments, to_fsdp2_command, subparsers)
+
+
+def to_fsdp2_command(args: Namespace) -> None:
+    """Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FileExistsError: The file to write is there, and not to be replaced.
+        ValueError: Nothing says where to write.
+    """
+    _convert_file(arguments_of(ConversionArguments, args))
+
+
+def _convert_file(arguments: ConversionArguments) -> None:
+    source, target = Path(arguments.config_file), arguments.output_file
+    if not source.exists():
+        raise FileNotFoundError(f"Config file {source} not found")
+    if target is None and not arguments.overwrite:
+        raise ValueError("If --overwrite is not set, --output_file must be provided")
+    target = source if target is None else Path(target)
+    if target.exists() and not arguments.overwrite:
+        raise FileExistsError(f"Output file {target} already exists and --overwrite is not set")
+    converted = convert_config_to_fsdp2(load_config(str(source)))
+    target.write_text(yaml.safe_dump(converted), encoding="utf-8")

@@ -1,0 +1,48 @@
+"""Check an installation where Accelerate would run its own test script: by drivetrain's checks."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain.self_check import CheckArguments
+from drivetrain.self_check import run as check
+from drivetrain_accelerate.commands.argument_parsers import parser_of
+from drivetrain_accelerate.commands.command_line import run_apart, run_words
+from drivetrain_config import Layers, resolve
+from drivetrain_launcher import LaunchSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallationTestArguments:
+    """The arguments of `drivetrain accelerate test`."""
+
+    config_file: Path | None = field(
+        default=None,
+        metadata={"help": "Settings file, drivetrain's or Accelerate's, whose number of processes is taken."},
+    )
+
+
+def run(arguments: InstallationTestArguments) -> int:
+    """Check this installation, on as many processes as the settings file says, or on two."""
+    layers = Layers.read(file=arguments.config_file)
+    count = resolve(LaunchSettings, section="launch", layers=layers).value.num_processes
+    arguments_of_check = CheckArguments(layers=layers)
+    return check(arguments_of_check if count is None else replace(arguments_of_check, num_processes=count))
+
+
+def test_command_parser(subparsers: Any = None) -> Any:  # noqa: PT028 it is no test
+    """Return the parser of `accelerate test`, or add it to the subcommands of a parser."""
+    return parser_of("test", InstallationTestArguments, test_command, subparsers)
+
+
+def test_command(args: Namespace) -> None:
+    """Check this installation, on as many processes as the settings file says, or on two."""
+    named = [] if args.config_file is None else ["--config_file", str(args.config_file)]
+    run_apart(["test", *named])
+
+
+def main() -> None:
+    """Run `accelerate test` as this process's command line says it."""
+    run_words(["test", *sys.argv[1:]])

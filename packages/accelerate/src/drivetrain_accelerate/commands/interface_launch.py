@@ -1,0 +1,122 @@
+"""Run a script written for Accelerate on one process or many, with the interface installed in each."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain_accelerate.commands.cluster_config import default_config_file
+from drivetrain_accelerate.commands.command_line import run_apart, run_words
+from drivetrain_accelerate.commands.launch_flags import words_of
+from drivetrain_config import Layers, environ
+from drivetrain_config.found_file import SettingsFile, SettingsPlace, find_file
+from drivetrain_config.source import Entry, Source
+from drivetrain_launcher.cli.commands.launch import LaunchArguments
+from drivetrain_launcher.cli.commands.launch import run as launch
+
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+}
+
+_THROUGH = ("launch", "through")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccelerateLaunchArguments:
+    """The arguments of `drivetrain accelerate launch`."""
+
+    script: str = field(
+        metadata={
+            "positional": True,
+            "help": "Script to run; a module's name with -m, a program with --no_python.",
+        }
+    )
+    arguments: tuple[str, ...] = field(
+        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
+    )
+    config: str = field(
+        default="",
+        metadata={
+            "help": "File of settings, drivetrain's or Accelerate's, --config_file too; none: not even one that is "
+            "found. Unset: drivetrain's, where it is found, or else Accelerate's default_config.yaml."
+        },
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
+    )
+    layers: Layers = field(default_factory=lambda: Layers({}))
+
+
+def run(arguments: AccelerateLaunchArguments) -> int:
+    """Run a script written for Accelerate on one process or many, with the interface installed in each."""
+    layers = arguments.layers
+    if not arguments.config and (found := _found_file()) is not None:
+        layers = _with_file(layers, found)
+    return launch(
+        LaunchArguments(
+            script=arguments.script,
+            arguments=arguments.arguments,
+            dry_run=arguments.dry_run,
+            layers=_through_interface(layers),
+        )
+    )
+
+
+def _found_file() -> SettingsFile | None:
+    """Return drivetrain's settings file, or else the one in Accelerate's own place; None without one."""
+    if (found := find_file(Path.cwd(), environ.child_environment())) is not None:
+        return found
+    path = Path(default_config_file)
+    place = SettingsPlace(folder=path.parent, stem=path.stem, title="Accelerate's own place")
+    return SettingsFile(path=path, place=place) if path.is_file() else None
+
+
+def _with_file(layers: Layers, file: SettingsFile) -> Layers:
+    """Return settings with those of a file below them."""
+    of_file = {
+        key: tuple(entry for entry in entries if entry.source.kind == "file")
+        for key, entries in Layers.read(file=file).entries.items()
+    }
+    keys = dict.fromkeys([*layers.entries, *(key for key, entries in of_file.items() if entries)])
+    return Layers({key: (*layers.entries.get(key, ()), *of_file.get(key, ())) for key in keys}, file)
+
+
+def _through_interface(layers: Layers) -> Layers:
+    """Return settings that run the script with the interface installed; a program without Python runs as it is."""
+    program = layers.of_section("launch").get("program", ())
+    if program and str(program[0].value).lower() == "true":
+        return layers
+    entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
+    return Layers({**layers.entries, _THROUGH: (entry, *layers.entries.get(_THROUGH, ()))}, layers.file)
+
+
+def launch_command(args: Namespace) -> None:
+    """Start a launch in a process of its own, and wait for its end.
+
+    Args:
+        args: The namespace that `launch_command_parser` has parsed.
+
+    Raises:
+        CalledProcessError: A rank failed, or the flags cannot be honoured; the launcher has told what.
+    """
+    run_apart(["launch", *words_of(args)], is_quiet=bool(getattr(args, "quiet", None)))
+
+
+# Which of them starts a launch is Accelerate's own matter: here, the flags decide.
+simple_launcher = multi_gpu_launcher = deepspeed_launcher = launch_command
+
+
+def clean_option(option: str) -> str | None:
+    """Return a long flag's name as it stands in the namespace; None for a short one."""
+    return option.removeprefix("--").replace("-", "_") if option.startswith("--") else None
+
+
+def main() -> None:
+    """Run `accelerate launch` as this process's command line says it."""
+    run_words(["launch", *sys.argv[1:]])

@@ -1,0 +1,189 @@
+"""Tell what a model of the hub takes in memory, by dtype: its weights, and the states of Adam."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal, cast, get_args
+
+from torch import nn
+
+from drivetrain_accelerate.commands.argument_parsers import parser_of
+from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.plain_values import convert_bytes
+from drivetrain_dispatch import init_empty_weights
+from drivetrain_dispatch.cli.huggingface import whole_classes
+from drivetrain_dispatch.estimate.weight_sizes import sizes_of_model
+from drivetrain_launcher.errors import LaunchError
+
+# Bits of a weight.
+_BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}
+_Dtype = Literal["float32", "float16", "int8", "int4"]
+_DTYPES: tuple[_Dtype, ...] = get_args(_Dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubEstimateArguments:
+    """The arguments of `drivetrain accelerate estimate-memory`."""
+
+    model_name: tuple[str, ...] = field(
+        metadata={
+            "positional": True,
+            "help": "Model on the Hugging Face Hub, or its folder; dtypes that follow it are added to --dtypes.",
+        }
+    )
+    library_name: Literal["transformers", "timm"] | None = field(
+        default=None, metadata={"help": "Library of the model: transformers."}
+    )
+    dtypes: tuple[_Dtype, ...] = field(
+        default=_DTYPES, metadata={"help": f"Dtypes to tell, of {', '.join(_DTYPES)}."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run code that comes with the model, to build it."}
+    )
+
+
+def run(arguments: HubEstimateArguments) -> int:
+    """Tell what a model of the hub takes in memory, by dtype."""
+    names = [word for word in arguments.model_name if word not in _DTYPES]
+    more = [word for word in arguments.model_name if word in _DTYPES]
+    if len(names) != 1:
+        raise LaunchError(f"accelerate estimate-memory {' '.join(names)}: say one model")
+    args = Namespace(
+        model_name=names[0],
+        library_name=arguments.library_name,
+        dtypes=[*arguments.dtypes, *more],
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    try:
+        estimate_command(args)
+    except (ValueError, OSError, ImportError) as error:
+        raise LaunchError(f"accelerate estimate-memory {names[0]}: {error}") from error
+    sys.stdout.write(
+        f"`drivetrain estimate {names[0]}`, on a folder, measures a step: activations, and ways to train\n"
+    )
+    return 0
+
+
+def create_empty_model(
+    model_name: str,
+    library_name: str | None,
+    trust_remote_code: bool = False,
+    access_token: str | None = None,
+) -> nn.Module:
+    """Build a model of transformers without memory.
+
+    Args:
+        model_name: The model's name on the hub, or its folder.
+        library_name: "transformers", or None for it.
+        trust_remote_code: Whether to run code that comes with the model.
+        access_token: The token for the hub.
+
+    Raises:
+        ValueError: It is a model of another library.
+        ImportError: transformers is not installed.
+    """
+    if library_name not in (None, "transformers"):
+        raise ValueError(
+            f"library_name={library_name!r}: models of transformers are built; of another library, build the model "
+            "under drivetrain.init_empty_weights() and call drivetrain_dispatch's estimate"
+        )
+    transformers: Any = import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(
+        model_name, trust_remote_code=trust_remote_code, token=access_token
+    )
+    kind = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
+    with init_empty_weights():
+        if kind is not None:
+            return kind(config)
+        return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def estimate_training_usage(
+    bytes: int,
+    mixed_precision: str,
+    msamp_config: str | None = None,  # noqa: ARG001 MS-AMP is not known here
+) -> dict[str, int]:
+    """Return what training with Adam takes for weights of that many bytes: -1 for each where it is not known.
+
+    Args:
+        bytes: The bytes of the weights in float32.
+        mixed_precision: The dtype of the forward: float32, float16 or bfloat16.
+        msamp_config: The level of MS-AMP, which is not used.
+    """
+    if mixed_precision == "float32":
+        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
+    if mixed_precision in ("float16", "bfloat16"):
+        half = bytes // 2
+        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes + half, "step": bytes * 2}
+    return dict.fromkeys(("model", "optimizer", "gradients", "step"), -1)
+
+
+def gather_data(args: Namespace) -> list[list[Any]]:
+    """Return a row for each dtype: its name, and the bytes of the largest block, of all weights and of training."""
+    model = create_empty_model(
+        args.model_name, args.library_name, args.trust_remote_code, getattr(args, "access_token", None)
+    )
+    sizes = sizes_of_model(model, whole_classes(model))
+    rows: list[list[Any]] = []
+    for dtype in args.dtypes:
+        total, block = (
+            count * _BITS[dtype] // 8 for count in (sizes.num_parameters, sizes.largest_block_parameters)
+        )
+        rows.append([dtype, block, total, estimate_training_usage(sizes.num_parameters * 4, dtype)])
+    return rows
+
+
+def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:
+    """Return a table with frames, each cell in the middle of its column."""
+    columns = [list(column) for column in zip(headers, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    inner = sum(widths) + len(widths) - 1
+    pattern = f"│{'│'.join('%s' for _ in widths)}│"
+
+    def line(cells: Sequence[str]) -> str:
+        return pattern % tuple(cell.center(width) for cell, width in zip(cells, widths, strict=True))
+
+    def rule(left: str, between: str, right: str) -> str:
+        return left + between.join("─" * width for width in widths) + right
+
+    return "\n".join(
+        [
+            rule("┌", "─", "┐"),
+            f"│{title.center(inner)}│",
+            rule("├", "┬", "┤"),
+            line(headers),
+            rule("├", "┼", "┤"),
+            *(line(row) for row in rows),
+            rule("└", "┴", "┘"),
+        ]
+    )
+
+
+def estimate_command_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate estimate-memory`, or add it to the subcommands of a parser."""
+    return parser_of("estimate-memory", HubEstimateArguments, estimate_command, subparsers)
+
+
+def estimate_command(args: Namespace) -> None:
+    """Tell what a model of the hub takes in memory, by dtype."""
+    shown: list[list[str]] = []
+    for dtype, block, total, training in gather_data(args):
+        of_training = max(cast("dict[str, int]", training).values())
+        shown.append(
+            [
+                dtype,
+                convert_bytes(block),
+                convert_bytes(total),
+                "N/A" if of_training < 0 else convert_bytes(of_training),
+            ]
+        )
+    headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    table = create_ascii_table(headers, shown, f"Memory Usage for loading `{args.model_name}`")
+    sys.stdout.write(f"{table}\n")
+
+
+def main() -> None:
+    """Run `accelerate estimate-memory` as this process's command line says it."""
+    run_words(["estimate-memory", *sys.argv[1:]])

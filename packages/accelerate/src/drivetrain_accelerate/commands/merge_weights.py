@@ -1,0 +1,117 @@
+"""Merge the weights of a sharded checkpoint into one export: of drivetrain's, or of FSDP's as torch writes it."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
+from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.plugins.constants import WEIGHTS_NAME
+from drivetrain_checkpoint import merge_shards, save_model
+from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
+from drivetrain_checkpoint.format.layout import MANIFEST, step_folders
+from drivetrain_launcher.errors import LaunchError
+
+description = "Merge the weights of a sharded checkpoint into one export."
+
+_TORCHS = ".metadata"  # what torch.distributed.checkpoint writes last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeWeightsArguments:
+    """The arguments of `drivetrain accelerate merge-weights`."""
+
+    checkpoint_directory: Path = field(
+        metadata={"positional": True, "help": "Folder of sharded weights, by drivetrain or by FSDP."}
+    )
+    output_path: Path = field(metadata={"positional": True, "help": "Folder of the export."})
+    unsafe_serialization: bool = field(
+        default=False,
+        metadata={"help": "Write pytorch_model.bin in place of safetensors; of FSDP's folders only."},
+    )
+    remove_checkpoint_dir: bool = field(
+        default=False, metadata={"help": "Remove the sharded weights afterwards."}
+    )
+
+
+def run(arguments: MergeWeightsArguments) -> int:
+    """Merge the weights of a sharded checkpoint into one export."""
+    try:
+        _merge(arguments)
+    except (ValueError, OSError, CorruptCheckpointError, NoCheckpointError) as error:
+        raise LaunchError(f"accelerate merge-weights: {error}") from error
+    return 0
+
+
+def merge_command_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate merge-weights`, or add it to the subcommands of a parser."""
+    return parser_of("merge-weights", MergeWeightsArguments, merge_command, subparsers)
+
+
+def merge_command(args: Namespace) -> None:
+    """Merge the weights of a sharded checkpoint into one export.
+
+    Raises:
+        ValueError: The folder holds no sharded weights.
+        CorruptCheckpointError: The checkpoint is damaged.
+    """
+    _merge(arguments_of(MergeWeightsArguments, args))
+
+
+def main() -> None:
+    """Run `accelerate merge-weights` as this process's command line says it."""
+    run_words(["merge-weights", *sys.argv[1:]])
+
+
+def _merge(arguments: MergeWeightsArguments) -> None:
+    folder, output = Path(arguments.checkpoint_directory), Path(arguments.output_path)
+    if (folder / _TORCHS).is_file():
+        _export(_weights_of_torch(folder), output, is_pickled=arguments.unsafe_serialization)
+    elif (folder / MANIFEST).is_file():
+        if arguments.unsafe_serialization:
+            raise ValueError(
+                "--unsafe_serialization: exports of drivetrain's checkpoints are safetensors; leave it out"
+            )
+        merge_shards(folder, output)
+    else:
+        raise ValueError(f"{folder}: {_what_is_there(folder)}")
+    if arguments.remove_checkpoint_dir:
+        rmtree(folder)
+
+
+def _what_is_there(folder: Path) -> str:
+    """Return what to name in place of a folder that holds no sharded weights itself."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if steps := step_folders(folder):
+        return f"holds several checkpoints; name one, such as {folder / list(steps)[-1]}"
+    if inner := sorted(found.parent.name for found in folder.glob(f"*/{_TORCHS}")):
+        return f"holds no weights itself; name {folder / inner[0]}"
+    return f"holds neither {MANIFEST} of a drivetrain checkpoint nor {_TORCHS} of sharded weights of FSDP"
+
+
+def _weights_of_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a folder that torch.distributed.checkpoint wrote, by name."""
+    with TemporaryDirectory() as temporary:
+        whole = Path(temporary) / "whole.pt"
+        dcp_to_torch_save(folder, whole)
+        state: dict[str, Any] = torch.load(whole, map_location="cpu", weights_only=True)
+    if len(state) == 1 and isinstance(inner := next(iter(state.values())), Mapping):
+        state = dict(cast("Mapping[str, Any]", inner))  # the weights stand under the word "model"
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _export(weights: dict[str, torch.Tensor], output: Path, *, is_pickled: bool) -> None:
+    if not is_pickled:
+        save_model(weights, output)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    torch.save(weights, output / WEIGHTS_NAME)

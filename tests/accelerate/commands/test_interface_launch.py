@@ -1,0 +1,113 @@
+"""`drivetrain accelerate launch`, and `drivetrain launch --as-accelerate`, as a user types them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+SHOW = (
+    "import os, sys, accelerate\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
+    "print(type(accelerate).__name__, os.environ['RANK'], os.environ['WORLD_SIZE'], accelerator.num_processes, "
+    "accelerator.mixed_precision, sys.argv[1:])"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "script.py").write_text(SHOW)
+    (tmp_path / "home" / "accelerate").mkdir(parents=True)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    kept = {
+        name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "drivetrain_launcher", *words],
+        cwd=folder,
+        env={
+            **kept,
+            "HF_HOME": str(folder / "home"),
+            "XDG_CONFIG_HOME": str(folder / "xdg"),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def test_one_process_runs_with_the_interface(folder: Path) -> None:
+    done = run(folder, "launch", "--as-accelerate", "--cpu", "script.py", "--x")
+    assert done.stdout == "InterfaceModule 0 1 1 no ['--x']\n", done.stderr
+
+
+def test_a_module_does_too(folder: Path) -> None:
+    done = run(
+        folder, "launch", "--as-accelerate", "--cpu", "--mixed-precision", "bf16", "-m", "script", "-y"
+    )
+    assert done.stdout == "InterfaceModule 0 1 1 bf16 ['-y']\n", done.stderr
+
+
+def test_two_processes_do_with_accelerates_flags(folder: Path) -> None:
+    done = run(folder, "accelerate", "launch", "--cpu", "--num_processes", "2", "script.py", "--x")
+    lines = sorted(line.removeprefix("[1] ").removeprefix("[rank 1] ") for line in done.stdout.splitlines())
+    assert len(lines) == 2, done.stderr
+    assert "InterfaceModule 0 2 2 no ['--x']" in lines[0]
+    assert "InterfaceModule 1 2 2 no ['--x']" in lines[1]
+
+
+def test_a_failing_rank_is_shown_with_the_scripts_own_frames(folder: Path) -> None:
+    (folder / "script.py").write_text("import accelerate\nraise ValueError('boom')")
+    done = run(folder, "accelerate", "launch", "--cpu", "--num_processes", "2", "script.py")
+    assert done.returncode == 1
+    assert "ValueError: boom" in done.stderr
+    assert "drivetrain_accelerate/__main__.py" not in done.stderr
+
+
+def test_accelerates_default_file_is_read_unless_another_is_found_or_none_is_wanted(folder: Path) -> None:
+    file = folder / "home" / "accelerate" / "default_config.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {"distributed_type": "NO", "mixed_precision": "bf16", "use_cpu": True, "num_processes": 1}
+        )
+    )
+    done = run(folder, "accelerate", "launch", "script.py")
+    assert done.stdout == "InterfaceModule 0 1 1 bf16 []\n", done.stderr
+    assert f"settings from {file}, found in Accelerate's own place" in done.stderr
+    assert (
+        " no []" in run(folder, "accelerate", "launch", "--config_file", "none", "--cpu", "script.py").stdout
+    )
+    (folder / "drivetrain.yaml").write_text("run: {cpu: true}")
+    assert " no []" in run(folder, "accelerate", "launch", "script.py").stdout
+
+
+def test_a_plan_shows_the_interface_in_the_command(folder: Path) -> None:
+    done = run(folder, "accelerate", "launch", "--dry-run", "--cpu", "--num_processes", "2", "script.py")
+    assert "worker.py -m drivetrain_accelerate script.py" in done.stdout
+
+
+def test_a_flag_without_a_counterpart_is_refused(folder: Path) -> None:
+    done = run(folder, "accelerate", "launch", "--use_megatron_lm", "script.py")
+    assert done.returncode == 2
+    assert "--use_megatron_lm: there is no Megatron backend here yet" in done.stderr
+
+
+def test_pods_are_refused_with_what_to_do(folder: Path) -> None:
+    done = run(folder, "accelerate", "tpu-config", "--tpu_name", "x", "--debug")
+    assert done.returncode == 2
+    assert "gcloud compute tpus tpu-vm ssh NAME --worker=all" in done.stderr
+
+
+def test_the_questions_write_a_file_of_drivetrains(folder: Path) -> None:
+    done = run(folder, "accelerate", "config", "--yes", "--config_file", "a.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "Wrote a.yaml" in done.stdout
+    assert run(folder, "accelerate", "config", "--yes").returncode == 0
+    assert (folder / "xdg" / "drivetrain" / "config.yaml").is_file()

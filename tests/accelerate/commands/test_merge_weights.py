@@ -1,0 +1,86 @@
+"""Sharded weights merged into one export, against the real one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from drivetrain_accelerate.commands.merge_weights import MergeWeightsArguments, merge_command_parser, run
+from drivetrain_launcher.errors import LaunchError
+
+pytest.importorskip("accelerate", reason="the interface is held against the real one")
+
+from accelerate.commands.merge import merge_command as real_merge
+
+# What torch says of a save without other processes.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    dcp.save({"model": WEIGHTS}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("flags", [[], ["--unsafe_serialization"]])
+def test_weights_of_fsdp_are_those_of_the_real_one(tmp_path: Path, sharded: Path, flags: list[str]) -> None:
+    for name, merge in (("ours", None), ("real", real_merge)):
+        args = merge_command_parser().parse_args([str(sharded), str(tmp_path / name), *flags])
+        if merge is None:
+            run(
+                MergeWeightsArguments(
+                    checkpoint_directory=sharded,
+                    output_path=tmp_path / name,
+                    unsafe_serialization=args.unsafe_serialization,
+                )
+            )
+        else:
+            merge(args)
+    (file,) = (path.name for path in (tmp_path / "real").iterdir())
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == [file]
+    read = load_file if file.endswith(".safetensors") else torch.load
+    mine, theirs = read(tmp_path / "ours" / file), read(tmp_path / "real" / file)
+    assert mine.keys() == theirs.keys() == WEIGHTS.keys()
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(mine[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+
+
+def test_the_sharded_weights_are_removed_if_told(tmp_path: Path, sharded: Path) -> None:
+    run(
+        MergeWeightsArguments(
+            checkpoint_directory=sharded, output_path=tmp_path / "out", remove_checkpoint_dir=True
+        )
+    )
+    assert not sharded.exists()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_drivetrain_is_exported(tmp_path: Path) -> None:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = accelerator.prepare(torch.nn.Linear(4, 2))
+    accelerator.save_state(tmp_path / "state")
+    (folder,) = (tmp_path / "state").glob("step-*")
+    run(MergeWeightsArguments(checkpoint_directory=folder, output_path=tmp_path / "out"))
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(merged["weight"], model.weight)
+    with pytest.raises(LaunchError, match="--unsafe_serialization: exports of drivetrain's checkpoints are"):
+        run(
+            MergeWeightsArguments(
+                checkpoint_directory=folder, output_path=tmp_path / "x", unsafe_serialization=True
+            )
+        )
+
+
+def test_a_folder_that_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path, sharded: Path) -> None:
+    with pytest.raises(LaunchError, match=f"holds no weights itself; name {sharded}"):
+        run(MergeWeightsArguments(checkpoint_directory=tmp_path, output_path=tmp_path / "out"))
+    with pytest.raises(LaunchError, match="there is no such folder"):
+        run(MergeWeightsArguments(checkpoint_directory=tmp_path / "none", output_path=tmp_path / "out"))

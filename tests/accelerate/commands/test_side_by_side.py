@@ -1,0 +1,55 @@
+"""A script's losses under the real Accelerate and under the interface, side by side."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain_accelerate.commands.side_by_side import ComparisonArguments, run
+
+pytest.importorskip("accelerate", reason="the real one runs, too")
+
+PROGRAM = str(Path(__file__).parents[1] / "programs" / "small_training.py")
+
+
+def test_losses_that_are_the_same_end_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ComparisonArguments(script=PROGRAM, steps=4)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "real", "ours", "difference"]
+    assert [line.split()[0] for line in lines[1:5]] == ["1", "2", "3", "4"]
+    assert lines[5] == "all 4 losses are the same (tolerance 0.0001)"
+
+
+def test_losses_that_differ_end_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ComparisonArguments(script=PROGRAM, steps=2, arguments=("--skew",))) == 1
+    out = capsys.readouterr().out
+    assert out.count("differs") == 2
+    assert "2 of 2 losses differ" in out
+
+
+def test_a_script_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ComparisonArguments(script=PROGRAM, arguments=("--fail",))) == 1
+    error = capsys.readouterr().err
+    assert "the real Accelerate: ended with exit code 1" in error
+    assert "ValueError: this program fails" in error
+
+
+def test_a_script_without_backward_has_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "empty.py"
+    script.write_text("print('nothing')")
+    assert run(ComparisonArguments(script=str(script))) == 1
+    assert "neither run called accelerator.backward" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_are_compared_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ComparisonArguments(script=PROGRAM, steps=3, num_processes=2)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "step", "real", "ours", "difference"]
+    assert len(lines) == 8
+
+
+def test_numbers_are_checked() -> None:
+    with pytest.raises(ValueError, match="--steps 0: must be at least 1"):
+        ComparisonArguments(script="x", steps=0)

@@ -1,0 +1,72 @@
+"""What a launch says, in Accelerate's variables; theirs where Accelerate's launcher says the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain_accelerate.launch_variables import launch_variables
+from drivetrain_config import Layers
+from drivetrain_launcher.cli.commands.launch import LaunchArguments
+from drivetrain_launcher.cli.parser import build_parser
+
+
+def of_flags(*flags: str) -> dict[str, str]:
+    parser = build_parser("launch", LaunchArguments, "")
+    return launch_variables(parser.parse([*flags, "--config", "none", "train.py"]).layers)
+
+
+def test_nothing_said_is_no_variable() -> None:
+    assert launch_variables(Layers({})) == {}
+
+
+def test_what_a_run_says() -> None:
+    assert of_flags(
+        "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4", "--debug"
+    ) == {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEBUG_MODE": "true",
+    }
+
+
+def test_what_deepspeed_is_told() -> None:
+    assert of_flags("--use_deepspeed", "--zero_stage", "3", "--offload_param_device", "cpu") == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+    }
+
+
+def test_blocks_by_size() -> None:
+    found = of_flags("--use_fsdp", "--fsdp_min_num_params", "100", "--fsdp-strategy", "shard_grad_op")
+    assert found["FSDP_AUTO_WRAP_POLICY"] == "SIZE_BASED_WRAP"
+    assert found["FSDP_MIN_NUM_PARAMS"] == "100"
+    assert found["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+
+
+def test_fsdp_is_told_what_accelerates_launcher_tells(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    flags = [
+        *("--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "true"),
+        *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "A,B"),
+        *(
+            "--fsdp_offload_params",
+            "true",
+            "--fsdp_activation_checkpointing",
+            "true",
+            "--mixed_precision",
+            "bf16",
+        ),
+    ]
+    script = tmp_path / "show.py"
+    script.write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", *flags, str(script)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=True)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    found = of_flags(*flags)
+    assert found
+    assert found == {name: theirs[name] for name in found}
