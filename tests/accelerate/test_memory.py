@@ -41,7 +41,7 @@ def test_the_next_size_is_the_programs_if_it_says_one() -> None:
 def test_errors_are_of_the_classes_of_accelerate() -> None:
     for module in (real, memory):
         none_fits = module.find_executable_batch_size(training(0, []), starting_batch_size=4)
-        with pytest.raises(RuntimeError, match="(?i)no (executable )?batch size f"):
+        with pytest.raises(RuntimeError, match=r"(?i)no (executable )?batch size f"):
             none_fits(1)
         other = module.find_executable_batch_size(training(1, [], "no such file"), starting_batch_size=4)
         with pytest.raises(RuntimeError, match="no such file"):
