@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
 from drivetrain_precision.fp8.layer_conversion import (
     convert_model,
@@ -22,7 +23,6 @@ from drivetrain_precision.fp8.layer_conversion import (
     recipe_state,
     restore_model,
 )
-from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_precision.support import Support
 
