@@ -314,6 +314,8 @@ def export_a_language_model(folder: str) -> dict[str, Tensor]:
         accelerator.backward(prepared(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         accelerator.save_model(prepared, folder)
+        if accelerator.is_main_process:
+            model.config.save_pretrained(folder)
         return accelerator.get_state_dict(prepared, everywhere=True)
 
 

@@ -72,7 +72,9 @@ def train_resume_export(
 ) -> float:
     """Train, go on from a checkpoint, export; return the greatest difference between export and training."""
     place = Path(folder, "export")
-    sections = QUIET if stage is None else {**QUIET, "deepspeed": {"stage": stage}}
+    # By default stage 3 keeps weights as small as these whole.
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    sections = QUIET if stage is None else {**QUIET, "deepspeed": {"config": config}}
     with Accelerator(
         cpu=True, backend=backend, mixed_precision=precision, project_dir=folder, sections=sections
     ) as accelerator:
