@@ -9,6 +9,7 @@ from checks.sources import Source, read_sources
 
 # Why a name may stand several times.
 CLASSES_MEANT = {
+    "Accelerator": "the umbrella's, and that of Accelerate's interface",
     "AimTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
     "ClearMLTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
     "DVCLiveTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
@@ -20,6 +21,7 @@ CLASSES_MEANT = {
 _ONE_A_PACKAGE, _ONE_A_BACKEND = "the same concept, one a package", "the same part, one a backend"
 _OF_A_COMMAND = "a command beside what it does"
 FILES_MEANT = {
+    "accelerator": "the umbrella's, and that of Accelerate's interface",
     "errors": _ONE_A_PACKAGE,
     "settings": _ONE_A_PACKAGE,
     "arguments": _ONE_A_PACKAGE,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models import sizes, tied_weights
+from drivetrain_accelerate.models import module_sizes as sizes
+from drivetrain_accelerate.models import tied_weights
 from drivetrain_accelerate.plugins.enums import CustomDtype
 
 theirs = pytest.importorskip("accelerate.utils.modeling")

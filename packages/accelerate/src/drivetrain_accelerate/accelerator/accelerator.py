@@ -3,16 +3,16 @@
 from os import PathLike
 from typing import Any
 
-from drivetrain_accelerate.accelerator.checkpoints import Checkpoints
-from drivetrain_accelerate.accelerator.ranks import Ranks
-from drivetrain_accelerate.accelerator.results import Results
+from drivetrain_accelerate.accelerator.checkpoint_methods import CheckpointMethods
+from drivetrain_accelerate.accelerator.rank_methods import RankMethods
+from drivetrain_accelerate.accelerator.result_methods import ResultMethods
 from drivetrain_accelerate.accelerator.run_options import (
     RunOptions,
     accumulation_of,
     chosen_precision,
     sort_handlers,
 )
-from drivetrain_accelerate.accelerator.training import Training
+from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
 from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
@@ -26,7 +26,7 @@ from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 _NOT_SAID = object()
 
 
-class Accelerator(Training, Checkpoints, Results, Ranks):
+class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 
     Args:

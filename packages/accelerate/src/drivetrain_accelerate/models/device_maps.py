@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain_accelerate.models.module_sizes import classes_listed, convert_file_size_to_int, planned_sizes
 from drivetrain_accelerate.models.module_tensors import Where
-from drivetrain_accelerate.models.sizes import classes_listed, convert_file_size_to_int, planned_sizes
 from drivetrain_dispatch import DeviceMap
 from drivetrain_dispatch import get_max_memory as memory_budgets
 from drivetrain_dispatch import infer_auto_device_map as plan_device_map

@@ -14,7 +14,7 @@ from drivetrain_accelerate.models.device_maps import (
     get_max_memory,
     infer_auto_device_map,
 )
-from drivetrain_accelerate.models.dispatch import dispatch_model
+from drivetrain_accelerate.models.model_dispatch import dispatch_model
 from drivetrain_accelerate.models.module_tensors import Where, dtype_of
 from drivetrain_accelerate.models.offloaded_sources import WeightSources, remember_sources
 from drivetrain_dispatch import load_checkpoint_in_model as load_in_model

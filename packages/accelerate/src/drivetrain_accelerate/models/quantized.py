@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain_accelerate.models.device_maps import get_balanced_memory, get_max_memory, present_classes
-from drivetrain_accelerate.models.dispatch import dispatch_model
+from drivetrain_accelerate.models.model_dispatch import dispatch_model
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_accelerate.models.tied_weights import find_tied_parameters
 from drivetrain_dispatch import BitsAndBytes4Bit, BitsAndBytes8Bit, infer_auto_device_map, quantized_sizes

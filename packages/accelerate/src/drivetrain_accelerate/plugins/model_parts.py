@@ -1,17 +1,6 @@
 """What plugins say of a model's parts: a tensor's shape and dtype, a module's class."""
 
-from dataclasses import dataclass
-
-import torch
 from torch import nn
-
-
-@dataclass
-class TensorInformation:
-    """The shape and dtype of a tensor, which stand for it where only rank 0 holds one."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -6,7 +6,7 @@ from typing import Any
 from drivetrain_accelerate.compat import count_call, num_calls
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
-from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
+from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:

@@ -15,7 +15,7 @@ from drivetrain_accelerate.trackers.tracker_choice import filter_trackers
 from drivetrain_accelerate.trackers.tracker_start import for_each_tracker, split_trackers, tracker_of
 
 
-class Results(Basis):
+class ResultMethods(Basis):
     """The trackers of a run, its profiles and its end."""
 
     def __init__(self, *given: Any) -> None:

@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_map
 from drivetrain_accelerate.accelerator.basis import Basis
 from drivetrain_accelerate.accelerator.real_rows import real_rows
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.tensors.collectives import gather as gather_over_ranks
-from drivetrain_accelerate.tensors.collectives import reduce as reduce_over_ranks
 from drivetrain_accelerate.tensors.padding import pad_across_processes as pad_to_largest
+from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
+from drivetrain_accelerate.tensors.rank_collectives import reduce as reduce_over_ranks
 from drivetrain_data import BatchPlan
 from drivetrain_data.remainder import trim_objects
 from drivetrain_state import LeafError
 from drivetrain_state.collectives import operations as collectives
 
 
-class Ranks(Basis):
+class RankMethods(Basis):
     """The ranks of the run: what each is, what each does alone, and what all exchange."""
 
     @property

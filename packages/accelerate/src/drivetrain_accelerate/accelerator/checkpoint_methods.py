@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, newest_folder, surplus_folders
-from drivetrain_accelerate.accelerator.preparation import Preparation
-from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
-from drivetrain_accelerate.training.scheduler import AcceleratedScheduler
+from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
+from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
+from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 
 Hook = Callable[..., None]
 
@@ -28,7 +28,7 @@ class SavedObjects(NamedTuple):
     custom: list[Any]
 
 
-class Checkpoints(Preparation):
+class CheckpointMethods(PrepareMethods):
     """Save and load a run, by drivetrain's transactional checkpoints in the folders that Accelerate names."""
 
     def __init__(self, *given: Any) -> None:

@@ -19,13 +19,13 @@ from drivetrain_accelerate.model_structure import compile_regions
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
 from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
-from drivetrain_accelerate.training.optimizer import AcceleratedOptimizer
-from drivetrain_accelerate.training.scheduler import AcceleratedScheduler
+from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
+from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_backends import Scheduler, unwrap_compiled
 from drivetrain_data.sharded_loader import is_loader
 
 
-class Preparation(Basis):
+class PrepareMethods(Basis):
     """The prepared objects of a run, by kind and in the order of their preparation."""
 
     def __init__(self, *given: Any) -> None:

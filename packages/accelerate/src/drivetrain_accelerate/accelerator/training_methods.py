@@ -11,7 +11,7 @@ from drivetrain_accelerate.accelerator.basis import Basis
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
-class Training(Basis):
+class TrainingMethods(Basis):
     """The part of an Accelerator that a training loop calls for each micro-batch."""
 
     @property

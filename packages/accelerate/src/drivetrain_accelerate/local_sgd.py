@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.tensors.collectives import reduce
+from drivetrain_accelerate.tensors.rank_collectives import reduce
 from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
 
 if TYPE_CHECKING:
