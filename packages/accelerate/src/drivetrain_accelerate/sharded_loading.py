@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from drivetrain_accelerate.compat import tied_weights_keys
 from drivetrain_backends import load_full_state_dict
 from drivetrain_config import environ
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
 
-_TIED = "_tied_weights_keys"  # transformers' name
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
@@ -43,8 +43,7 @@ def ensure_weights_retied(
         device: Not used: the first of the tied tensors is kept where the initialisation put it.
     """
     del device
-    keys: Iterable[str] = getattr(model, _TIED, None) or ()
-    if not keys:
+    if not tied_weights_keys(model):
         return param_init_fn
     holders: dict[nn.Module, dict[str, Tensor]] = {}
     shared = _several(model)

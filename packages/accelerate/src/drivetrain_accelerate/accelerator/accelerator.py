@@ -104,19 +104,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             log_with=log_with if isinstance(log_with, list) else [log_with] if log_with else [],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        init = options.handlers.init
-        timeout = {} if init is None or init.timeout is None else {"timeout": init.timeout}
-        state = AcceleratorState(
-            options.mixed_precision,
-            cpu,
-            dynamo_plugin=options.dynamo_plugin,
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            parallelism_config=parallelism_config,
-            _from_accelerator=True,
-            **timeout,
-        )
-        super().__init__(options, state)
+        super().__init__(options, _state_of(options))
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.dataloader_config = data
@@ -236,6 +224,22 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     def save_iteration(self) -> int:
         """The number of the next checkpoint."""
         return self.project_configuration.iteration
+
+
+def _state_of(options: RunOptions) -> AcceleratorState:
+    """Return the state of the run that all Accelerators of a process share; the first one's options set it."""
+    init = options.handlers.init
+    timeout = {} if init is None or init.timeout is None else {"timeout": init.timeout}
+    return AcceleratorState(
+        options.mixed_precision,
+        options.cpu,
+        dynamo_plugin=options.dynamo_plugin,
+        deepspeed_plugin=options.deepspeed_plugin,
+        fsdp_plugin=options.fsdp_plugin,
+        parallelism_config=options.parallelism_config,
+        _from_accelerator=True,
+        **timeout,
+    )
 
 
 def _compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:

@@ -72,7 +72,7 @@ class CheckpointMethods(PrepareMethods):
         Args:
             output_dir: The folder; with automatic names, the next `checkpoints/checkpoint_N` of the project.
             safe_serialization: Not used: tensors are written as safetensors.
-            **save_model_func_kwargs: Not used.
+            **save_model_func_kwargs: Not used; accepted as in Accelerate.
 
         Returns:
             The folder.
@@ -108,7 +108,7 @@ class CheckpointMethods(PrepareMethods):
         Args:
             input_dir: The folder; with automatic names, the newest one of the project.
             load_kwargs: Not used: only tensors and plain values are read.
-            **load_model_func_kwargs: Not used.
+            **load_model_func_kwargs: Not used; accepted as in Accelerate.
 
         Raises:
             ValueError: No folder is said, or there is none.
@@ -130,7 +130,7 @@ class CheckpointMethods(PrepareMethods):
 
         Args:
             model: A prepared model.
-            save_directory: The folder.
+            save_directory: The folder to write to.
             max_shard_size: The most bytes of a file, as a number or as "10GB".
             safe_serialization: Whether safetensors are written; if false, a file of torch's own.
         """
@@ -148,7 +148,7 @@ class CheckpointMethods(PrepareMethods):
 
         Args:
             obj: The object; a dict of tensors for safetensors.
-            f: The file.
+            f: The file to write to.
             safe_serialization: Whether to write safetensors.
         """
         on_each_node = self.options.project.save_on_each_node

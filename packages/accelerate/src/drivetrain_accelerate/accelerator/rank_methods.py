@@ -7,10 +7,10 @@ from operator import mul
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from drivetrain_accelerate.accelerator.basis import Basis
 from drivetrain_accelerate.accelerator.real_rows import real_rows
+from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.tensors.padding import pad_across_processes as pad_to_largest
 from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
@@ -36,7 +36,7 @@ class RankMethods(Basis):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes train together."""
+        """The way in which processes train together."""
         return self.state.distributed_type
 
     @property
@@ -150,7 +150,7 @@ class RankMethods(Basis):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce nested tensors of equal shapes over ranks and scale them. Called on all ranks."""
         found = reduce_over_ranks(tensor, reduction)
-        return found if scale == 1.0 else tree_map(partial(mul, scale), found)
+        return found if scale == 1.0 else map_nested(partial(mul, scale), found)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

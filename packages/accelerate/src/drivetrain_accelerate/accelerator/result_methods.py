@@ -56,7 +56,7 @@ class ResultMethods(Basis):
         """Return a tracker by its name; one that does nothing on other ranks, and before any is started.
 
         Args:
-            name: The name.
+            name: The name of the tracker.
             unwrap: Whether to return the platform's own object.
 
         Raises:
@@ -100,7 +100,7 @@ class ResultMethods(Basis):
         """Profile the block with torch's profiler. May be called on any rank.
 
         Args:
-            profile_handler: What to record, and the folder to write a trace of each rank to.
+            profile_handler: The options of the profiler, and the folder to write a trace of each rank to.
         """
         handler = profile_handler or self.options.handlers.profile or ProfileKwargs()
         with handler.build() as profiler:

@@ -13,7 +13,7 @@ def in_use(full_name: str, own: Anything) -> Anything:
 
     Args:
         full_name: The name, such as "accelerate.big_modeling.check_device_map".
-        own: What this package provides under it.
+        own: The object that this package provides under the name.
 
     Returns:
         What a program has set in its place; `own` if it has set nothing, or the interface is not installed.

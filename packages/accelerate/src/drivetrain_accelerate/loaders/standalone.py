@@ -61,12 +61,7 @@ def prepare_data_loader(
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
     state = PartialState()
-    own = Shard(state.process_index, state.num_processes)
-    shard = Shard(
-        own.index if process_index is None else process_index,
-        own.count if num_processes is None else num_processes,
-    )
-    context = state.context if shard == own else None  # a program may read for other processes than there are
+    shard, context = _part_to_read(state, process_index, num_processes)
     sharded = shard_loader(
         dataloader,
         shard,
@@ -90,6 +85,19 @@ def get_sampler(dataloader: Any) -> Any:
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
+
+
+def _part_to_read(
+    state: PartialState, process_index: int | None, num_processes: int | None
+) -> tuple[Shard, Context | None]:
+    """Return the part of the data that a process reads, and the run's context if it is this rank's own part."""
+    own = Shard(state.process_index, state.num_processes)
+    shard = Shard(
+        own.index if process_index is None else process_index,
+        own.count if num_processes is None else num_processes,
+    )
+    # A program may read for other processes than there are.
+    return shard, state.context if shard == own else None
 
 
 def _refuse_slicing(slice_fn: Callable[..., Any] | None) -> None:

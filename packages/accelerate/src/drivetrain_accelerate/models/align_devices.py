@@ -177,7 +177,7 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
     """Have the weights of a module on a device inside of the block, and where they were afterwards.
 
     Args:
-        module: The module.
+        module: The module that holds the weights.
         execution_device: The device; None for that of the module's hook.
     """
     hook = hook_of(module)

@@ -44,7 +44,7 @@ def attach_execution_device_hook(
 
     Args:
         module: The module; changed in place.
-        execution_device: The device.
+        execution_device: The device to compute on.
         skip_keys: Names of inputs that stay on their device.
         preload_module_classes: Names of classes whose modules are seen as one.
         tied_params_map: The copies of tied weights.

@@ -98,7 +98,7 @@ def infer_auto_device_map(
         verbose: Whether the plan is logged.
         clean_result: Whether modules whose parts are all on one device are one entry.
         offload_buffers: Whether buffers will be offloaded too.
-        fallback_allocation: Without effect.
+        fallback_allocation: Without effect: the plan finds whatever fits by itself.
 
     Raises:
         DeviceMapError: The budgets cannot hold the model.

@@ -29,5 +29,5 @@ def forget_dispatch(module: nn.Module) -> None:
 
 
 def show_map(model: nn.Module, device_map: object) -> None:
-    """Set `hf_device_map`."""
+    """Set the `hf_device_map` of a model."""
     setattr(model, _MAP, device_map)

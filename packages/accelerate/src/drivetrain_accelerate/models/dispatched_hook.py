@@ -44,7 +44,7 @@ class DispatchedHook(AlignDevicesHook):
 
     @property
     def offload(self) -> bool:  # type: ignore[override] so that it is no attribute that a new hook is made with
-        """Whether the module's weights are elsewhere than where it computes; they are fetched for its forward."""
+        """True if the module's weights are elsewhere than where it computes; they are fetched for its forward."""
         module = None if self._module is None else self._module()
         return bool(self._stored) or (
             module is not None and any(map(is_offloaded, _tensors(module).values()))

@@ -72,10 +72,10 @@ def load_checkpoint_in_model(
         device_map: Devices by name; None keeps each tensor on its device.
         offload_folder: The folder for weights on the disk that no file holds in their final form.
         dtype: The dtype of floating-point tensors; None keeps the model's.
-        offload_state_dict: Without effect.
-        offload_buffers: Without effect.
+        offload_state_dict: Without effect: no weight takes host memory twice.
+        offload_buffers: Without effect: buffers are loaded by the map like parameters.
         keep_in_fp32_modules: Names of modules at any depth whose tensors stay in fp32.
-        offload_8bit_bnb: Without effect.
+        offload_8bit_bnb: Without effect: packed weights are offloaded as they are.
         strict: Whether the checkpoint must have exactly the model's names; otherwise what differs is logged.
         full_state_dict: Must be true.
         broadcast_from_rank0: Whether rank 0 reads for all ranks, all of which call this.
@@ -143,7 +143,7 @@ def load_checkpoint_and_dispatch(
         offload_folder: The folder for weights on the disk that no file holds in their final form.
         offload_buffers: Whether buffers are offloaded too.
         dtype: The dtype of floating-point tensors; None keeps the model's.
-        offload_state_dict: Without effect.
+        offload_state_dict: Without effect: no weight takes host memory twice.
         skip_keys: Keyword arguments that stay on their device.
         preload_module_classes: Names of module classes whose weights are fetched all at once.
         force_hooks: Whether a model on one device gets hooks too.

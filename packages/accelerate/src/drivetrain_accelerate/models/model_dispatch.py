@@ -47,7 +47,7 @@ def dispatch_model(
         main_device: The accelerator for modules that the map names before any; by default the first in the map.
         state_dict: The values of weights that the model has on the meta device.
         offload_dir: The folder for weights on the disk that are in no file yet, or the one that holds them.
-        offload_index: Where files hold the values of weights that the model has on the meta device.
+        offload_index: The index of files that hold the values of weights that the model has on the meta device.
         offload_buffers: Whether buffers are offloaded too.
         skip_keys: Keyword arguments that stay on their device.
         preload_module_classes: Names of module classes whose weights are fetched all at once.

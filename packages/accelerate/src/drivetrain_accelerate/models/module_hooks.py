@@ -48,7 +48,7 @@ class SequentialHook(ModelHook):
     """A hook that runs others, each method in their order.
 
     Args:
-        hooks: The others.
+        hooks: The hooks to run.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -99,7 +99,7 @@ def add_hook_to_module(module: AnyModule, hook: ModelHook, append: bool = False)
 
     Args:
         module: The module; changed in place.
-        hook: The hook.
+        hook: The hook to add.
         append: Whether a hook that the module has is kept and runs first; otherwise it is removed.
 
     Returns:

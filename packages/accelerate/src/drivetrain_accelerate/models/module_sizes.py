@@ -56,7 +56,7 @@ def compute_module_sizes(
     """Return the bytes of a model, as `""`, and of each module and tensor in it.
 
     Args:
-        model: The model.
+        model: The model to measure.
         dtype: The dtype that floating-point tensors will have; None for that they have.
         special_dtypes: The dtypes of single tensors by name.
         buffers_only: Whether only buffers count.
@@ -188,7 +188,7 @@ def fallback_allocate(
     Args:
         modules: The parts of a model.
         module_sizes: The bytes of each name.
-        size_limit: The size.
+        size_limit: The size that the module must fit into.
         no_split_module_classes: Names of classes that are not divided.
         tied_parameters: The names of weights with several; modules that share one are not looked at.
 

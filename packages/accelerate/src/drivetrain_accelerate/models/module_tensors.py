@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain_accelerate.compat import uncompiled
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
 from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.device_map import place_of
@@ -39,7 +40,7 @@ def named_module_tensors(
     """Yield the parameters of a module, then its buffers, with their names.
 
     Args:
-        module: The module.
+        module: The module that holds the tensors.
         include_buffers: Whether buffers are among them.
         recurse: Whether those of the modules inside are too.
         remove_non_persistent: Whether buffers that a state dict does not hold are left out.
@@ -58,7 +59,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     """Return the names of the buffers of a module that a state dict does not hold.
 
     Args:
-        module: The module.
+        module: The module that holds the buffers.
         recurse: Whether those of the modules inside are among them.
         fqns: Whether these have their names as the module sees them; otherwise as their own modules do.
     """
@@ -85,13 +86,13 @@ def set_module_tensor_to_device(
     Args:
         module: The module, or one around it.
         tensor_name: The name of the tensor in it; dots lead into modules inside.
-        device: The device.
+        device: The device to put it on.
         value: The new values; None for the present ones.
         dtype: The dtype of the new values; None for that of the tensor. Integer and boolean values keep theirs.
         fp16_statistics: The scales of an 8-bit weight of bitsandbytes.
         tied_params_map: The copies of tied tensors that are made already, and where a new one is noted.
         non_blocking: Whether the copy may go on after the call.
-        clear_cache: Without effect.
+        clear_cache: Without effect: torch's cache is left as it is.
 
     Raises:
         ValueError: The module has no such tensor, the shape differs, or the tensor has no values and none are given.
@@ -187,7 +188,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model, maybe inside of a wrapper or compiled, is one of peft."""
-    inner: Any = getattr(getattr(model, "module", model), "_orig_mod", getattr(model, "module", model))
+    inner = uncompiled(getattr(model, "module", model))
     return any(
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
         for kind in type(inner).__mro__

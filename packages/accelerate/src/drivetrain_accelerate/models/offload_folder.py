@@ -24,7 +24,7 @@ class ValuesFile(MappedFile):
     Args:
         path: The path of the file.
         name: The name of the tensor.
-        entry: What the index says of it.
+        entry: The entry of the tensor in the index.
 
     Raises:
         WeightFilesError: The file is missing, or does not have the size that the entry says.
@@ -69,8 +69,8 @@ def offload_weight(
     """Write a weight to a file of its values.
 
     Args:
-        weight: The weight.
-        weight_name: Its name; the file is called so, with ".dat".
+        weight: The weight to write.
+        weight_name: The name of the weight; the file is called so, with ".dat".
         offload_folder: The folder; it exists.
         index: The index, to which the weight is added; None for none.
 
@@ -91,7 +91,7 @@ def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Entry) 
 
     Args:
         weight_file: The path of the file.
-        weight_info: What the index says of the weight.
+        weight_info: The entry of the weight in the index.
     """
     return ValuesFile(Path(weight_file), "", weight_info).tensor("")
 
@@ -124,8 +124,8 @@ class PrefixedDataset(Mapping[str, Tensor]):
     """A mapping of which only the names are seen that begin with a prefix, without it.
 
     Args:
-        dataset: The mapping.
-        prefix: The prefix.
+        dataset: The mapping with all names.
+        prefix: The prefix of the names that are seen.
     """
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:

@@ -17,7 +17,7 @@ _LOADED = "_drivetrain_accelerate_loaded"  # the attribute of a model by which a
 
 @dataclass(kw_only=True)
 class WeightSources:
-    """Where the weights of a model are.
+    """The places of a model's weights.
 
     Attributes:
         mapped: The files of the weights that are mapped pages, by name.

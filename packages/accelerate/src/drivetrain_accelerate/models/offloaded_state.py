@@ -34,7 +34,7 @@ def get_state_dict_from_offload(
     """Fill the values of the weights of an offloaded module into a state dict.
 
     Args:
-        module: The module.
+        module: The module whose weights are offloaded.
         module_name: The name of one of its weights.
         state_dict: The state dict; changed in place.
         device_to_put_offload: The device of the values.
@@ -61,7 +61,7 @@ def load_offloaded_weights(
     Args:
         model: The model; changed in place.
         index: The index of the weights to read.
-        offload_folder: The folder.
+        offload_folder: The folder that holds the weights.
     """
     if not index:
         return

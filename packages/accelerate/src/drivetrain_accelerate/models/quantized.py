@@ -20,7 +20,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class QuantizationConfig(Protocol):
-    """What is read of a `BnbQuantizationConfig`."""
+    """The fields that are read of a `BnbQuantizationConfig`."""
 
     load_in_8bit: bool
     load_in_4bit: bool
@@ -47,13 +47,13 @@ def load_and_quantize_model(
 
     Args:
         model: The model; changed in place. On the meta device if its weights are loaded.
-        bnb_quantization_config: How it is quantised.
+        bnb_quantization_config: The options of quantisation.
         weights_location: A weight file, the index of several, or a folder that holds one of them.
         device_map: Devices by name; None for the current accelerator, or the host if there is none.
         no_split_module_classes: Names of classes of modules that a planned map keeps whole.
         max_memory: The memory budget of each device for a planned map.
         offload_folder: The folder for weights on the disk.
-        offload_state_dict: Without effect.
+        offload_state_dict: Without effect: no weight takes host memory twice.
 
     Returns:
         The same model.
@@ -137,8 +137,8 @@ def get_quantized_model_device_map(
     """Return the device map of a model that is to be quantised.
 
     Args:
-        model: The model.
-        bnb_quantization_config: How it is quantised.
+        model: The model to be quantised.
+        bnb_quantization_config: The options of quantisation.
         device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential"; None for the current
             accelerator, or the host if there is none.
         max_memory: The memory budget of each device for a planned map.
@@ -175,7 +175,7 @@ def replace_with_bnb_layers(
 
     Args:
         model: The model; changed in place.
-        bnb_quantization_config: How it is quantised.
+        bnb_quantization_config: The options of quantisation.
         modules_to_not_convert: Names of modules that stay.
         current_key_name: The names of the modules around the model.
     """

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from drivetrain_accelerate.compat import tied_weights_keys
 from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_weights import find_tied_parameters as find_groups
 from drivetrain_weights import retie_parameters as tie_groups
@@ -17,7 +18,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the names of each parameter that has several.
 
     Args:
-        model: The model.
+        model: The model to search.
         kwargs: Accepted and without effect, as in Accelerate.
     """
     del kwargs
@@ -36,7 +37,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Return whether the configuration of a model of transformers says that its embeddings are tied."""
     config: Any = getattr(model, "config", None)
-    has_tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None)
+    has_tied = getattr(model, "all_tied_weights_keys", None) or tied_weights_keys(model)
     getter: Any = getattr(config, "get_text_config", None)
     said: Any = config if getter is None else getter(decoder=True)
     ties = any(getattr(each, "tie_word_embeddings", False) for each in (config, said) if each is not None)

@@ -45,8 +45,8 @@ class UserCpuOffloadHook:
     """A model and its hook, for the program to move the model to the host.
 
     Args:
-        model: The model.
-        hook: The hook.
+        model: The model that is moved.
+        hook: The hook of the model.
     """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
@@ -72,7 +72,7 @@ def cpu_offload_with_hook(
     Args:
         model: The model; moved to the host at once.
         execution_device: The device; None for the current accelerator, or the host if there is none.
-        prev_module_hook: What this function returned for the model that is called before.
+        prev_module_hook: The hook that this function returned for the model that is called before.
 
     Returns:
         The same model, and the hook by which it is moved to the host.

@@ -12,7 +12,7 @@ def fill_auto(
     """Replace a value that is "auto" by the run's, in place.
 
     Args:
-        config: The configuration.
+        config: The configuration to fill.
         name: The dotted name of the value; nothing happens if there is none.
         values: The run's values by dotted name.
         mismatches: The list that a difference is added to; None: it does not count.
@@ -42,12 +42,12 @@ def fill_tree(
     values: Mapping[str, Any],
     mismatches: list[str] | None,
 ) -> None:
-    """Do so for each value of a section and of those inside of it.
+    """Replace each value that is "auto" in a section, and in those inside of it, by the run's, in place.
 
     Args:
-        config: The configuration.
-        section: The section.
-        prefix: Its dotted name with a dot at the end; empty for the whole.
+        config: The configuration to fill.
+        section: The section to go through.
+        prefix: The dotted name of the section with a dot at the end; empty for the whole.
         values: The run's values by dotted name.
         mismatches: The list that differences are added to; None: they do not count.
     """

@@ -58,7 +58,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
     """Return the plugin in use.
 
     Args:
-        state: An `AcceleratorState`.
+        state: The `AcceleratorState` of the run.
 
     Raises:
         ValueError: The state's processes do not train by DeepSpeed, or none of several plugins is chosen.

@@ -40,10 +40,10 @@ class DeepSpeedPlugin:
         hf_ds_config: A configuration: a mapping, a file, or `HfDeepSpeedConfig`.
         gradient_accumulation_steps: The number of micro-batches in a step; "auto": the Accelerator's.
         gradient_clipping: The norm that gradients are clipped to.
-        zero_stage: What is partitioned: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        zero_stage: The stage of partitioning: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
         is_train_batch_min: Whether the smallest of several loaders' batch sizes counts, not the largest.
-        offload_optimizer_device: Where optimizer states are held: "none", "cpu" or "nvme".
-        offload_param_device: Where parameters are held, in stage 3.
+        offload_optimizer_device: The place of optimizer states: "none", "cpu" or "nvme".
+        offload_param_device: The place of parameters, in stage 3.
         offload_optimizer_nvme_path: The folder of the first.
         offload_param_nvme_path: The folder of the second.
         zero3_init_flag: Whether models are partitioned as they are made, in stage 3.
@@ -96,7 +96,7 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Whether this is the plugin in use, of several."""
+        """True if this is the plugin in use, of several."""
         return self._selected
 
     @selected.setter

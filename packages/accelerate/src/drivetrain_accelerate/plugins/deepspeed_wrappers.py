@@ -9,7 +9,7 @@ class DeepSpeedEngineWrapper:
     """An engine that steps in backward, when gradients are to be reduced.
 
     Args:
-        engine: DeepSpeed's engine.
+        engine: The engine of DeepSpeed.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -32,7 +32,7 @@ class DeepSpeedOptimizerWrapper:
     """An optimizer whose steps the engine takes.
 
     Args:
-        optimizer: DeepSpeed's optimizer.
+        optimizer: The optimizer of DeepSpeed.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -95,7 +95,7 @@ class DeepSpeedOptimizerWrapper:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out, as gradients overflowed."""
+        """True if the last step was left out, as gradients overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
@@ -103,8 +103,8 @@ class DeepSpeedSchedulerWrapper:
     """A schedule that the engine steps.
 
     Args:
-        scheduler: The schedule.
-        optimizers: Its optimizer, or several.
+        scheduler: The schedule of learning rates.
+        optimizers: The optimizer of the schedule, or several.
     """
 
     def __init__(self, scheduler: Any, optimizers: Any) -> None:

@@ -1,4 +1,4 @@
-"""What plugins say of a model's parts: a tensor's shape and dtype, a module's class."""
+"""The facts that plugins say of a model's parts: a tensor's shape and dtype, a module's class."""
 
 from torch import nn
 

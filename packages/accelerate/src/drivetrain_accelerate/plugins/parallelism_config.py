@@ -134,27 +134,27 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether the model is replicated."""
+        """True if the model is replicated."""
         return self.dp_replicate_size > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether the model is sharded."""
+        """True if the model is sharded."""
         return self.dp_shard_size > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether matrices are split."""
+        """True if matrices are split."""
         return self.tp_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split."""
+        """True if sequences are split."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether DeepSpeed splits sequences."""
+        """True if DeepSpeed splits sequences."""
         return self.sp_size > 1
 
     @property

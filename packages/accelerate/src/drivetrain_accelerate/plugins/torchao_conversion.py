@@ -24,7 +24,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
     Args:
         module: The layer; modules of other classes can.
-        fqn: Its name.
+        fqn: The name of the layer.
         layers_to_filter: The names that are left out.
     """
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
@@ -53,7 +53,7 @@ def convert_model_to_fp8_ao(
     """Let linear layers compute in float8, in place.
 
     Args:
-        model: The model.
+        model: The model to convert.
         config: torchao's configuration, one of its recipes; None: one scale for a tensor.
         module_filter_func: A function of layer and name that returns whether to convert it; None: all but the first
             and the last whose sizes are multiples of 16.

@@ -70,7 +70,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
     """Let a converted model compute in fp8 by a handler's recipe.
 
     Args:
-        model: The model.
+        model: The converted model.
         fp8_recipe_handler: The options; None: the defaults.
 
     Raises:

@@ -105,7 +105,7 @@ def fsdp_precision_sections(
     drivetrain adds gradients up in fp32.
 
     Args:
-        plugin: The plugin.
+        plugin: The options of sharding.
         mixed_precision: The precision of the run: "no", "fp16", "bf16" or "fp8".
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the translations of plugins to drivetrain's settings share: the errors, and what is not translated and why."""
+"""The parts that translations of plugins to our settings share: errors, and what is not translated and why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """What becomes of each field of a class of options.
+    """The fate of each field of a class of options.
 
     Attributes:
         translated: The fields that become settings, with the settings' names; some of their values are refused.
@@ -35,6 +35,6 @@ def refusal(owner: str, field: str, value: object, ours: str, instead: str) -> T
         field: The name of the field.
         value: The value that was given.
         ours: The setting or part of drivetrain's that it would concern, such as "fsdp.prefetch".
-        instead: Why not, and what to do.
+        instead: The reason why not, and what to do.
     """
     return TranslationError(f"{owner}({field}={value!r}) (drivetrain: {ours}): {instead}")

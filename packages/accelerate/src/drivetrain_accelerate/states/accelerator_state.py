@@ -15,7 +15,7 @@ class AcceleratorState(PartialState):
         mixed_precision: "no", "fp16", "bf16" or "fp8"; None for that of the launch, or "no".
         cpu: Whether to compute on the CPU even where there is an accelerator.
         dynamo_plugin: The options of compilation.
-        deepspeed_plugin: One plugin, or several by name.
+        deepspeed_plugin: A plugin, or several by name.
         fsdp_plugin: The options of sharding.
         torch_tp_plugin: Tensor parallelism by torch.
         megatron_lm_plugin: The options of Megatron.
