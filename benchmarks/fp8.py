@@ -98,8 +98,9 @@ def by_torchao() -> Step:
 
 def by_accelerate() -> Step:
     """Accelerate with its recipe for torchao."""
-    from accelerate import Accelerator as Other
     from accelerate.utils import AORecipeKwargs
+
+    from accelerate import Accelerator as Other
 
     handler = AORecipeKwargs(module_filter_func=lambda module, _: isinstance(module, nn.Linear))
     return accelerated(Other(cpu=not ON_CUDA, mixed_precision="fp8", kwargs_handlers=[handler]), model())

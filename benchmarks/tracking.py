@@ -84,8 +84,9 @@ def drivetrain_log(stack: ExitStack, names: list[str]) -> Log:
 
 def accelerate_log(stack: ExitStack, platform: Platform | str) -> Log:
     """Accelerate, with TensorBoard or a tracker of the user's."""
-    from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker, on_main_process
+
+    from accelerate import Accelerator
 
     class Theirs(GeneralTracker):
         name = "theirs"
