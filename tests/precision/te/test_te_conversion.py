@@ -59,7 +59,8 @@ def net(*, device: str = "cpu") -> nn.Module:
 
 
 def recipe(norms: Norms, **options: Any) -> TransformerEngineRecipe:
-    return Anywhere(norms=norms, **{"layers": ALL, **options})
+    options.setdefault("layers", ALL)
+    return Anywhere(norms=norms, **options)
 
 
 def pairs(report: LayerReport) -> dict[str, str]:
@@ -232,6 +233,11 @@ def in_two_places() -> nn.Module:
     return nn.Sequential(norm, nn.Linear(32, 32), norm, nn.Linear(32, 32))
 
 
+def before_a_module_in_two_places() -> nn.Module:
+    shared = nn.GELU()
+    return nn.Sequential(shared, nn.LayerNorm(32), shared, nn.Linear(32, 32))
+
+
 def with_a_forward_of_its_own() -> nn.Module:
     inner = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
     inner.forward = lambda input: inner[1](inner[0](input)) + inner[0](input)
@@ -253,6 +259,7 @@ FOLLOWS = "no linear layer that is converted follows"
         (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)), FOLLOWS),
         (Backwards(nn.LayerNorm(32), nn.Linear(32, 32)), FOLLOWS),
         (with_a_forward_of_its_own(), FOLLOWS),
+        (before_a_module_in_two_places(), FOLLOWS),
         (in_two_places(), "it or 1 is in several places"),
         (in_other_modes(), "alone is in training mode"),
         (

@@ -50,7 +50,9 @@ def _next(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module |
     # A subclass or a forward set on the object may call its children in another order.
     if not name or type(parent) is not nn.Sequential or "forward" in vars(parent):
         return "", None
-    order = list(parent._modules)  # with children that are None or the same, unlike named_children()
+    # With each child that is there twice, unlike named_children().
+    inner = (child for child, _ in parent.named_modules(remove_duplicate=False))
+    order = [child for child in inner if child and "." not in child]
     following = order[order.index(own) + 1 :][:1]
     if not following:
         return "", None
