@@ -14,9 +14,11 @@ from drivetrain_precision import (
     NothingConvertedError,
     PrecisionError,
     TorchaoRecipe,
+    TransformerEngineRecipe,
     convert_model,
 )
 from drivetrain_precision.dtypes.fp32_islands import Fp32Island
+from drivetrain_precision.fp8.protocol import Requirements
 
 pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
 
@@ -137,6 +139,41 @@ def test_bf16_instead_is_told_in_the_plan_with_its_reason() -> None:
 def test_without_a_fallback_composing_is_an_error() -> None:
     with pytest.raises(PrecisionError, match="the nearest that runs here is 'torchao_mxfp8'"):
         make(sections={"precision": {"fp8_recipe": "torchao_nvfp4"}})
+
+
+class Untried(TorchaoRecipe):
+    """A recipe of a library that was not run under all backends, as Transformer Engine's are."""
+
+    @property
+    def requirements(self) -> Requirements:
+        tried = TransformerEngineRecipe().requirements
+        found = super().requirements
+        return replace(found, backends=tried.backends, untried_backends=tried.untried_backends)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_a_backend_that_a_recipe_does_not_name_is_refused_when_the_run_is_composed(backend: str) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed", reason="an extra of drivetrain-backends brings it")
+    with pytest.raises(
+        PrecisionError, match=r"layers have not been run under \w+Backend, only backend='single' or 'ddp'"
+    ):
+        make(Untried(), backend=backend)
+
+
+def test_a_backend_that_a_recipe_was_not_run_under_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with make(Untried(), backend="ddp") as accelerator:
+        prepared(accelerator)
+    warnings = [each for each in caplog.messages if "on several GPUs" in each]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(
+        "fp8_recipe='torchao_tensorwise' under DDPBackend: the project's tests have not"
+    )
+    caplog.clear()
+    for recipe, backend in ((Untried(), "single"), (TorchaoRecipe(), "ddp")):
+        with make(recipe, backend=backend):
+            pass
+    assert "on several GPUs" not in caplog.text
 
 
 def test_settings_choose_the_recipe_and_the_layers() -> None:

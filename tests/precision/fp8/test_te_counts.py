@@ -38,6 +38,12 @@ def test_a_forward_is_one_product_and_each_gradient_of_a_backward_that_runs_one_
     assert counted(StandIn().requires_grad_(False), x.clone().requires_grad_()) == (2, 0)
 
 
+def test_a_layer_that_computes_a_norm_too_always_has_the_gradient_of_the_products_input() -> None:
+    layer: Any = StandIn()
+    layer.layer_norm_weight = torch.ones(4)
+    assert counted(layer, torch.ones(2, 4)) == (3, 0)
+
+
 def test_a_layer_whose_output_comes_in_a_tuple_is_counted_as_another() -> None:
     assert counted(StandIn(returns_bias=True), torch.ones(2, 4)) == (2, 0)
 

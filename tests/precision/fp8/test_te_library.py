@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain_precision import PrecisionError
-from drivetrain_precision.fp8.te_layers import linear_from_te, te_linear_from, te_refusal
+from drivetrain_precision.fp8.te_layers import from_te, te_refusal, to_te
 from drivetrain_precision.fp8.te_recipes import te_recipe, te_recipe_kind, te_unsupported
 
 without = pytest.mark.skipif(bool(find_spec("transformer_engine")), reason="Transformer Engine is installed")
@@ -21,9 +21,9 @@ MISSING = (
 @without
 def test_a_missing_library_is_named_with_its_extra() -> None:
     with pytest.raises(ImportError, match=MISSING):
-        te_linear_from(nn.Linear(16, 16))
+        to_te(nn.Linear(16, 16))
     with pytest.raises(ImportError, match=MISSING):
-        linear_from_te(nn.Linear(16, 16))
+        from_te(nn.Linear(16, 16))
     with pytest.raises(ImportError, match=MISSING):
         te_recipe("delayed")
 
@@ -49,7 +49,9 @@ def test_an_unknown_recipe_needs_no_library_to_be_told() -> None:
             function("rowwise")
 
 
-@pytest.mark.parametrize("module", [nn.Linear(3, 5), nn.Linear(3, 5, bias=False), nn.LayerNorm((4, 8))])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(3, 5), nn.Linear(3, 5, bias=False), nn.LayerNorm((4, 8)), nn.RMSNorm(8, eps=1e-6)]
+)
 def test_plain_layers_are_accepted(module: nn.Module) -> None:
     assert te_refusal(module) is None
     assert te_refusal(module.to(torch.bfloat16)) is None
@@ -80,14 +82,16 @@ def mixed() -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Conv1d(1, 1, 1), "is a Conv1d, neither"),
-        (Scaled(16, 16), "is a Scaled, neither"),
+        (nn.Conv1d(1, 1, 1), "is a Conv1d, none of"),
+        (Scaled(16, 16), "is a Scaled, none of"),
         (patched(), "has a forward of its own"),
         (hooked(), r"has hooks \(_forward_pre_hooks\)"),
         (mixed(), "holds torch.bfloat16, torch.float32"),
         (nn.Linear(16, 16, dtype=torch.float64), "holds torch.float64"),
-        (nn.LayerNorm(16, bias=False), "has no bias, and"),
-        (nn.LayerNorm(16, elementwise_affine=False), "has no weight and no bias, and"),
+        (nn.LayerNorm(16, bias=False), "has no bias, which"),
+        (nn.RMSNorm(16), "has eps=None, which is another number for each dtype"),
+        (nn.RMSNorm(16, eps=1e-6, elementwise_affine=False), "has no weight, which"),
+        (nn.LayerNorm(16, elementwise_affine=False), "has no weight and no bias, which"),
     ],
 )
 def test_other_layers_are_refused_with_the_reason(module: nn.Module, message: str) -> None:

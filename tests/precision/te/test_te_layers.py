@@ -9,12 +9,9 @@ from torch import Tensor, nn
 
 from drivetrain_precision import PrecisionError, TransformerEngineRecipe
 from drivetrain_precision.fp8.te_layers import (
-    layer_norm_from_te,
-    layer_norm_linear_from_te,
-    linear_from_te,
-    te_layer_norm_from,
-    te_layer_norm_linear_from,
-    te_linear_from,
+    from_te,
+    fuse,
+    to_te,
 )
 from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
 
@@ -35,20 +32,36 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-# What is the same for all three
+# What is the same for all of them
 
 
 def linear_pair(**options: Any) -> tuple[nn.Module, nn.Module]:
     plain = nn.Linear(32, 48, **options)
-    return plain, te_linear_from(plain)
+    return plain, to_te(plain)
 
 
 def norm_pair(**options: Any) -> tuple[nn.Module, nn.Module]:
     plain = nn.LayerNorm(32, **options)
-    return plain, te_layer_norm_from(plain)
+    return plain, to_te(plain)
 
 
-PAIRS = pytest.mark.parametrize("pair", [linear_pair, norm_pair])
+def rms_pair(**options: Any) -> tuple[nn.Module, nn.Module]:
+    plain = nn.RMSNorm(32, eps=1e-6, **options)
+    return plain, to_te(plain)
+
+
+def fused_pair(**options: Any) -> tuple[nn.Module, nn.Module]:
+    plain = nn.Sequential(nn.LayerNorm(32, **options), nn.Linear(32, 48, **options))
+    return plain, fused(plain)
+
+
+def fused(plain: nn.Sequential) -> nn.Sequential:
+    norm: Any = to_te(plain[0])
+    linear: Any = plain[1]
+    return nn.Sequential(norm, fuse(norm, linear))
+
+
+PAIRS = pytest.mark.parametrize("pair", [linear_pair, norm_pair, rms_pair, fused_pair])
 
 
 @PAIRS
@@ -57,12 +70,11 @@ def test_a_converted_layer_holds_the_very_parameters(pair: Any, dtype: torch.dty
     plain, converted = pair(dtype=dtype)
     assert list(parameters(converted)) == list(parameters(plain))
     assert all(parameters(converted)[name] is each for name, each in parameters(plain).items())
-    assert isinstance(converted, (te.Linear, te.LayerNorm))
 
 
 def test_a_users_own_layer_is_not_taken_for_one_that_a_recipe_converted() -> None:
     recipe = TransformerEngineRecipe()
-    assert recipe.is_converted(te_linear_from(nn.Linear(32, 32)))
+    assert recipe.is_converted(to_te(nn.Linear(32, 32)))
     assert not recipe.is_converted(te.Linear(32, 32, device="meta"))
 
 
@@ -88,7 +100,7 @@ def test_a_converted_layer_loads_a_plain_checkpoint_strictly_and_the_reverse(pai
 def test_a_conversion_draws_no_random_numbers(pair: Any) -> None:
     plain = pair()[0]
     before = torch.get_rng_state()
-    te_linear_from(plain) if isinstance(plain, nn.Linear) else te_layer_norm_from(plain)
+    fused(plain) if isinstance(plain, nn.Sequential) else to_te(plain)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -98,33 +110,31 @@ def test_a_converted_layer_is_copied(pair: Any) -> None:
     again = copy.deepcopy(converted)
     assert type(again) is type(converted)
     assert all(same_bits(each, plain.state_dict()[name]) for name, each in again.state_dict().items())
-    assert again.weight is not converted.weight
+    assert not set(again.parameters()) & set(converted.parameters())
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_values_are_reset_to_those_of_a_plain_layer(bias: bool) -> None:
-    converted = te_linear_from(nn.Linear(32, 48, bias=bias, device="meta")).to_empty(device="cpu")
+    converted = to_te(nn.Linear(32, 48, bias=bias, device="meta")).to_empty(device="cpu")
     torch.manual_seed(5)
     converted.reset_parameters()
     torch.manual_seed(5)
     expected = nn.Linear(32, 48, bias=bias).state_dict()
     assert all(same_bits(each, expected[name]) for name, each in converted.state_dict().items())
-    norm, linear = nn.LayerNorm(32), nn.Linear(32, 48, bias=bias)
-    both = te_layer_norm_linear_from(norm, linear)
-    nn.init.normal_(norm.weight)
+    linear, norm = nn.Linear(32, 48, bias=bias), to_te(nn.LayerNorm(32))
+    both: Any = fuse(norm, linear)
     torch.manual_seed(5)
     both.reset_parameters()
-    assert torch.equal(norm.weight, torch.ones(32))
     assert same_bits(linear.weight, expected["weight"])
 
 
 def test_frozen_parameters_and_the_mode_stay() -> None:
     plain = nn.Linear(16, 16).eval()
     plain.weight.requires_grad_(False)
-    converted = te_linear_from(plain)
+    converted = to_te(plain)
     assert not converted.training
     assert (converted.weight.requires_grad, converted.bias.requires_grad) == (False, True)
-    restored = linear_from_te(converted)
+    restored = from_te(converted)
     assert not restored.training
     assert (restored.weight.requires_grad, restored.bias.requires_grad) == (False, True)
 
@@ -132,13 +142,13 @@ def test_frozen_parameters_and_the_mode_stay() -> None:
 def test_layers_that_share_a_weight_share_it_afterwards() -> None:
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     second.weight = first.weight
-    assert te_linear_from(first).weight is te_linear_from(second).weight
+    assert to_te(first).weight is to_te(second).weight
 
 
 def test_an_optimizer_that_knew_the_plain_layer_trains_the_converted_one() -> None:
     plain = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-    converted = te_linear_from(plain)
+    converted = to_te(plain)
     before = converted.weight.detach().clone()
     converted.weight.grad = torch.ones_like(converted.weight)
     optimizer.step()
@@ -146,7 +156,7 @@ def test_an_optimizer_that_knew_the_plain_layer_trains_the_converted_one() -> No
 
 
 def test_a_model_on_the_meta_device_is_converted_there() -> None:
-    converted = te_linear_from(nn.Linear(16, 16, device="meta"))
+    converted = to_te(nn.Linear(16, 16, device="meta"))
     assert {each.device.type for each in converted.parameters()} == {"meta"}
 
 
@@ -157,7 +167,7 @@ def test_a_model_on_the_meta_device_is_converted_there() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_restored_linear_layer_is_the_plain_one(bias: bool, dtype: torch.dtype) -> None:
     plain = nn.Linear(32, 48, bias=bias, dtype=dtype)
-    restored = linear_from_te(te_linear_from(plain))
+    restored = from_te(to_te(plain))
     assert type(restored) is nn.Linear
     assert repr(restored) == repr(plain)
     assert restored.weight is plain.weight
@@ -170,7 +180,7 @@ def test_a_restored_linear_layer_is_the_plain_one(bias: bool, dtype: torch.dtype
 def test_a_restored_norm_is_the_plain_one(shape: tuple[int, ...]) -> None:
     plain = nn.LayerNorm(shape, eps=3e-4)
     nn.init.normal_(plain.weight)
-    restored = layer_norm_from_te(te_layer_norm_from(plain))
+    restored = from_te(to_te(plain))
     assert type(restored) is nn.LayerNorm
     assert repr(restored) == repr(plain)
     inputs = torch.randn(4, *shape)
@@ -179,24 +189,45 @@ def test_a_restored_norm_is_the_plain_one(shape: tuple[int, ...]) -> None:
 
 def test_a_linear_layer_that_was_made_by_the_library_is_restored_too() -> None:
     made = te.Linear(32, 48, device="cpu")
-    restored = linear_from_te(made)
+    restored = from_te(made)
     assert restored.weight is made.weight
     assert restored.bias is made.bias
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_norm_and_its_linear_layer_become_one_layer_and_two_again(bias: bool) -> None:
-    norm, linear = nn.LayerNorm(32, eps=1e-6), nn.Linear(32, 48, bias=bias)
-    converted = te_layer_norm_linear_from(norm, linear)
-    names = ["layer_norm_weight", "layer_norm_bias", "weight", *(["bias"] if bias else [])]
-    assert list(parameters(converted)) == names
-    assert list(converted.state_dict()) == names
-    assert converted.layer_norm_weight is norm.weight
-    assert converted.weight is linear.weight
-    again, beside = layer_norm_linear_from_te(converted)
-    assert (repr(again), repr(beside)) == (repr(norm), repr(linear))
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32, eps=1e-6), nn.RMSNorm(32, eps=1e-6)])
+def test_a_norm_and_its_linear_layer_become_one_layer_and_two_again(bias: bool, norm: nn.Module) -> None:
+    plain = nn.Sequential(norm, nn.Linear(32, 48, bias=bias))
+    converted = fused(plain)
+    layer: Any = converted[1]
+    assert isinstance(layer, te.LayerNormLinear)
+    assert layer.normalization == type(norm).__name__
+    assert (layer.layer_norm_weight, layer.layer_norm_bias) == (norm.weight, getattr(norm, "bias", None))
+    restored = nn.Sequential(*map(from_te, converted))
+    assert repr(restored) == repr(plain)
+    assert all(parameters(restored)[name] is each for name, each in parameters(plain).items())
     inputs = torch.randn(4, 32)
-    assert same_bits(beside(again(inputs)), linear(norm(inputs)))
+    assert same_bits(restored(inputs), plain(inputs))
+
+
+def test_a_norm_that_is_computed_by_the_next_layer_hands_on_its_input() -> None:
+    inputs = torch.randn(4, 32)
+    assert fused(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48)))[0](inputs) is inputs
+
+
+def test_a_copy_of_a_pair_computes_with_the_parameters_of_the_copy() -> None:
+    converted: Any = fused(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48)))
+    again = copy.deepcopy(converted)
+    assert again[1].layer_norm_weight is again[0].weight
+    assert again[1].layer_norm_weight is not converted[0].weight
+
+
+def test_a_pair_computes_with_the_parameters_that_its_norm_has_got_since() -> None:
+    converted: Any = fused(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48)).to("meta"))
+    state = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48)).state_dict()
+    converted.load_state_dict(state, assign=True)
+    assert converted[1].layer_norm_weight is converted[0].weight
+    assert same_bits(converted[1].layer_norm_weight, state["0.weight"])
 
 
 # Refused
@@ -215,42 +246,33 @@ def test_a_linear_layer_that_does_more_than_a_plain_one_is_not_restored(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PrecisionError, match=message):
-        linear_from_te(te.Linear(32, 32, device="cpu", **options))
+        from_te(te.Linear(32, 32, device="cpu", **options))
 
 
 def test_a_zero_centred_norm_is_not_restored() -> None:
     with pytest.raises(PrecisionError, match="zero_centered_gamma=True"):
-        layer_norm_from_te(te.LayerNorm(32, device="cpu", zero_centered_gamma=True))
-    with pytest.raises(PrecisionError, match="zero_centered_gamma=True"):
-        layer_norm_linear_from_te(te.LayerNormLinear(32, 32, device="cpu", zero_centered_gamma=True))
-
-
-def test_a_norm_of_another_kind_in_the_pair_is_not_restored() -> None:
-    with pytest.raises(PrecisionError, match="normalization='RMSNorm'"):
-        layer_norm_linear_from_te(te.LayerNormLinear(32, 32, device="cpu", normalization="RMSNorm"))
+        from_te(te.LayerNorm(32, device="cpu", zero_centered_gamma=True))
 
 
 def test_another_module_is_not_restored() -> None:
-    with pytest.raises(PrecisionError, match="a Linear is not Transformer Engine's Linear"):
-        linear_from_te(nn.Linear(16, 16))
+    with pytest.raises(
+        PrecisionError, match="a Linear is none of Transformer Engine's Linear, LayerNorm, RMSNorm"
+    ):
+        from_te(nn.Linear(16, 16))
 
 
 def test_a_converted_layer_is_not_converted_again() -> None:
-    with pytest.raises(PrecisionError, match="is a TELinear, neither"):
-        te_linear_from(te_linear_from(nn.Linear(16, 16)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PrecisionError, match="is a TELinear, none of"):
+        to_te(to_te(nn.Linear(16, 16)))
 
 
-def test_layers_that_do_not_fit_together_are_not_made_one() -> None:
-    with pytest.raises(PrecisionError, match=r"normalises \(16,\), and the Linear reads 32 features"):
-        te_layer_norm_linear_from(nn.LayerNorm(16), nn.Linear(32, 32))
-    with pytest.raises(PrecisionError, match=r"holds torch.float32 on cpu, and the Linear torch.bfloat16"):
-        te_layer_norm_linear_from(nn.LayerNorm(32), nn.Linear(32, 32, dtype=torch.bfloat16))
-    with pytest.raises(PrecisionError, match="in training mode"):
-        te_layer_norm_linear_from(nn.LayerNorm(32).eval(), nn.Linear(32, 32))
+def test_a_linear_layer_that_cannot_be_converted_is_not_fused() -> None:
+    with pytest.raises(PrecisionError, match="the Linear holds "):
+        fuse(to_te(nn.LayerNorm(32)), nn.Linear(32, 32, dtype=torch.float64))
 
 
 def test_a_forward_on_the_host_is_the_librarys_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    converted = te_linear_from(nn.Linear(16, 16))
+    converted = to_te(nn.Linear(16, 16))
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="CUDA"):
         converted(torch.ones(16, 16))
@@ -260,12 +282,12 @@ def test_a_forward_on_the_host_is_the_librarys_error(monkeypatch: pytest.MonkeyP
 def test_without_a_gpu_no_layer_with_products_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(PrecisionError, match="only where there is a CUDA device"):
-        te_linear_from(nn.Linear(16, 16))
+        to_te(nn.Linear(16, 16))
     with pytest.raises(PrecisionError, match="only where there is a CUDA device"):
-        te_layer_norm_linear_from(nn.LayerNorm(16), nn.Linear(16, 16))
+        fuse(to_te(nn.LayerNorm(16)), nn.Linear(16, 16))
     with pytest.raises(RuntimeError, match="TransformerEngine needs CUDA"):
         te.Linear(16, 16, device="meta")
-    te_layer_norm_from(nn.LayerNorm(16))
+    to_te(nn.LayerNorm(16))
 
 
 # What is relied on of the library's own layers
@@ -291,7 +313,7 @@ def test_the_librarys_own_layers_do_not_load_a_plain_checkpoint() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_converted_layer_computes_what_the_plain_one_does(bias: bool) -> None:
     plain = nn.Linear(64, 128, bias=bias, device="cuda", dtype=torch.bfloat16)
-    expected, found = compared(plain, te_linear_from(plain), plain.weight)
+    expected, found = compared(plain, to_te(plain), plain.weight)
     assert all(relative(one, other) < 0.01 for one, other in zip(expected, found, strict=True))
 
 
@@ -299,10 +321,10 @@ def test_a_converted_layer_computes_what_the_plain_one_does(bias: bool) -> None:
 def test_a_converted_norm_and_linear_layer_compute_what_the_plain_ones_do() -> None:
     norm = nn.LayerNorm(64, device="cuda", dtype=torch.bfloat16)
     linear = nn.Linear(64, 128, device="cuda", dtype=torch.bfloat16)
-    converted = te_layer_norm_linear_from(norm, linear)
-    expected, found = compared(nn.Sequential(norm, linear), converted, linear.weight)
+    plain = nn.Sequential(norm, linear)
+    expected, found = compared(plain, fused(plain), linear.weight)
     assert all(relative(one, other) < 0.02 for one, other in zip(expected, found, strict=True))
-    expected, found = compared(norm, te_layer_norm_from(norm), norm.weight)
+    expected, found = compared(norm, to_te(norm), norm.weight)
     assert all(relative(one, other) < 0.02 for one, other in zip(expected, found, strict=True))
 
 
@@ -312,7 +334,7 @@ def test_each_recipe_computes_nearly_the_same_forward_and_backward(name: str) ->
     if (reason := te_unsupported(name)) is not None:
         pytest.skip(reason)
     plain = nn.Linear(256, 128, device="cuda", dtype=torch.bfloat16)
-    converted = te_linear_from(plain)
+    converted = to_te(plain)
     inputs = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):  # delayed scaling has no scale before it has seen a tensor
         plain.weight.grad = None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_precision.fp8.te_layers import te_layer_norm_from, te_linear_from
+from drivetrain_precision.fp8.te_layers import to_te
 from drivetrain_precision.fp8.te_recipes import te_recipe
 from drivetrain_precision.fp8.te_state import begin_te_scaling, te_scaling_state
 
@@ -22,7 +22,7 @@ NAMES = ["scale_forward", "amax_history_forward", "scale_backward", "amax_histor
 
 def layer_with_scales(history: int) -> Any:
     """A layer that holds what its first forward would make, on the host."""
-    layer: Any = te_linear_from(nn.Linear(16, 16))
+    layer: Any = to_te(nn.Linear(16, 16))
     recipe = te_recipe("delayed", amax_history_len=history)
     for key, mode, count in (("scaling_fwd", "forward", 3), ("scaling_bwd", "backward", 2)):
         layer.fp8_meta[key] = quantization.DelayedScalingRecipeState(
@@ -43,13 +43,13 @@ def test_scales_and_histories_are_the_tensors_that_the_layer_works_with() -> Non
 
 
 def test_there_is_no_state_before_the_first_forward() -> None:
-    assert te_scaling_state(te_linear_from(nn.Linear(16, 16))) == {}
-    assert te_scaling_state(te_layer_norm_from(nn.LayerNorm(16))) == {}
+    assert te_scaling_state(to_te(nn.Linear(16, 16))) == {}
+    assert te_scaling_state(to_te(nn.LayerNorm(16))) == {}
     assert te_scaling_state(nn.Linear(16, 16)) == {}
 
 
 def test_there_is_no_state_with_a_recipe_that_keeps_none() -> None:
-    layer: Any = te_linear_from(nn.Linear(16, 16))
+    layer: Any = to_te(nn.Linear(16, 16))
     for key, mode in (("scaling_fwd", "forward"), ("scaling_bwd", "backward")):
         layer.fp8_meta[key] = quantization.RecipeState.create(te_recipe("mxfp8"), mode=mode, num_quantizers=3)
     assert te_scaling_state(layer) == {}
@@ -62,20 +62,20 @@ def test_scales_stay_out_of_the_state_dict() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_scales_cannot_be_made_without_a_gpu() -> None:
     with pytest.raises(RuntimeError, match="no NVIDIA driver"):
-        begin_te_scaling(te_linear_from(nn.Linear(16, 16)), te_recipe("delayed"))
+        begin_te_scaling(to_te(nn.Linear(16, 16)), te_recipe("delayed"))
 
 
 @needs_cuda
 def test_loaded_scales_go_on_in_the_first_forward() -> None:
     recipe = te_recipe("delayed", amax_history_len=4)
     inputs = torch.randn(32, 32, device="cuda", dtype=torch.bfloat16)
-    trained = te_linear_from(nn.Linear(32, 32, device="cuda", dtype=torch.bfloat16))
+    trained = to_te(nn.Linear(32, 32, device="cuda", dtype=torch.bfloat16))
     for _ in range(3):
         with te.autocast(recipe=recipe):
             trained(inputs).float().square().mean().backward()
     saved = {name: each.clone() for name, each in te_scaling_state(trained).items()}
     assert list(saved) == NAMES
-    fresh = te_linear_from(nn.Linear(32, 32, device="cuda", dtype=torch.bfloat16))
+    fresh = to_te(nn.Linear(32, 32, device="cuda", dtype=torch.bfloat16))
     fresh.load_state_dict(trained.state_dict())
     begin_te_scaling(fresh, recipe)
     for name, each in te_scaling_state(fresh).items():

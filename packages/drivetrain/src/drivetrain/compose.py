@@ -19,7 +19,7 @@ from drivetrain.step_watch import StepWatch
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
-from drivetrain_precision import Fp8Recipe, Policy, choose_policy
+from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
 from drivetrain_precision.policy import unused_settings
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker
@@ -60,7 +60,7 @@ def compose(
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
         backend_class = named or registry.get(automatic_backend(context.topology.world_size))
-        parts = _build(context, backend_class, given, parallelism, trackers, fp8_recipe)
+        parts = _build(context, backend_class, registry, given, parallelism, trackers, fp8_recipe)
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(parts.resolved)
@@ -72,6 +72,7 @@ def compose(
 def _build(
     context: Context,
     backend_class: type[Backend],
+    registry: BackendRegistry,
     given: Sections,
     parallelism: ParallelDims | None,
     trackers: Sequence[Tracker],
@@ -90,6 +91,8 @@ def _build(
     backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
     _check_guard(backend, run)
     _check_dtypes(backend, policy)
+    if policy.recipe is not None:
+        _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
     reading = LoaderTracker()
     trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
     prepared = PreparedObjects([reading.mark_stepped])
@@ -176,6 +179,35 @@ def _check_dtypes(backend: Backend, policy: Policy) -> None:
         raise ConfigError(
             f"{listed}: {type(backend).__name__} does not apply it; leave it out, or choose another backend"
         )
+
+
+def _check_recipe(
+    recipe: Fp8Recipe, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
+) -> None:
+    """Refuse a recipe of fp8 under a backend that it may not train under, and warn of one that nobody has tried.
+
+    Raises:
+        PrecisionError: The recipe names the backends that it may train under, and this is none of them.
+    """
+    needed = recipe.requirements
+    if needed.backends is not None and not _is_one_of(backend, needed.backends, registry):
+        raise PrecisionError(
+            f"fp8_recipe={recipe.name!r}: {needed.library}'s layers have not been run under {backend.__name__}, only "
+            f"backend={' or '.join(map(repr, needed.backends))} is accepted; choose one of these, or a recipe of "
+            "another library, such as 'torchao_rowwise'"
+        )
+    if is_main and _is_one_of(backend, needed.untried_backends, registry):
+        logger.warning(
+            "fp8_recipe=%r under %s: the project's tests have not run %s's layers on several GPUs; take the first "
+            "run as a trial",
+            recipe.name,
+            backend.__name__,
+            needed.library,
+        )
+
+
+def _is_one_of(backend: type[Backend], names: Collection[str], registry: BackendRegistry) -> bool:
+    return any(backend is registry.get(name) for name in names)
 
 
 def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:

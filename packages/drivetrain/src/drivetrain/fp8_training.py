@@ -126,7 +126,7 @@ class Fp8Training:
         if not self._models:
             return {}
         self._products.begin()
-        converted = sum(len(report.converted) for report in self._reports)
+        converted = sum(len(report.converted_linear) for report in self._reports)
         linear = sum(each.is_linear for report in self._reports for each in report.layers)
         return {LAYERS: f"{converted} of {linear} linear layers in {self._recipe.name}"}
 

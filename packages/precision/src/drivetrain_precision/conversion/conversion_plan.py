@@ -9,7 +9,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from drivetrain_precision.conversion.converts_norms import NORMS, ConvertsNorms
+from drivetrain_precision.conversion.layer_decision import LayerDecision
 from drivetrain_precision.conversion.layer_filter import LayerFilter
+from drivetrain_precision.conversion.norm_fusion import plan_fusions
 
 # The modules of a wrapper of `peft` that keeps a module and trains a copy in its place (`modules_to_save`).
 _COPIES = ("original_module", "modules_to_save")
@@ -21,30 +24,6 @@ class Refuses(Protocol):
     def refusal(self, module: nn.Module) -> str | None:
         """Return why a linear layer cannot be converted, or None if it can."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDecision:
-    """The decision about a module that has parameters of its own.
-
-    Attributes:
-        name: The module's first name in the model.
-        kind: The name of its class.
-        shape: The shape of its weight, (out_features, in_features) for a linear layer; empty without a weight.
-        is_linear: Whether it is an nn.Linear or of a subclass.
-        reason: The reason why it stays as it is; empty if it is converted.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    is_linear: bool
-    reason: str = ""
-
-    @property
-    def converts(self) -> bool:
-        """True if the module is converted."""
-        return not self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +58,12 @@ def plan_conversion(
     """
     modules = dict(model.named_modules())  # a shared one once, under its first name
     linear = linear_names(model)
-    layers.check([*linear, *known])
+    norms = [name for name, module in modules.items() if _converts_norm(recipe, module)]
+    layers.check([*linear, *norms, *known])
     bases = [name for name in linear if not _is_adapter(name, modules)]
     places = {name: _place(name, modules) for name in bases}
     facts = _Facts(modules, kept, _ties(modules), _ends(places, layers))
-    return tuple(
+    decisions = tuple(
         LayerDecision(
             name=name,
             kind=type(module).__name__,
@@ -94,6 +74,9 @@ def plan_conversion(
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
     )
+    if isinstance(recipe, ConvertsNorms) and recipe.norms == "fuse":
+        return plan_fusions(model, recipe, decisions)
+    return decisions
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -106,18 +89,25 @@ def _reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> s
     module = facts.modules[name]
     if module in facts.kept:
         return facts.kept[module]
-    if not isinstance(module, nn.Linear):
+    converts_norm = _converts_norm(recipe, module)
+    if not isinstance(module, nn.Linear) and not converts_norm:
+        if type(module) in NORMS and isinstance(recipe, ConvertsNorms):
+            return f"is a {type(module).__name__}, and norms='keep'"
         return f"is of class {type(module).__name__}, not nn.Linear"
     if _is_adapter(name, facts.modules):
         return "is a low-rank adapter"
     is_inside = any(isinstance(facts.modules[outer], layers.inside) for outer in _lineage(name))
     return (
-        _why_unfit(module)
+        (_why_unfit(module) if isinstance(module, nn.Linear) else None)
         or layers.refusal(name, module, is_inside=is_inside)
         or facts.ties.get(f"{name}.weight".lstrip("."))
         or recipe.refusal(module)
         or facts.ends.get(name, "")
     )
+
+
+def _converts_norm(recipe: Refuses, module: nn.Module) -> bool:
+    return type(module) in NORMS and isinstance(recipe, ConvertsNorms) and recipe.norms != "keep"
 
 
 def _why_unfit(module: nn.Linear) -> str | None:

@@ -85,9 +85,10 @@ class LayerFilter:
                 return f"exclude={pattern!r} matches"
         if self.inside and not is_inside:
             return f"is in none of inside={tuple(kind.__name__ for kind in self.inside)!r}"
-        features = min(getattr(module, "in_features", 0), getattr(module, "out_features", 0))
-        if features < self.min_features:
-            return f"has {features} features, less than min_features={self.min_features}"
+        if isinstance(module, nn.Linear):  # a norm, which a recipe may convert too, multiplies no matrices
+            features = min(module.in_features, module.out_features)
+            if features < self.min_features:
+                return f"has {features} features, less than min_features={self.min_features}"
         if self.accept is not None and not self.accept(name, module):
             return "accept returned False"
         return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from drivetrain_precision.conversion.conversion_plan import LayerDecision
+from drivetrain_precision.conversion.layer_decision import LayerDecision
 
 _MOST_SHOWN = 8
 
@@ -24,6 +24,11 @@ class LayerReport:
     def converted(self) -> tuple[str, ...]:
         """The names of the layers that are converted."""
         return tuple(each.name for each in self.layers if each.converts)
+
+    @property
+    def converted_linear(self) -> tuple[str, ...]:
+        """The names of the linear layers among them."""
+        return tuple(each.name for each in self.layers if each.converts and each.is_linear)
 
     def counts(self, converted: str) -> str:
         """Return how many layers are converted, whose verb and object are given, and why the others are not."""

@@ -1,6 +1,7 @@
-"""Convert the linear layers of a model to a recipe, report on each, and give the plain model back."""
+"""Convert the layers of a model to a recipe, report on each, and give the plain model back."""
 
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from drivetrain_precision.compat import unwrap_compiled
 from drivetrain_precision.conversion.class_exchange import exchange_of
 from drivetrain_precision.conversion.conversion_plan import plan_conversion
-from drivetrain_precision.conversion.layer_changes import change_layers
+from drivetrain_precision.conversion.converts_norms import ConvertsNorms
+from drivetrain_precision.conversion.layer_changes import Change, change_layers
+from drivetrain_precision.conversion.layer_decision import LayerDecision
 from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.conversion.layer_report import LayerReport
 from drivetrain_precision.conversion.library_check import check_library
@@ -32,7 +35,12 @@ class ConversionReport(LayerReport):
     recipe: str
 
     def __str__(self) -> str:
-        return self.counts(f"compute in {self.recipe}")
+        norms = [each for each in self.layers if each.converts and not each.is_linear]
+        told = Counter(f"by itself: {each.unfused}" for each in norms if each.unfused)
+        if fused := sum(bool(each.fused_with) for each in norms):
+            told["with the linear layer after it"] = fused
+        lines = (f"  {count:>5}  norm among them, computed {how}" for how, count in told.items())
+        return "\n".join([self.counts(f"compute in {self.recipe}"), *lines])
 
 
 def convert_model(
@@ -44,7 +52,7 @@ def convert_model(
     kept: Mapping[nn.Module, str] = MappingProxyType({}),
     known: Collection[str] = (),
 ) -> ConversionReport:
-    """Let the linear layers of a model compute in a recipe, in place.
+    """Let the linear layers of a model compute in a recipe, in place, and its norms where the recipe says so.
 
     Weights, their names and their optimizers stay as they are: only the products change. Called on all ranks, before
     the model is prepared.
@@ -86,21 +94,21 @@ def convert_model(
     _check_support(model, recipe, device)
     decisions = plan_conversion(model, recipe, filter or recipe.layers, kept=kept, known=known)
     report = ConversionReport(recipe=recipe.name, layers=decisions)
-    if not report.converted and not found:
+    if not report.converted_linear and not found:
         free = plan_conversion(model, recipe, LayerFilter(skip_first=False, skip_last=False), kept=kept)
-        helps = any(each.converts for each in free)
+        helps = any(each.converts and each.is_linear for each in free)
         raise NothingConvertedError(
             f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: {report.refusals(model)}. "
             + (f"{_ADVICE}, or train in bf16" if helps else "No LayerFilter changes that: train in bf16")
         )
-    change_layers(model, report.converted, recipe.convert, recipe.restore)
+    change_layers(model, report.converted, _change(model, recipe, decisions), recipe.restore)
     return report
 
 
 def restore_model(
     model: nn.Module, recipe: Fp8Recipe | str, *, kept: Container[nn.Module] = ()
 ) -> tuple[str, ...]:
-    """Give a model its plain linear layers back, in place, with equal weights.
+    """Give a model its plain layers back, in place, with equal weights.
 
     Args:
         model: The model to restore.
@@ -151,6 +159,22 @@ def load_recipe_state(
         if name in state:
             value.copy_(state[name])
     return tuple(name for name in live if name not in state)
+
+
+def _change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerDecision]) -> Change:
+    """Return the function that converts a layer; one that computes a norm too comes after the norm."""
+    norms = {
+        model.get_submodule(each.name): each.fused_with
+        for each in decisions
+        if each.is_linear and each.fused_with
+    }
+
+    def change(module: nn.Module) -> nn.Module:
+        if module in norms and isinstance(module, nn.Linear) and isinstance(recipe, ConvertsNorms):
+            return recipe.fuse(model.get_submodule(norms[module]), module)
+        return recipe.convert(module)
+
+    return change
 
 
 def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | None) -> None:

@@ -42,12 +42,16 @@ class Requirements(NeededLibrary):
         hardware: The devices in words.
         wants_compile: Whether it is faster than bf16 under torch.compile alone, which fuses its casts.
         counts_emulation: Whether its emulation on a CPU runs products that `counting` tells from plain ones.
+        backends: The names of the backends that it may train under; None for all of them.
+        untried_backends: The names of backends that it has not been run under, of which a run is warned.
     """
 
     capability: tuple[int, int]
     hardware: str
     wants_compile: bool = False
     counts_emulation: bool = False
+    backends: tuple[str, ...] | None = None
+    untried_backends: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -91,7 +95,8 @@ class Fp8Recipe(Protocol):
 
     A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
     `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first
-    step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began.
+    step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began. A recipe that takes norms
+    too is a `ConvertsNorms`.
     """
 
     @property

@@ -6,7 +6,8 @@ be converted.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -17,23 +18,68 @@ from drivetrain_precision.errors import PrecisionError
 
 _MODULES = "drivetrain_precision.fp8.te_modules"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What a plain layer cannot express, by the attributes of Transformer Engine's layers.
-_PLAIN_LINEAR: Mapping[str, object] = {
-    "parallel_mode": None,
-    "tp_size": 1,
-    "return_bias": False,
-    "weight_names": ["weight"],
-    "fuse_wgrad_accumulation": False,
-    "primary_weights_in_fp8": False,
-}
-_PLAIN_NORM: Mapping[str, object] = {"zero_centered_gamma": False}
-_PLAIN_PAIR: Mapping[str, object] = {
-    **_PLAIN_LINEAR,
-    **_PLAIN_NORM,
-    "normalization": "LayerNorm",
-    "return_layernorm_output": False,
-}
 _Layer = TypeVar("_Layer", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A kind of layer that both libraries have, by the same name.
+
+    Attributes:
+        plain: The class of torch's.
+        arguments: A function that reads the constructors' arguments off a layer of either library.
+        dtype: The name that Transformer Engine's constructor has for the dtype.
+        needed: The parameters that Transformer Engine's layer always has.
+        plain_values: The attributes of Transformer Engine's layer with the only values that a plain one can express.
+    """
+
+    plain: type[nn.Module]
+    arguments: Callable[[Any], dict[str, Any]]
+    dtype: str
+    needed: tuple[str, ...]
+    plain_values: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """The name of the class in both libraries."""
+        return self.plain.__name__
+
+
+def _linear_arguments(layer: Any) -> dict[str, Any]:
+    # Without a bias, torch holds None, and Transformer Engine an empty tensor.
+    has_bias = isinstance(layer.bias, nn.Parameter)
+    return {"in_features": layer.in_features, "out_features": layer.out_features, "bias": has_bias}
+
+
+def _norm_arguments(layer: Any) -> dict[str, Any]:
+    return {"normalized_shape": layer.weight.shape, "eps": layer.eps}
+
+
+_LINEAR = _Kind(
+    plain=nn.Linear,
+    arguments=_linear_arguments,
+    dtype="params_dtype",
+    needed=("weight",),
+    plain_values={
+        "parallel_mode": None,
+        "tp_size": 1,
+        "return_bias": False,
+        "weight_names": ["weight"],
+        "fuse_wgrad_accumulation": False,
+        "primary_weights_in_fp8": False,
+    },
+)
+_NORMS = tuple(
+    _Kind(
+        plain=plain,
+        arguments=_norm_arguments,
+        dtype="dtype",
+        needed=needed,
+        plain_values={"zero_centered_gamma": False},
+    )
+    for plain, needed in ((nn.LayerNorm, ("weight", "bias")), (nn.RMSNorm, ("weight",)))
+)
+_KINDS = (_LINEAR, *_NORMS)
 
 
 def te_refusal(module: nn.Module) -> str | None:
@@ -41,18 +87,19 @@ def te_refusal(module: nn.Module) -> str | None:
 
     The sizes that a recipe's formats want are a matter of the recipe, and not looked at here.
     """
-    if type(module) not in (nn.Linear, nn.LayerNorm):
-        return f"is a {type(module).__name__}, neither an nn.Linear nor an nn.LayerNorm"
+    kind = next((each for each in _KINDS if type(module) is each.plain), None)
+    if kind is None:
+        return f"is a {type(module).__name__}, none of {', '.join(each.name for each in _KINDS)} of torch.nn"
     if "forward" in vars(module):
         return "has a forward of its own, set on the object"
     if hooks := [name for name, value in vars(module).items() if "hook" in name and value]:
         return f"has hooks ({', '.join(hooks)}), which the new layer would not call"
     if held := {type(each.data).__name__ for each in module.parameters() if type(each.data) is not Tensor}:
         return f"holds a {held.pop()} as a parameter: it is quantised, or divided among ranks already"
-    if isinstance(module, nn.LayerNorm):
-        absent = [name for name in ("weight", "bias") if getattr(module, name) is None]
-        if absent:
-            return f"has no {' and no '.join(absent)}, and Transformer Engine's LayerNorm always has both"
+    if absent := [name for name in kind.needed if getattr(module, name) is None]:
+        return f"has no {' and no '.join(absent)}, which Transformer Engine's {kind.name} always has"
+    if getattr(module, "eps", 0.0) is None:
+        return "has eps=None, which is another number for each dtype; Transformer Engine has one, such as eps=1e-6"
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if not dtypes <= set(_DTYPES) or len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
@@ -60,109 +107,92 @@ def te_refusal(module: nn.Module) -> str | None:
     return None
 
 
-def te_linear_from(linear: nn.Linear) -> nn.Module:
-    """Return Transformer Engine's `Linear` around the parameters of a linear layer.
+def fusion_refusal(norm: nn.Module, linear: nn.Linear) -> str | None:
+    """Return why one layer cannot compute a norm and a linear layer that can be converted; None if it can."""
+    weight: Any = norm.weight
+    if tuple(weight.shape) != (linear.in_features,):
+        return (
+            f"it normalises {tuple(weight.shape)}, and the linear layer reads {linear.in_features} features"
+        )
+    if weight.dtype != linear.weight.dtype or weight.device != linear.weight.device:
+        return (
+            f"it holds {weight.dtype} on {weight.device}, and the linear layer {linear.weight.dtype} on "
+            f"{linear.weight.device}"
+        )
+    return "it or the linear layer alone is in training mode" if norm.training != linear.training else None
+
+
+def to_te(module: nn.Module) -> nn.Module:
+    """Return Transformer Engine's layer around the parameters of a plain one.
 
     Args:
-        linear: The layer, on any device; it keeps its parameters too.
+        module: The layer, on any device; it keeps its parameters too.
 
     Raises:
         PrecisionError: There is none for this layer, as `te_refusal` says, or there is no CUDA device: the library
-            then makes none, on any device.
+            then makes no layer with products, on any device.
         ImportError: Transformer Engine cannot be imported.
     """
-    _check_convertible(linear)
-    held = dict(linear.named_parameters(recurse=False))
-    made = _products_library().TELinear(
-        linear.in_features,
-        linear.out_features,
-        bias="bias" in held,
-        params_dtype=linear.weight.dtype,
-        device="meta",
-    )
-    return _linear_moved(_around(made, linear, held), linear)
+    if (reason := te_refusal(module)) is not None:
+        raise PrecisionError(f"the {type(module).__name__} {reason}; leave it as it is")
+    kind = next(each for each in _KINDS if type(module) is each.plain)
+    return _made(f"TE{kind.name}", kind, module)
 
 
-def linear_from_te(module: nn.Module) -> nn.Linear:
-    """Return the plain linear layer around the parameters of Transformer Engine's `Linear`.
+def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
+    """Return Transformer Engine's layer that computes a norm too, around the parameters of a linear layer.
+
+    Args:
+        norm: The norm that `to_te` returned, over the last dimension, of `in_features` elements. It keeps its
+            parameters, which the new layer computes with, and hands on what it is given.
+        linear: The plain layer, the only reader of the norm's output; the caller knows that it is.
 
     Raises:
-        PrecisionError: The module is no such layer, or does what a plain one cannot, such as tensor parallelism.
+        PrecisionError: The linear layer cannot be converted, or there is no CUDA device.
         ImportError: Transformer Engine cannot be imported.
     """
-    layer = _check_plain(module, "Linear", _PLAIN_LINEAR)
-    return _linear_around(layer)
+    if (reason := te_refusal(linear)) is not None:
+        raise PrecisionError(f"the Linear {reason}; leave it as it is")
+    before: Any = norm
+    kind = _kind_of(norm).name
+    made = _made("LayerNormLinear", _LINEAR, linear, norm=norm, eps=before.eps, normalization=kind)
+    before.is_computed_by_next = True
+    return made
+
+
+def from_te(module: nn.Module) -> nn.Module:
+    """Return the plain layer around the parameters of Transformer Engine's; of a fused one, the linear layer.
+
+    Raises:
+        PrecisionError: The module is no such layer, or does what a plain one cannot, such as tensor parallelism, or a
+            norm whose weight is one less than the factor it multiplies with: no plain weight has the same bits.
+        ImportError: Transformer Engine cannot be imported.
+    """
+    kind = _kind_of(module)
+    for name, value in kind.plain_values.items():
+        found = getattr(module, name)
+        if found != value:
+            raise PrecisionError(
+                f"the {kind.name} has {name}={found!r}, which a plain layer does not have; only {name}={value!r} can "
+                "be restored"
+            )
+    return _around(kind.plain(**kind.arguments(module), device="meta"), module)
 
 
 def is_te_linear(module: nn.Module) -> bool:
-    """Return whether a module is of the class that `te_linear_from` returns, and no layer of a user's own."""
+    """Return whether a module multiplies matrices and was made by `to_te` or `fuse`, and is no layer of a user's."""
+    return _is_ours(module, "TELinear", "TENormLinear")
+
+
+def is_te_layer(module: nn.Module) -> bool:
+    """Return whether a module was made by `to_te` or `fuse`, and is no layer of a user's own."""
+    return _is_ours(module, "TENormLinear", *(f"TE{each.name}" for each in _KINDS))
+
+
+def _is_ours(module: nn.Module, *names: str) -> bool:
     # The library need not be imported to know that: it was, where there is such a module.
     modules = sys.modules.get(_MODULES)
-    return modules is not None and isinstance(module, modules.TELinear)
-
-
-def te_layer_norm_from(norm: nn.LayerNorm) -> nn.Module:
-    """Return Transformer Engine's `LayerNorm` around the parameters of a layer norm.
-
-    Raises:
-        PrecisionError: There is none for this layer; the message is that of `te_refusal`.
-        ImportError: Transformer Engine cannot be imported.
-    """
-    _check_convertible(norm)
-    made = _library().TELayerNorm(norm.normalized_shape, eps=norm.eps, dtype=norm.weight.dtype, device="meta")
-    return _around(made, norm, dict(norm.named_parameters(recurse=False)))
-
-
-def layer_norm_from_te(module: nn.Module) -> nn.LayerNorm:
-    """Return the plain layer norm around the parameters of Transformer Engine's `LayerNorm`.
-
-    Raises:
-        PrecisionError: The module is no such layer, or its weight is one less than the factor it multiplies with
-            (zero-centred): no plain weight has the same bits.
-        ImportError: Transformer Engine cannot be imported.
-    """
-    layer = _check_plain(module, "LayerNorm", _PLAIN_NORM)
-    return _norm_around(layer)
-
-
-def te_layer_norm_linear_from(norm: nn.LayerNorm, linear: nn.Linear) -> nn.Module:
-    """Return Transformer Engine's `LayerNormLinear`, which computes both layers, around their parameters.
-
-    Its parameters are named `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`.
-
-    Args:
-        norm: The norm over the last dimension, of `in_features` elements.
-        linear: The linear layer, the only reader of the norm's output; the caller knows that it is.
-
-    Raises:
-        PrecisionError: One of them cannot be converted, they do not fit together, or there is no CUDA device.
-        ImportError: Transformer Engine cannot be imported.
-    """
-    _check_convertible(norm)
-    _check_convertible(linear)
-    _check_pair(norm, linear)
-    norms = {f"layer_norm_{name}": each for name, each in norm.named_parameters(recurse=False)}
-    held = dict(linear.named_parameters(recurse=False))
-    made = _products_library().TELayerNormLinear(
-        linear.in_features,
-        linear.out_features,
-        eps=norm.eps,
-        bias="bias" in held,
-        params_dtype=linear.weight.dtype,
-        device="meta",
-    )
-    return _linear_moved(_around(made, linear, {**norms, **held}), linear)
-
-
-def layer_norm_linear_from_te(module: nn.Module) -> tuple[nn.LayerNorm, nn.Linear]:
-    """Return the plain norm and linear layer around the parameters of Transformer Engine's `LayerNormLinear`.
-
-    Raises:
-        PrecisionError: The module is no such layer, or does what plain ones cannot.
-        ImportError: Transformer Engine cannot be imported.
-    """
-    layer = _check_plain(module, "LayerNormLinear", _PLAIN_PAIR)
-    return _norm_around(layer, prefix="layer_norm_"), _linear_around(layer)
+    return modules is not None and isinstance(module, tuple(getattr(modules, name) for name in names))
 
 
 def _library() -> Any:
@@ -170,76 +200,43 @@ def _library() -> Any:
     return import_module(_MODULES)
 
 
-def _products_library() -> Any:
-    """Import the layers for one with matrix products, which the library makes only beside a CUDA device."""
+def _kind_of(module: nn.Module) -> _Kind:
+    """Return the kind of a layer that was made by `to_te` or `fuse`, or by the library itself."""
     library = _library()
-    if not torch.cuda.is_available():
+    if type(module) is library.TENormLinear:
+        return _LINEAR
+    for kind in _KINDS:
+        ours = getattr(library, f"TE{kind.name}")
+        if type(module) in (ours, ours.__bases__[-1]):
+            return kind
+    raise PrecisionError(
+        f"a {type(module).__name__} is none of Transformer Engine's {', '.join(each.name for each in _KINDS)}"
+    )
+
+
+def _made(
+    name: str, kind: _Kind, source: nn.Module, *, norm: nn.Module | None = None, **options: Any
+) -> nn.Module:
+    """Return a layer of Transformer Engine around the parameters of a plain one, and of a norm that it takes."""
+    library, weight = _library(), source.get_parameter("weight")
+    if kind is _LINEAR and not torch.cuda.is_available():
         raise PrecisionError(
             "Transformer Engine makes layers with matrix products only where there is a CUDA device; there is none"
         )
-    return library
+    dtype = {kind.dtype: weight.dtype}
+    made = getattr(library, name)(**kind.arguments(source), **dtype, **options, device="meta")
+    _around(made, source)
+    if norm is not None:
+        library.take_norm(made, norm)
+    if kind is not _LINEAR:
+        return made
+    if not made.use_bias:  # it holds an empty tensor in place of a bias, which is on the meta device
+        made.bias = weight.new_empty(0)
+    return made.to(weight.device)  # no copy; on CUDA it allocates cuBLAS's workspace outside of any graph
 
 
-def _check_convertible(module: nn.Module) -> None:
-    if (reason := te_refusal(module)) is not None:
-        raise PrecisionError(f"the {type(module).__name__} {reason}; leave it as it is")
-
-
-def _check_pair(norm: nn.LayerNorm, linear: nn.Linear) -> None:
-    if norm.normalized_shape != (linear.in_features,):
-        raise PrecisionError(
-            f"the LayerNorm normalises {norm.normalized_shape}, and the Linear reads {linear.in_features} features: "
-            "convert them one by one"
-        )
-    if norm.weight.dtype != linear.weight.dtype or norm.weight.device != linear.weight.device:
-        raise PrecisionError(
-            f"the LayerNorm holds {norm.weight.dtype} on {norm.weight.device}, and the Linear {linear.weight.dtype} "
-            f"on {linear.weight.device}: one layer holds one dtype on one device; convert them one by one"
-        )
-    if norm.training != linear.training:
-        raise PrecisionError(
-            "one of the LayerNorm and the Linear is in training mode: call train() or eval() first"
-        )
-
-
-def _check_plain(module: nn.Module, kind: str, plain: Mapping[str, object]) -> Any:
-    """Return a layer of Transformer Engine whose settings a plain layer can express."""
-    ours = getattr(_library(), f"TE{kind}")
-    if type(module) not in (ours, ours.__base__):
-        raise PrecisionError(f"a {type(module).__name__} is not Transformer Engine's {kind}")
-    for name, value in plain.items():
-        found = getattr(module, name)
-        if found != value:
-            raise PrecisionError(
-                f"the {kind} has {name}={found!r}, which a plain layer does not have; only {name}={value!r} can be "
-                "restored"
-            )
-    return module
-
-
-def _around(made: _Layer, source: nn.Module, held: Mapping[str, nn.Parameter]) -> _Layer:
-    """Put parameters into a layer that was built on the meta device, in the mode of the layer that held them."""
-    for name, parameter in held.items():
+def _around(made: _Layer, source: nn.Module) -> _Layer:
+    """Put the parameters of a layer into one that was built on the meta device, in its mode."""
+    for name, parameter in source.named_parameters(recurse=False):
         setattr(made, name, parameter)
     return made.train(source.training)
-
-
-def _linear_moved(made: Any, linear: nn.Linear) -> nn.Module:
-    """Do what the layer does when its parameters arrive on a device, which is not to be left to a forward."""
-    if not made.use_bias:  # it holds an empty tensor in place of a bias, which is on the meta device
-        made.bias = linear.weight.new_empty(0)
-    return made.to(
-        linear.weight.device
-    )  # no copy; on CUDA it allocates cuBLAS's workspace outside of any graph
-
-
-def _linear_around(layer: Any) -> nn.Linear:
-    held = {"weight": layer.weight, **({"bias": layer.bias} if layer.use_bias else {})}
-    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.use_bias, device="meta")
-    return _around(made, layer, held)
-
-
-def _norm_around(layer: Any, *, prefix: str = "") -> nn.LayerNorm:
-    weight, bias = getattr(layer, f"{prefix}weight"), getattr(layer, f"{prefix}bias")
-    made = nn.LayerNorm(weight.shape, eps=layer.eps, device="meta")
-    return _around(made, layer, {"weight": weight, "bias": bias})

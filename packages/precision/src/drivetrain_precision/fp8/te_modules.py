@@ -6,56 +6,90 @@ and the library refuses to load that unless a variable says that the file is tru
 as tensors instead.
 """
 
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_precision.fp8.te_library import transformer_engine
 
 _LIBRARY: Any = transformer_engine()
+LayerNormLinear: Any = _LIBRARY.LayerNormLinear
 
 
-class TELinear(_LIBRARY.Linear):
-    """Transformer Engine's `Linear`, whose state is weight and bias alone."""
+class PlainState:
+    """A layer whose state is its parameters alone."""
 
     # torch asks whether these are a module's own, and leaves the extra state out where they are not.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    def reset_parameters(self, defer_init: bool | None = False) -> None:
+
+class PlainLinear(PlainState):
+    """A layer of which weight and bias begin as those of a plain linear layer."""
+
+    def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
         """Give weight and bias the values that a plain layer begins with; the library's are others.
 
         Args:
             defer_init: Whether to leave them as they are, as the library asks for on the meta device.
         """
         if not defer_init:
-            _reset_linear(self)
+            nn.Linear.reset_parameters(self)  # it reads weight and bias alone, and an empty bias stays empty
 
 
-class TELayerNorm(_LIBRARY.LayerNorm):
-    """Transformer Engine's `LayerNorm`, whose state is weight and bias alone."""
+class HandsOn(PlainState):
+    """A norm that hands on what it is given, once a linear layer computes it too."""
 
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
+    is_computed_by_next = False
 
-
-class TELayerNormLinear(_LIBRARY.LayerNormLinear):
-    """Transformer Engine's `LayerNormLinear`, whose state is the parameters of norm and linear layer alone."""
-
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
-
-    def reset_parameters(self, defer_init: bool | None = False) -> None:
-        """Give norm and linear layer the values that plain ones begin with; the library's are others.
-
-        Args:
-            defer_init: Whether to leave them as they are, as the library asks for on the meta device.
-        """
-        if not defer_init:
-            nn.init.ones_(self.layer_norm_weight)
-            nn.init.zeros_(self.layer_norm_bias)
-            _reset_linear(self)
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return the norm of the input, or the input."""
+        return input if self.is_computed_by_next else cast("Any", super()).forward(input)
 
 
-def _reset_linear(layer: Any) -> None:
-    nn.Linear.reset_parameters(layer)  # it reads weight and bias alone, and an empty bias stays empty
+class TELinear(PlainLinear, _LIBRARY.Linear):
+    """Transformer Engine's `Linear`."""
+
+
+class TELayerNorm(HandsOn, _LIBRARY.LayerNorm):
+    """Transformer Engine's `LayerNorm`."""
+
+
+class TERMSNorm(HandsOn, _LIBRARY.RMSNorm):
+    """Transformer Engine's `RMSNorm`."""
+
+
+class TENormLinear(PlainLinear, LayerNormLinear):
+    """Transformer Engine's `LayerNormLinear`, which computes a norm with the parameters that the norm keeps.
+
+    It reads them anew in each forward, so that they may be moved and exchanged where the norm is.
+
+    Attributes:
+        norm_before: The norm, in a tuple: as a module of this one its parameters would have two names.
+    """
+
+    norm_before: tuple[Any]
+
+    @property
+    def layer_norm_weight(self) -> nn.Parameter:
+        """The weight of the norm."""
+        return self.norm_before[0].weight
+
+    @property
+    def layer_norm_bias(self) -> nn.Parameter | None:
+        """The bias of the norm, which an RMSNorm does not have."""
+        return getattr(self.norm_before[0], "bias", None)
+
+
+def take_norm(layer: Any, norm: Any) -> None:
+    """Let a layer compute a norm with the norm's own parameters.
+
+    Args:
+        layer: The library's `LayerNormLinear`.
+        norm: A norm of this module.
+    """
+    # Its constructor makes parameters of these names, so that it gets its class afterwards.
+    for name in ("layer_norm_weight", "layer_norm_bias"):
+        delattr(layer, name)
+    layer.norm_before = (norm,)
+    layer.__class__ = TENormLinear

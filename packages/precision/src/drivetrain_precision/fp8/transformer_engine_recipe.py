@@ -4,19 +4,28 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from drivetrain_precision.conversion.converts_norms import Norms
 from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.hardware_check import check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements
-from drivetrain_precision.fp8.te_layers import is_te_linear, linear_from_te, te_linear_from, te_refusal
+from drivetrain_precision.fp8.te_layers import (
+    from_te,
+    fuse,
+    fusion_refusal,
+    is_te_layer,
+    is_te_linear,
+    te_refusal,
+    to_te,
+)
 from drivetrain_precision.fp8.te_library import transformer_engine
 from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
 from drivetrain_precision.fp8.te_state import begin_te_scaling, te_scaling_state
@@ -32,11 +41,16 @@ class TransformerEngineRecipe:
             checkpoint keeps. "current": the tensor's own values. "block": blocks of 128 values. "mxfp8": 32 values.
             "nvfp4": 16 values of 4 bits.
         options: Further fields of the library's recipe class, such as {"amax_history_len": 16}.
-        layers: The layers to convert.
+        norms: What becomes of `nn.LayerNorm` and `nn.RMSNorm`. "keep": nothing, so that they compute what they do in
+            bf16: under autocast torch's return fp32, and the library's bf16. "convert": they become the library's.
+            "fuse": those that a converted linear layer follows in an `nn.Sequential`, whose children are called by it
+            alone, are computed by the layer's product too, and the others are converted.
+        layers: The layers to convert; its patterns and `accept` see norms too where they are converted.
     """
 
     scaling: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "current"
     options: Mapping[str, object] = field(default_factory=dict[str, object])
+    norms: Norms = "keep"
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
@@ -51,6 +65,8 @@ class TransformerEngineRecipe:
             raise PrecisionError(
                 f"options={self.options!r}: must be a mapping, such as {{'amax_history_len': 16}}"
             )
+        if self.norms not in get_args(Norms):
+            raise PrecisionError(f"norms={self.norms!r}: must be one of {', '.join(get_args(Norms))}")
         check_layers(self.layers)
 
     @property
@@ -68,6 +84,8 @@ class TransformerEngineRecipe:
             extra="te",
             capability=on.capability,
             hardware=on.name,
+            backends=("single", "ddp"),  # under others the layers have never been run
+            untried_backends=("ddp",),
         )
 
     @property
@@ -87,25 +105,33 @@ class TransformerEngineRecipe:
         return found
 
     def refusal(self, module: nn.Module) -> str | None:
-        """Return why a linear layer cannot be converted, or None if it can."""
+        """Return why a linear layer or a norm cannot be converted, or None if it can."""
         multiple = TE_RECIPES[self.scaling].multiple
-        for name in ("in_features", "out_features"):
+        for name in ("in_features", "out_features") if isinstance(module, nn.Linear) else ():
             size = getattr(module, name)
             if size % multiple:
                 return f"has {name}={size}, which is not divisible by {multiple}"
         return te_refusal(module)
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """Return the library's layer around the parameters of a linear layer."""
-        return te_linear_from(cast("nn.Linear", module))
+        """Return the library's layer around the parameters of a linear layer or a norm."""
+        return to_te(module)
+
+    def fusion_refusal(self, norm: nn.Module, linear: nn.Linear) -> str | None:
+        """Return why one layer cannot compute a norm and a linear layer; None if it can."""
+        return fusion_refusal(norm, linear)
+
+    def fuse(self, norm: nn.Module, linear: nn.Linear) -> nn.Module:
+        """Return the library's layer that computes a converted norm too, which from now on hands on its input."""
+        return fuse(norm, linear)
 
     def is_converted(self, module: nn.Module) -> bool:
         """Return whether a module is a layer of the library's that was made of a plain one."""
-        return is_te_linear(module)
+        return is_te_layer(module)
 
     def restore(self, module: nn.Module) -> nn.Module:
         """Return the plain layer around the parameters of a converted one."""
-        return linear_from_te(module)
+        return from_te(module)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return the context in which the library's layers compute in fp8."""
@@ -126,7 +152,7 @@ class TransformerEngineRecipe:
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return scales and amax histories of delayed scaling; the others keep nothing."""
-        if self.scaling == "delayed" and not te_scaling_state(module):
+        if self.scaling == "delayed" and is_te_linear(module) and not te_scaling_state(module):
             begin_te_scaling(module, self._recipe())
         return te_scaling_state(module)
 
@@ -157,6 +183,7 @@ def _count_layer(
     weight = getattr(module, "weight", None)
     trains = isinstance(weight, Tensor) and weight.requires_grad
     flows = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+    flows = flows or hasattr(module, "layer_norm_weight")  # the gradient of a norm comes through the product
     first.register_hook(partial(_at_gradient, add, trains + flows))
 
 
