@@ -15,8 +15,7 @@ from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.groups import group_models
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
-from drivetrain_backends.modules.autocast_forward import PreparedForward, prepare_forward, restore_forward
-from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.held_dtypes import (
     Islands,
     check_updates,
@@ -25,7 +24,7 @@ from drivetrain_backends.modules.held_dtypes import (
     updates_of,
 )
 from drivetrain_backends.modules.meta_check import check_values
-from drivetrain_backends.modules.module_proxy import ModuleProxy
+from drivetrain_backends.modules.prepared_check import check_new
 from drivetrain_backends.optim.host_optimizers import check_steps_parameters
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.optim.parameter_matching import owners
@@ -287,22 +286,6 @@ class TorchBackend:
 def loss_scaler(context: Context, policy: Policy) -> LossScaler | None:
     """Return the loss scale of a run; None without fp16."""
     return None if policy.scaling is None else LossScaler(context.device, policy.scaling)
-
-
-def check_new(models: Sequence[nn.Module]) -> None:
-    """Refuse models that are already prepared.
-
-    Raises:
-        ValueError: A model is already prepared.
-    """
-    for model in models:
-        inner = unwrap_compiled(model)
-        wrapped = inner.module if isinstance(inner, ModuleProxy) else inner
-        if inner is not wrapped or isinstance(model, PreparedForward) or isinstance(inner, PreparedForward):
-            raise ValueError(
-                f"{type(wrapped).__name__} is prepared already; prepare() a model once, or free_memory() and "
-                "prepare() the module that you built"
-            )
 
 
 def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[object]) -> None:

@@ -20,12 +20,13 @@ from drivetrain_backends.modules.batch_norm import (
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import reduced_in
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
+from drivetrain_backends.modules.prepared_check import check_new
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.torch import compat
-from drivetrain_backends.torch.backend import TorchBackend, check_new, loss_scaler
+from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
 from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
 from drivetrain_backends.torch.ddp_hooks import applied_hook, check_hook, hook_dtype, register_hook
