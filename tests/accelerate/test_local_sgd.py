@@ -25,6 +25,7 @@ def test_one_process_trains_as_without_it() -> None:
 
 
 @pytest.mark.parametrize(("accumulation", "every", "enabled"), CASES)
+@pytest.mark.slow
 def test_two_processes_have_the_weights_of_the_real_one(accumulation: int, every: int, enabled: str) -> None:
     arguments = (str(accumulation), str(every), enabled)
     found = run_program("with_local_sgd", *arguments, ours=True, num_processes=2)

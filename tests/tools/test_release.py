@@ -180,11 +180,11 @@ def test_a_second_release_without_changes_says_so() -> None:
     assert twice.endswith("- A first change.\n")
 
 
-def test_the_packages_of_this_repository_can_be_released_with_the_umbrella_last() -> None:
+def test_the_packages_of_this_repository_can_be_released_from_the_lowest_floor_up() -> None:
     packages = read_packages(ROOT)
     newer = f"{int(packages['drivetrain'].version.partition('.')[0]) + 1}.0.0"
     plan = plan_release(newer, date=DAY, packages=packages, texts=read_texts(ROOT, packages))
-    assert plan.packages[-1].name == "drivetrain"
+    assert [package.name for package in plan.packages[-2:]] == ["drivetrain", "drivetrain-accelerate"]
     assert len(plan.changes) == 2 + 2 * len(packages)
 
 

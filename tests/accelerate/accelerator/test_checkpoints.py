@@ -110,6 +110,7 @@ def trained_whole() -> tuple[list[list[int]], list[float]]:
         return run.train(99), run.values()["weights"]
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_too_and_one_process_goes_on_with_their_rest(
     tmp_path: Path, run_ranks: Any
 ) -> None:

@@ -48,6 +48,7 @@ def test_one_process_runs_with_the_interface(folder: Path) -> None:
     assert done.stdout == "InterfaceModule 0 1 1 no ['--x']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_does_too(folder: Path) -> None:
     done = run(
         folder, "launch", "--as-accelerate", "--cpu", "--mixed-precision", "bf16", "-m", "script", "-y"
@@ -55,6 +56,7 @@ def test_a_module_does_too(folder: Path) -> None:
     assert done.stdout == "InterfaceModule 0 1 1 bf16 ['-y']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_do_with_accelerates_flags(folder: Path) -> None:
     done = run(folder, "accelerate", "launch", "--cpu", "--num_processes", "2", "script.py", "--x")
     lines = sorted(line.removeprefix("[1] ").removeprefix("[rank 1] ") for line in done.stdout.splitlines())
@@ -63,6 +65,7 @@ def test_two_processes_do_with_accelerates_flags(folder: Path) -> None:
     assert "InterfaceModule 1 2 2 no ['--x']" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_failing_rank_is_shown_with_the_scripts_own_frames(folder: Path) -> None:
     (folder / "script.py").write_text("import accelerate\nraise ValueError('boom')")
     done = run(folder, "accelerate", "launch", "--cpu", "--num_processes", "2", "script.py")
@@ -71,6 +74,7 @@ def test_a_failing_rank_is_shown_with_the_scripts_own_frames(folder: Path) -> No
     assert "drivetrain_accelerate/__main__.py" not in done.stderr
 
 
+@pytest.mark.slow
 def test_accelerates_default_file_is_read_unless_another_is_found_or_none_is_wanted(folder: Path) -> None:
     file = folder / "home" / "accelerate" / "default_config.yaml"
     file.write_text(
@@ -99,12 +103,14 @@ def test_a_flag_without_a_counterpart_is_refused(folder: Path) -> None:
     assert "--use_megatron_lm: there is no Megatron backend here yet" in done.stderr
 
 
+@pytest.mark.slow
 def test_pods_are_refused_with_what_to_do(folder: Path) -> None:
     done = run(folder, "accelerate", "tpu-config", "--tpu_name", "x", "--debug")
     assert done.returncode == 2
     assert "gcloud compute tpus tpu-vm ssh NAME --worker=all" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_questions_write_a_file_of_drivetrains(folder: Path) -> None:
     done = run(folder, "accelerate", "config", "--yes", "--config_file", "a.yaml")
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ def test_losses_that_are_the_same_end_with_0(capsys: pytest.CaptureFixture[str])
     assert lines[5] == "all 4 losses are the same (tolerance 0.0001)"
 
 
+@pytest.mark.slow
 def test_losses_that_differ_end_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(ComparisonArguments(script=PROGRAM, steps=2, arguments=("--skew",))) == 1
     out = capsys.readouterr().out
@@ -26,6 +27,7 @@ def test_losses_that_differ_end_with_1(capsys: pytest.CaptureFixture[str]) -> No
     assert "2 of 2 losses differ" in out
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(ComparisonArguments(script=PROGRAM, arguments=("--fail",))) == 1
     error = capsys.readouterr().err
@@ -33,6 +35,7 @@ def test_a_script_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "ValueError: this program fails" in error
 
 
+@pytest.mark.slow
 def test_a_script_without_backward_has_nothing_to_compare(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +53,7 @@ def test_two_processes_are_compared_rank_by_rank(capsys: pytest.CaptureFixture[s
     assert len(lines) == 8
 
 
+@pytest.mark.slow
 def test_numbers_are_checked() -> None:
     with pytest.raises(ValueError, match="--steps 0: must be at least 1"):
         ComparisonArguments(script="x", steps=0)

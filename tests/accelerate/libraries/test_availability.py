@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from drivetrain_accelerate.interface.module_table import module_table
-from drivetrain_accelerate.libraries import availability, devices, versions
+from drivetrain_accelerate.libraries import availability, versions
+from drivetrain_accelerate.libraries import device_availability as devices
 
 real: Any = pytest.importorskip("accelerate.utils.imports")
 real_versions: Any = pytest.importorskip("accelerate.utils.versions")

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from drivetrain_accelerate.models import (
     align_devices,
     attached_hooks,
-    casting,
     module_hooks,
     whole_model_offload,
+)
+from drivetrain_accelerate.models import (
+    layerwise_dtypes as casting,
 )
 
 theirs = pytest.importorskip("accelerate.hooks")

@@ -261,4 +261,3 @@ def test_a_class_is_found_by_its_name() -> None:
         assert model_parts.get_module_class_from_name(model, name) is real.get_module_class_from_name(
             model, name
         )
-    assert model_parts.TensorInformation(torch.Size([1]), torch.int8).shape == (1,)
