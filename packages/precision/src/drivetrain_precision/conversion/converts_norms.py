@@ -20,7 +20,7 @@ class ConvertsNorms(Protocol):
 
     @property
     def norms(self) -> Norms:
-        """Whether norms stay as they are, are converted, or are computed by the layer that alone reads them."""
+        """The treatment of norms: they stay, are converted, or are computed by the layer that alone reads them."""
         ...
 
     def fusion_refusal(self, norm: nn.Module, linear: nn.Linear) -> str | None:
