@@ -11,38 +11,28 @@ from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 _NAME = "accelerate"
 
 
-def install(*, version: str | None = None, strict: bool = True) -> None:
+def install(*, version: str | None = None) -> None:
     """Have `import accelerate` return the interface over drivetrain, in this process and from now on.
 
-    It works whether or not the real package is installed, and changes nothing on disk. A second call with the same
-    arguments does nothing.
+    It works whether or not the real package is installed, and changes nothing on disk. A second call does nothing.
 
     Args:
         version: The version whose interface the program expects; the newest provided one if None.
-        strict: Whether what Accelerate does silently wrong is done right or is an error; if false, the old behaviour
-            is kept where docs/howto/drop_in.md lists it, to compare.
 
     Raises:
         AlreadyImportedError: The real package was imported before; the message says by what.
         UnknownVersionError: That version's interface is not provided.
-        RuntimeError: It is installed already, with other arguments.
     """
     chosen = version or PROVIDED_VERSIONS[-1]
     if chosen not in PROVIDED_VERSIONS:
         raise UnknownVersionError(
             f"install(version={version!r}): provided are {', '.join(PROVIDED_VERSIONS)}; leave it out for the newest"
         )
-    wanted = InterfaceFinder(version=chosen, strict=strict)
-    if (present := installed_finder()) is not None:
-        if present != wanted:
-            raise RuntimeError(
-                f"install(version={chosen!r}, strict={strict}): it is installed with version={present.version!r}, "
-                f"strict={present.strict}; call uninstall() first"
-            )
+    if is_installed():
         return
     if (real := sys.modules.get(_NAME)) is not None:
         raise AlreadyImportedError(_said_too_late(real))
-    sys.meta_path.insert(0, wanted)
+    sys.meta_path.insert(0, InterfaceFinder(version=chosen))
 
 
 def uninstall() -> None:

@@ -22,11 +22,9 @@ class InterfaceFinder(MetaPathFinder):
 
     Attributes:
         version: The version whose interface is provided.
-        strict: Whether what Accelerate does silently wrong is done right or is an error.
     """
 
     version: str
-    strict: bool
 
     def find_spec(
         self,
