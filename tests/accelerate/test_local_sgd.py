@@ -18,6 +18,7 @@ def flat(by_step: list[list[float]]) -> list[float]:
     return [weights for of_ranks in by_step for weights in of_ranks]
 
 
+@pytest.mark.slow
 def test_one_process_trains_as_without_it() -> None:
     found = run_program("with_local_sgd", "1", "3", "on", ours=True)
     expected = run_program("with_local_sgd", "1", "3", "on", ours=False)

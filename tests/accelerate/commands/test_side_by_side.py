@@ -11,6 +11,7 @@ pytest.importorskip("accelerate", reason="the real one runs, too")
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "small_training.py")
 
 
+@pytest.mark.slow
 def test_losses_that_are_the_same_end_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(ComparisonArguments(script=PROGRAM, steps=4)) == 0
     lines = capsys.readouterr().out.splitlines()
