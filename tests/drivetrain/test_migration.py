@@ -283,9 +283,7 @@ def test_parts_are_refused_with_a_way_out(tmp_path: Path) -> None:
 
 
 def test_a_run_of_accelerate_itself_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "accelerate.state", reason="the peer is in the group bench"
-    )  # tests/accelerate would do for "accelerate"
+    pytest.importorskip("accelerate.state", reason="the peer is in the group bench")
     import accelerate
 
     other = accelerate.Accelerator(cpu=True)

@@ -120,9 +120,7 @@ class Kept:
 
 
 def test_accelerate_itself_writes_what_is_read(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "accelerate.state", reason="the peer is in the group bench"
-    )  # tests/accelerate would do for "accelerate"
+    pytest.importorskip("accelerate.state", reason="the peer is in the group bench")
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True)
