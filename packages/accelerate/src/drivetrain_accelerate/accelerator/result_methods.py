@@ -118,7 +118,7 @@ class ResultMethods(Basis):
         """Refuse: drivetrain has no sequence parallel dimension yet.
 
         Raises:
-            NotImplementedError: Always.
+            NotImplementedError: Raised by every call.
         """
         del dl
         raise NotImplementedError(

@@ -60,7 +60,7 @@ class TrainingMethods(Basis):
         """Refuse: which backward reduces gradients is decided before its forward.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: Raised by every call.
         """
         raise RuntimeError(
             f"trigger_sync_in_backward({type(model).__name__}): a backward cannot be told to reduce gradients after "
@@ -85,7 +85,8 @@ class TrainingMethods(Basis):
             loss: The mean over this rank's micro-batch, of shape (). In a window of several micro-batches the mean
                 over them is taken, unless the program itself says which of them closes the window (see
                 `GradientState`): then its losses are added as they are.
-            **kwargs: `learning_rate`, which LOMO's optimizers want and is refused; others are torch's own and unused.
+            **kwargs: `scale_wrt_gas`, which concerns DeepSpeed's own division and changes nothing here; others, such
+                as the `learning_rate` of LOMO's optimizers, are refused.
 
         Raises:
             ValueError: An argument is not supported.
@@ -154,7 +155,7 @@ class TrainingMethods(Basis):
         """Refuse: LOMO's optimizers step inside their backward, which no backend of drivetrain supports.
 
         Raises:
-            NotImplementedError: Always.
+            NotImplementedError: Raised by every call.
         """
         del loss
         raise NotImplementedError(

@@ -86,6 +86,6 @@ class InterfaceDistribution(Distribution):
         """Refuse: the distribution has no files.
 
         Raises:
-            FileNotFoundError: Always.
+            FileNotFoundError: Raised by every call.
         """
         raise FileNotFoundError(f"{path}: drivetrain_accelerate provides accelerate without files")

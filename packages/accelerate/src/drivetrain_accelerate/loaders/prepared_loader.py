@@ -197,7 +197,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Refuse: the order was divided among the ranks when the loader was prepared.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: Raised by every call.
         """
         raise RuntimeError(
             f"set_sampler({type(sampler).__name__}): the order of a prepared loader is divided among processes; "

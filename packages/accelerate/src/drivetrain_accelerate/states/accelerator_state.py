@@ -134,7 +134,7 @@ class AcceleratorState(PartialState):
         """Refuse another precision or device than that of the first Accelerator.
 
         Raises:
-            ValueError: They differ.
+            ValueError: The precision or the device differs from that of the first one.
         """
         for name, given, kept in (
             ("mixed_precision", mixed_precision, self._mixed_precision),
