@@ -43,3 +43,10 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(tmp_path: Path, 
     checkpoint = str(tmp_path / "ours" / "checkpoint-4")
     rest = trained(tmp_path / "rest", "--resume", checkpoint, ours=True, num_processes=num_processes)
     same(rest, whole)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_a_checkpoint_of_two_as_with_the_real_one(tmp_path: Path) -> None:
+    trained(tmp_path / "two", ours=True, num_processes=2)
+    resume = ("--resume", str(tmp_path / "two" / "checkpoint-4"))
+    same(trained(tmp_path / "ours", *resume, ours=True), trained(tmp_path / "real", *resume, ours=False))

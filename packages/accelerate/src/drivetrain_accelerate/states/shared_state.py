@@ -19,6 +19,11 @@ class SharedState:
         view.__dict__ = cls._shared_state
         return view
 
+    def __reduce__(self) -> Any:
+        # A copy or pickle is a view of the process that reads it: a group and its threads belong to one process, and
+        # transformers pickles its arguments with the state that they hold.
+        return _view_of, (type(self),)
+
     @property
     def initialized(self) -> bool:
         """True if an instance was constructed since the start or the last reset."""
@@ -28,3 +33,8 @@ class SharedState:
     def _reset_state(cls) -> None:
         """Forget all attributes, as a test does between its runs."""
         cls._shared_state.clear()
+
+
+def _view_of(kind: type[SharedState]) -> SharedState:
+    """Return a view of the state of this process, for copy and pickle."""
+    return kind.__new__(kind)
