@@ -305,6 +305,7 @@ def _serve(file: str, accelerated: str = "") -> None:
         device.make()
     if not accelerated or os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group(f"cpu:gloo,{device.NAME}:hccl" if accelerated else "gloo")
+    joined = dist.is_initialized()
     connection.send_bytes(pickle.dumps(("returned", None, "")))
     left_groups = _noted_groups()
     num_modules = 0
@@ -325,6 +326,7 @@ def _serve(file: str, accelerated: str = "") -> None:
         try:
             with redirect_stdout(output), redirect_stderr(output):
                 result = getattr(_load(path, module), name)(*pickle.loads(args))
+            assert dist.is_initialized() == joined, f"{name} left its pool without the group it was given"
             answer = ("returned", result, output.getvalue())
         except BaseException:  # noqa: BLE001 whatever it was, the test is told and shows it
             answer = ("raised", None, output.getvalue() + traceback.format_exc())

@@ -38,7 +38,6 @@ def beside() -> tuple[dict[str, Any], dict[str, Any], str]:
     AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
     theirs = accelerate.Accelerator(cpu=True)
     found = outcomes(theirs)
-    theirs.end_training()
     theirs.state._reset_state(reset_partial_state=True)
     return ours, found, told
 
