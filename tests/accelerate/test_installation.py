@@ -121,6 +121,30 @@ def test_a_script_and_a_module_run_with_it(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
+def test_a_command_of_accelerate_runs_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["-m", "accelerate.commands.launch", "--dry-run", "--cpu", "--num_processes", "1", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain_accelerate", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "-m drivetrain_accelerate train.py" in done.stdout
+
+
+def test_a_debugger_finds_the_code_of_a_command_and_nothing_to_do_in_other_modules() -> None:
+    code = (
+        "import runpy, sys, drivetrain_accelerate as d; d.install(); print(runpy.run_module('accelerate.state')); "
+        "sys.argv[1:] = ['--help']; runpy.run_module('accelerate.commands.launch', run_name='__main__')"
+    )
+    found = output(code)
+    assert "'__name__': 'accelerate.state'" in found
+    assert "usage: drivetrain accelerate launch" in found
+
+
 def test_without_a_program_the_usage_is_shown() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "drivetrain_accelerate"], capture_output=True, text=True, timeout=120
