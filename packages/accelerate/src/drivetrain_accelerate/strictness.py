@@ -1,4 +1,4 @@
-"""Whether what Accelerate does wrong without a word is put right, or restored for a comparison."""
+"""The choice whether what Accelerate does wrong without a word is put right, or restored for a comparison."""
 
 from drivetrain_accelerate.settings import AccelerateSettings
 from drivetrain_config import environ, resolve
