@@ -37,19 +37,23 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
 def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
     """Gather results, of all ranks' rows together the first, as Accelerate does; see `gather_real_rows`."""
     del context
-    count = active.remainder if active is not None and active.end_of_dataloader else 0
+    count = active.remainder if active is not None and active.end_of_dataloader else -1
+    if as_objects or not _holds_tensors_alone(data):
+        gathered = gather_object(data)
+        return gathered[:count] if count > 0 else gathered
 
-    def first(rows: Any) -> Any:
-        return rows[:count] if count > 0 else rows
+    def first(rows: torch.Tensor) -> torch.Tensor:
+        return rows[:count] if count > 0 and rows.dim() else rows
 
-    if not as_objects:
-        try:
-            recursively_apply(first, data, error_on_other_type=True)
-        except TypeError:
-            pass
-        else:
-            return recursively_apply(first, gather(data))
-    return first(gather_object(data))
+    return recursively_apply(first, gather(data))
+
+
+def _holds_tensors_alone(data: Any) -> bool:
+    try:
+        recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: int | None) -> Any:
