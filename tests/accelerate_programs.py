@@ -9,7 +9,9 @@ from typing import Any
 PROGRAMS = Path(__file__).parent / "accelerate" / "programs"
 
 
-def run_program(name: str, *arguments: str, ours: bool, num_processes: int = 1) -> Any:
+def run_program(
+    name: str, *arguments: str, ours: bool, num_processes: int = 1, options: tuple[str, ...] = ()
+) -> Any:
     """Return what a program prints behind the word FOUND, as JSON.
 
     Args:
@@ -17,9 +19,10 @@ def run_program(name: str, *arguments: str, ours: bool, num_processes: int = 1) 
         *arguments: Its arguments.
         ours: Whether `accelerate` is the interface over drivetrain.
         num_processes: The number of processes on this machine.
+        options: Options of `python -m drivetrain_accelerate`.
     """
     program = [str(PROGRAMS / f"{name}.py"), *arguments]
-    through = ["-m", "drivetrain_accelerate"] if ours else []
+    through = ["-m", "drivetrain_accelerate", *options] if ours else []
     if num_processes == 1:
         command = [sys.executable, *through, *program]
     else:

@@ -74,7 +74,28 @@ def test_after_the_real_package_was_imported_it_is_refused_by_the_name_of_who_ho
 def test_a_version_that_is_not_provided_is_refused() -> None:
     with pytest.raises(UnknownVersionError, match=r"version='0\.21\.0'.*provided are 1\.15\.0"):
         drivetrain_accelerate.install(version="0.21.0")
+    for wish in (">=1.16", "1.14", "newest"):
+        with pytest.raises(UnknownVersionError, match="say one of these, or a requirement"):
+            drivetrain_accelerate.install(version=wish)
     assert not drivetrain_accelerate.is_installed()
+
+
+def test_requirements_of_libraries_hold_for_the_version_that_is_provided() -> None:
+    pytest.importorskip("transformers")
+    code = (
+        "import drivetrain_accelerate as d; [d.install(version=wish) for wish in ('1.15', '>=1.1.0', '~=1.15')]; "
+        "from transformers.utils import is_accelerate_available as has; print(has(), has('1.15.0'), has('99'))"
+    )
+    assert output(code) == "True True False"
+
+
+def test_strictness_is_that_of_the_last_word_and_ends_with_the_interface() -> None:
+    code = (
+        "import os, drivetrain_accelerate as d; from drivetrain_accelerate.strictness import is_strict; d.install(); "
+        "found = [is_strict()]; d.install(strict=False); found += [is_strict()]; d.uninstall(); "
+        "print(*found, is_strict(), [name for name in os.environ if 'STRICT' in name])"
+    )
+    assert output(code) == "True False True []"
 
 
 def test_a_module_and_a_name_that_are_not_there_are_named() -> None:
@@ -101,12 +122,36 @@ def test_a_script_and_a_module_run_with_it(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
+def test_a_command_of_accelerate_runs_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["-m", "accelerate.commands.launch", "--dry-run", "--cpu", "--num_processes", "1", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain_accelerate", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "-m drivetrain_accelerate train.py" in done.stdout
+
+
+def test_a_debugger_finds_the_code_of_a_command_and_nothing_to_do_in_other_modules() -> None:
+    code = (
+        "import runpy, sys, drivetrain_accelerate as d; d.install(); print(runpy.run_module('accelerate.state')); "
+        "sys.argv[1:] = ['--help']; runpy.run_module('accelerate.commands.launch', run_name='__main__')"
+    )
+    found = output(code)
+    assert "'__name__': 'accelerate.state'" in found
+    assert "usage: drivetrain accelerate launch" in found
+
+
 def test_without_a_program_the_usage_is_shown() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "drivetrain_accelerate"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m drivetrain_accelerate (SCRIPT | -m MODULE)")
+    assert done.stderr.startswith("usage: python -m drivetrain_accelerate [--strict | --no-strict] (SCRIPT |")
 
 
 def test_an_import_installs_it() -> None:

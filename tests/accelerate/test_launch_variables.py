@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_accelerate.launch_variables import launch_variables
-from drivetrain_config import Layers
+from drivetrain_accelerate.launch_variables import launch_variables, told_variables
+from drivetrain_config import Layers, environ
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.parser import build_parser
 
@@ -70,3 +70,20 @@ def test_fsdp_is_told_what_accelerates_launcher_tells(tmp_path: Path) -> None:
     found = of_flags(*flags)
     assert found
     assert found == {name: theirs[name] for name in found}
+
+
+def test_a_launch_wins_over_a_variable_and_tells_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {mixed_precision: fp16, cpu: true}\n")
+    layers = Layers.read(file=file)
+    with environ.exported(ACCELERATE_MIXED_PRECISION="bf16", ACCELERATE_USE_CPU="1", RANK=None):
+        found = told_variables(layers)
+    assert found["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    (said,) = caplog.messages
+    assert "ACCELERATE_MIXED_PRECISION=bf16 in the environment gives way to run.mixed_precision=fp16" in said
+    assert "run.yaml" in said
+    with environ.exported(ACCELERATE_MIXED_PRECISION="bf16", RANK="1"):
+        told_variables(layers)
+    assert len(caplog.messages) == 1  # one process tells it for all

@@ -14,6 +14,15 @@ def test_a_function_runs_on_processes_that_have_the_interface_too() -> None:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "least"), [((), 0.0), (("--no-strict",), 1.0)])
+def test_processes_have_the_settings_of_the_one_that_launches_them(
+    options: tuple[str, ...], least: float
+) -> None:
+    found = run_program("with_settings", ours=True, options=options)
+    assert found == [["bf16", least]] * 2  # not strict, the smallest is the sum, as in Accelerate
+
+
 def test_an_error_of_a_rank_is_told() -> None:
     def fails() -> None:
         raise KeyError("reason")

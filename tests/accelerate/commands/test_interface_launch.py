@@ -117,3 +117,24 @@ def test_the_questions_write_a_file_of_drivetrains(folder: Path) -> None:
     assert "Wrote a.yaml" in done.stdout
     assert run(folder, "accelerate", "config", "--yes").returncode == 0
     assert (folder / "xdg" / "drivetrain" / "config.yaml").is_file()
+
+
+PRELOADED = (
+    "import os, sys\nassert 'transformers' in sys.modules, 'not preloaded'\n"
+    "from transformers.utils import is_accelerate_available\n" + SHOW
+)
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_with_the_interface_and_what_a_library_found_of_it(folder: Path) -> None:
+    (folder / "script.py").write_text(PRELOADED)
+    launch = ("launch", "--as-accelerate", "--cpu", "--num-processes", "2", "--mixed-precision", "bf16")
+    done = run(folder, *launch, "--preload", "accelerate,transformers", "--prefix", "none", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"InterfaceModule {rank} 2 2 bf16 []" for rank in "01"]
+
+
+def test_the_interface_comes_before_what_is_preloaded(folder: Path) -> None:
+    launch = ("launch", "--as-accelerate", "--cpu", "--num-processes", "2", "--dry-run")
+    done = run(folder, *launch, "--preload", "accelerate", "script.py")
+    assert "imports drivetrain_accelerate.auto, accelerate\n" in done.stdout, done.stdout + done.stderr

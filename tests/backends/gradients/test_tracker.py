@@ -222,6 +222,21 @@ def test_a_window_that_closes_early_does_not_rescale_gradients_that_a_step_used(
         prepared.optimizers[0].step()
 
 
+@MODES
+@pytest.mark.parametrize(("keeps", "moved"), [(False, 2.0), (True, 0.5)])
+def test_a_window_that_closes_early_may_keep_the_divisor_of_a_full_one(
+    mode: str, keeps: bool, moved: float
+) -> None:
+    single = backend(mode, accumulation=4, settings=SCALING)
+    single.window.keeps_divisor = keeps
+    model = Weight()
+    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single.window.begin(is_last=True)
+    prepared.backward(model(torch.tensor(2.0)).float())
+    prepared.optimizers[0].step()
+    assert 1 - model.w.item() == moved
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_the_model_cleared_itself_are_not_in_the_way(set_to_none: bool) -> None:
     single = backend()

@@ -1,16 +1,16 @@
 """Run a program with the interface installed: `python -m drivetrain_accelerate SCRIPT [ARGUMENT ...]`.
 
-`-m MODULE` in place of the script runs a module, as with Python itself.
+`-m MODULE` in place of the script runs a module, as with Python itself. `--no-strict` before it restores what
+Accelerate does wrong without a word, for a comparison.
 """
 
 import sys
 
 from drivetrain_accelerate.installation import install
-from drivetrain_accelerate.launch_variables import launch_variables
-from drivetrain_config import Layers, environ
 from drivetrain_launcher.run.runpy_main import run_as_main
 
-USAGE = "usage: python -m drivetrain_accelerate (SCRIPT | -m MODULE) [ARGUMENT ...]"
+USAGE = "usage: python -m drivetrain_accelerate [--strict | --no-strict] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+_STRICT = {"--strict": True, "--no-strict": False}
 
 
 def main() -> None:
@@ -20,15 +20,17 @@ def main() -> None:
         SystemExit: The command line names no program (code 2), or the program exits.
     """
     arguments = sys.argv[1:]
+    strict: bool | None = None
+    while arguments[:1] and arguments[0] in _STRICT:
+        strict = _STRICT[arguments.pop(0)]
     is_module = arguments[:1] == ["-m"]
     if is_module:
         arguments = arguments[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stderr.write(f"{USAGE}\n")
         raise SystemExit(0 if arguments else 2)
-    install()
-    with environ.exported(**launch_variables(Layers.of_process())):
-        run_as_main(arguments[0], arguments[1:], is_module=is_module)
+    install(strict=strict)
+    run_as_main(arguments[0], arguments[1:], is_module=is_module)
 
 
 if __name__ == "__main__":

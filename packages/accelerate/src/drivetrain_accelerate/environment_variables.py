@@ -30,6 +30,12 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     return found if to_bool else int(found)
 
 
+def is_same_word(one: str, other: str) -> bool:
+    """Return whether two words are equal in any case, or both mean yes, or both no."""
+    words = {one.lower(), other.lower()}
+    return len(words) == 1 or words <= {*_TRUE} or words <= {*_FALSE}
+
+
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     """Return the first variable that is an integer of 0 or more.
 

@@ -1,48 +1,65 @@
 """Put the interface in front of the import system, and take it back."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
 from drivetrain_accelerate.errors import AlreadyImportedError, UnknownVersionError
-from drivetrain_accelerate.interface.finder import InterfaceFinder
+from drivetrain_accelerate.interface.finder import InterfaceFinder, installed_finder
 from drivetrain_accelerate.interface.interface_module import InterfaceModule
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
+from drivetrain_accelerate.launch_variables import told_variables
+from drivetrain_accelerate.strictness import STRICT_VARIABLE
+from drivetrain_config import Layers, environ
 
 _NAME = "accelerate"
+_OPERATORS = "<>=!~"
 
 
-def install(*, version: str | None = None) -> None:
+def install(*, version: str | None = None, strict: bool | None = None) -> None:
     """Have `import accelerate` return the interface over drivetrain, in this process and from now on.
 
-    It works whether or not the real package is installed, and changes nothing on disk. A second call does nothing.
+    It works whether or not the real package is installed, and changes nothing on disk. What a launch says is put into
+    the environment variables that programs for Accelerate read. A second call changes what it is told alone.
 
     Args:
-        version: The version whose interface the program expects; the newest provided one if None.
+        version: The version whose interface the program expects, such as "1.15" or ">=1.10"; the newest provided one
+            if None.
+        strict: Whether what Accelerate does wrong without a word is put right. False restores it where that can be
+            done, here and in the processes that this one starts; None leaves it to the settings.
 
     Raises:
         AlreadyImportedError: The real package was imported before; the message says by what.
         UnknownVersionError: That version's interface is not provided.
+        ConfigError: A setting of the launch cannot be read.
     """
-    chosen = version or PROVIDED_VERSIONS[-1]
-    if chosen not in PROVIDED_VERSIONS:
-        raise UnknownVersionError(
-            f"install(version={version!r}): provided are {', '.join(PROVIDED_VERSIONS)}; leave it out for the newest"
-        )
-    if is_installed():
-        return
-    if (real := sys.modules.get(_NAME)) is not None:
+    chosen = _provided(version)
+    finder = installed_finder()
+    if finder is None and (real := sys.modules.get(_NAME)) is not None:
         raise AlreadyImportedError(_said_too_late(real))
-    sys.meta_path.insert(0, InterfaceFinder(version=chosen))
+    variables = told_variables(Layers.of_process())
+    if strict is not None:
+        variables[STRICT_VARIABLE] = str(strict).lower()
+    before = {name: environ.read(name) for name in variables}
+    environ.put(**variables)
+    if finder is None:
+        sys.meta_path.insert(0, InterfaceFinder(version=chosen, variables_before=before))
+    else:
+        both = {**before, **finder.variables_before}
+        sys.meta_path[sys.meta_path.index(finder)] = replace(finder, variables_before=both)
 
 
 def uninstall() -> None:
-    """Take the interface out of the import system.
+    """Take the interface out of the import system, and what it has put into the environment.
 
     Modules that imported it keep what they hold. The next `import accelerate` finds the real package, if any.
     """
     if (finder := installed_finder()) is None:
         return
     sys.meta_path.remove(finder)
+    environ.put(**finder.variables_before)
     for name, module in list(sys.modules.items()):
         if isinstance(module, InterfaceModule):
             del sys.modules[name]
@@ -53,9 +70,26 @@ def is_installed() -> bool:
     return installed_finder() is not None
 
 
-def installed_finder() -> InterfaceFinder | None:
-    """Return the finder that answers for `accelerate`; None if the interface is not installed."""
-    return next((each for each in sys.meta_path if isinstance(each, InterfaceFinder)), None)
+def _provided(wanted: str | None) -> str:
+    """Return the newest provided version that fulfils a wish.
+
+    Raises:
+        UnknownVersionError: None does, or the wish is no version and no requirement.
+    """
+    if wanted is None:
+        return PROVIDED_VERSIONS[-1]
+    try:
+        required = SpecifierSet(wanted if wanted[:1] in _OPERATORS else f"=={wanted}")
+    except InvalidSpecifier:
+        found = []
+    else:
+        found = [each for each in PROVIDED_VERSIONS if required.contains(each)]
+    if not found:
+        raise UnknownVersionError(
+            f"install(version={wanted!r}): provided are {', '.join(PROVIDED_VERSIONS)}; say one of these, or a "
+            "requirement that one fulfils, such as '>=1.10'; or leave it out for the newest"
+        )
+    return found[-1]
 
 
 def _said_too_late(real: ModuleType) -> str:

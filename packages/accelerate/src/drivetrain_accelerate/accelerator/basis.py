@@ -5,6 +5,7 @@ from drivetrain_accelerate.accelerator.composition import compose
 from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_accelerate.strictness import is_strict
 
 
 class Basis:
@@ -18,12 +19,14 @@ class Basis:
         options: The arguments of the program; plugins among them may be changed until the first `prepare`.
         state: The ranks, precision and plugins of the run.
         gradient_state: The place of the run between two steps.
+        is_strict: Whether what Accelerate does wrong without a word is put right.
     """
 
     def __init__(self, options: RunOptions, state: AcceleratorState) -> None:
         self.options = options
         self.state = state
         self.gradient_state = GradientState(options.accumulation)
+        self.is_strict = is_strict()
         self._inner: DrivetrainAccelerator | None = None
 
     @property
@@ -37,5 +40,7 @@ class Basis:
                 self.options,
                 deepspeed_plugin=self.state.deepspeed_plugin,
                 num_processes=self.state.num_processes,
+                is_strict=self.is_strict,
             )
+            self._inner.window.keeps_divisor = not self.is_strict
         return self._inner

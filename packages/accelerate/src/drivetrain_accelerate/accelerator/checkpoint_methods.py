@@ -105,6 +105,9 @@ class CheckpointMethods(PrepareMethods):
     ) -> None:
         """Load what `save_state` saved, here or under Accelerate, at any number of ranks. Called on all ranks.
 
+        Loaders go on where they were; with `strict=False` they begin their epoch anew, as in Accelerate, and the
+        program skips what it has counted.
+
         Args:
             input_dir: The folder; with automatic names, the newest one of the project.
             load_kwargs: Not used: only tensors and plain values are read.
@@ -118,6 +121,9 @@ class CheckpointMethods(PrepareMethods):
         for hook in self._load_hooks.values():
             hook(list(self._models), str(folder))
         self.inner.load_state(folder)
+        if not self.is_strict:
+            for loader in self._dataloaders:
+                loader.begin_anew()
 
     def save_model(
         self,

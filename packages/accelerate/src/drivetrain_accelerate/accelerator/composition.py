@@ -34,18 +34,23 @@ class CompositionPlan:
     sections: dict[str, dict[str, object]]
 
 
-def compose(options: RunOptions, *, deepspeed_plugin: Any, num_processes: int) -> Accelerator:
+def compose(
+    options: RunOptions, *, deepspeed_plugin: Any, num_processes: int, is_strict: bool = True
+) -> Accelerator:
     """Return the Accelerator that carries a run out. Called on all ranks.
 
     Args:
         options: The arguments of the program.
         deepspeed_plugin: The selected plugin of DeepSpeed; None without.
         num_processes: The number of ranks.
+        is_strict: Whether what Accelerate does wrong without a word is put right.
 
     Raises:
         TranslationError: An option cannot be honoured; the message says what to do instead.
     """
-    plan = plan_composition(options, deepspeed_plugin=deepspeed_plugin, num_processes=num_processes)
+    plan = plan_composition(
+        options, deepspeed_plugin=deepspeed_plugin, num_processes=num_processes, is_strict=is_strict
+    )
     mode: Any = options.mixed_precision
     return Accelerator(
         mixed_precision=mode,
@@ -59,7 +64,9 @@ def compose(options: RunOptions, *, deepspeed_plugin: Any, num_processes: int) -
     )
 
 
-def plan_composition(options: RunOptions, *, deepspeed_plugin: Any, num_processes: int) -> CompositionPlan:
+def plan_composition(
+    options: RunOptions, *, deepspeed_plugin: Any, num_processes: int, is_strict: bool = True
+) -> CompositionPlan:
     """Return the arguments of drivetrain's Accelerator; see `compose`."""
     handlers, fsdp = options.handlers, options.fsdp_plugin
     num_micro_batches, backend = options.accumulation.num_steps or 1, None
@@ -73,7 +80,7 @@ def plan_composition(options: RunOptions, *, deepspeed_plugin: Any, num_processe
         sections["ddp"] = ddp_sections(handlers.ddp)
     if fsdp is not None:
         backend, sections["fsdp"] = "fsdp", fsdp_sections(fsdp)
-        precision |= fsdp_precision_sections(fsdp, options.mixed_precision or "no")
+        precision |= fsdp_precision_sections(fsdp, options.mixed_precision or "no", is_strict=is_strict)
     elif deepspeed_plugin is not None:
         backend, sections["deepspeed"] = "deepspeed", deepspeed_sections(deepspeed_plugin)
         precision |= deepspeed_precision_sections(deepspeed_plugin)

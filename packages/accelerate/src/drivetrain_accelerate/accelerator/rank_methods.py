@@ -9,16 +9,12 @@ from typing import Any
 import torch
 
 from drivetrain_accelerate.accelerator.basis import Basis
-from drivetrain_accelerate.accelerator.real_rows import real_rows
+from drivetrain_accelerate.accelerator.real_rows import gather_first_rows, gather_real_rows
 from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.tensors.padding import pad_across_processes as pad_to_largest
 from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
 from drivetrain_accelerate.tensors.rank_collectives import reduce as reduce_over_ranks
-from drivetrain_data import BatchPlan
-from drivetrain_data.remainder import trim_objects
-from drivetrain_state import LeafError
-from drivetrain_state.collectives import operations as collectives
 
 
 class RankMethods(Basis):
@@ -134,18 +130,9 @@ class RankMethods(Basis):
             input_data: Nested tensors with samples in dimension 0; or a list of any objects, one per sample.
             use_gather_object: Whether to gather objects.
         """
+        gathered = gather_real_rows if self.is_strict else gather_first_rows
         active = self.gradient_state.active_dataloader
-        plan: BatchPlan | None = getattr(getattr(active, "sharded", None), "current", None)
-        if not use_gather_object:
-            try:
-                gathered, rows = collectives.gather_rows(self.state.context, input_data)
-            except LeafError:  # a leaf that is no tensor is one on every rank
-                pass
-            else:
-                size: int | None = getattr(getattr(active, "sharded", None), "batch_size", None)
-                return real_rows(plan, gathered, rows, batch_size=size)
-        by_rank = collectives.gather_object(self.state.context, input_data)
-        return trim_objects(plan, by_rank)
+        return gathered(self.state.context, active, input_data, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce nested tensors of equal shapes over ranks and scale them. Called on all ranks."""

@@ -1,11 +1,59 @@
-"""Cut rows that were gathered in an epoch's tail to those of real samples. Pure functions."""
+"""Gather the results of a batch, and cut them in an epoch's tail to the rows of real samples."""
 
 from typing import Any
 
 import torch
 
 from drivetrain_accelerate.compat import map_nested
+from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
+from drivetrain_accelerate.tensors.rank_collectives import gather, gather_object
 from drivetrain_data import BatchPlan
+from drivetrain_data.remainder import trim_objects
+from drivetrain_state import Context, LeafError
+from drivetrain_state.collectives import operations as collectives
+
+
+def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
+    """Gather results, of each rank's rows the first, as many as its real samples. Called on all ranks.
+
+    Args:
+        context: The context of this process.
+        active: The loader that is being read; None outside all loops.
+        data: Nested tensors with samples in dimension 0; or a list of any objects, one per sample.
+        as_objects: Whether to gather objects.
+    """
+    sharded = getattr(active, "sharded", None)
+    plan: BatchPlan | None = getattr(sharded, "current", None)
+    if not as_objects:
+        try:
+            gathered, rows = collectives.gather_rows(context, data)
+        except LeafError:  # a leaf that is no tensor is one on every rank
+            pass
+        else:
+            return real_rows(plan, gathered, rows, batch_size=getattr(sharded, "batch_size", None))
+    return trim_objects(plan, collectives.gather_object(context, data))
+
+
+def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
+    """Gather results, of all ranks' rows together the first, as Accelerate does; see `gather_real_rows`."""
+    del context
+    count = active.remainder if active is not None and active.end_of_dataloader else -1
+    if as_objects or not _holds_tensors_alone(data):
+        gathered = gather_object(data)
+        return gathered[:count] if count > 0 else gathered
+
+    def first(rows: torch.Tensor) -> torch.Tensor:
+        return rows[:count] if count > 0 and rows.dim() else rows
+
+    return recursively_apply(first, gather(data))
+
+
+def _holds_tensors_alone(data: Any) -> bool:
+    try:
+        recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: int | None) -> Any:

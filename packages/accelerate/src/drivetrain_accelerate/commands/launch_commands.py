@@ -1,8 +1,11 @@
 """The command lines and the variables of launches, for programs that start one by themselves."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from drivetrain_accelerate.commands.command_line import words_of_process
 from drivetrain_accelerate.commands.launch_flags import words_of
@@ -31,7 +34,8 @@ class PrepareForLaunch:
     Args:
         launcher: The function to run in each process.
         distributed_type: The way in which processes work together; the ranks are set in any case.
-        debug: Whether the processes are on the CPU, and meet by the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+        debug: Whether the processes are on the CPU, and meet by the file that `ACCELERATE_DEBUG_RDV_FILE` names, as
+            many as `WORLD_SIZE` says.
     """
 
     def __init__(
@@ -42,10 +46,39 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Run the function as the rank `index`."""
+        """Run the function as the rank `index`.
+
+        Raises:
+            RuntimeError: The processes are to meet by a file, and the variables of their meeting are not set.
+        """
+        if self.debug:
+            with _met_by_file(index):
+                self.launcher(*args)
+            return
         own = {"LOCAL_RANK": str(index), "RANK": str(index), "FORK_LAUNCHED": "1"}
         if environ.read("NODE_RANK") is not None:
             size = int(environ.read("NPROC") or environ.read("LOCAL_WORLD_SIZE") or 1)
             own["RANK"] = str(size * int(environ.read("NODE_RANK") or 0) + index)
         with environ.exported(**own):
             self.launcher(*args)
+
+
+@contextmanager
+def _met_by_file(rank: int) -> Generator[None]:
+    """Run the block as a rank of a group on the CPU, whose processes meet by a file. Called on all ranks.
+
+    The group stays, as it does in Accelerate.
+    """
+    file, size = environ.read("ACCELERATE_DEBUG_RDV_FILE"), environ.read("WORLD_SIZE")
+    if not file or not size:
+        raise RuntimeError(
+            f"PrepareForLaunch(debug=True): ACCELERATE_DEBUG_RDV_FILE={file!r}, WORLD_SIZE={size!r} in the "
+            "environment: set them to a new file and to the number of processes, or call debug_launcher(function, "
+            "num_processes=2), which needs neither"
+        )
+    count = int(size)
+    dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(file, count))
+    # Accelerate sets no rank here; ours tells it, so that whoever asks the variables agrees with the group.
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    with environ.exported(FORK_LAUNCHED="1", MASTER_PORT="0", **own):
+        yield

@@ -1,7 +1,8 @@
 """Find the modules named `accelerate` and the distribution that tells their version."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -22,9 +23,11 @@ class InterfaceFinder(MetaPathFinder):
 
     Attributes:
         version: The version whose interface is provided.
+        variables_before: The environment variables that the installation has changed, as they were before.
     """
 
     version: str
+    variables_before: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
 
     def find_spec(
         self,
@@ -89,3 +92,8 @@ class InterfaceDistribution(Distribution):
             FileNotFoundError: Raised by every call.
         """
         raise FileNotFoundError(f"{path}: drivetrain_accelerate provides accelerate without files")
+
+
+def installed_finder() -> InterfaceFinder | None:
+    """Return the finder that answers for `accelerate`; None if the interface is not installed."""
+    return next((each for each in sys.meta_path if isinstance(each, InterfaceFinder)), None)

@@ -1,9 +1,9 @@
 """A module of the interface, which imports what it holds when it is asked for."""
 
 from importlib import import_module
-from importlib.abc import Loader
+from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
 from drivetrain_accelerate.interface.not_provided import not_provided
@@ -41,7 +41,15 @@ class InterfaceModule(ModuleType):
         )
 
 
-class InterfaceLoader(Loader):
+# What a module of a command does as a program: `python -m`, runpy and debuggers ask for its code.
+_AS_PROGRAM = """from {module} import main
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+class InterfaceLoader(InspectLoader):
     """Make modules of the interface.
 
     Args:
@@ -63,6 +71,18 @@ class InterfaceLoader(Loader):
         module.__all__ = sorted(table.names[name])  # pyright: ignore[reportAttributeAccessIssue] read by import *
         if name == "accelerate":
             module.__version__ = self._version  # pyright: ignore[reportAttributeAccessIssue] as the real one has
+
+    def is_package(self, fullname: str) -> bool:
+        """Return whether a module holds others."""
+        return module_table().is_package(fullname)
+
+    def get_source(self, fullname: str) -> str:
+        """Return what a module does as a program: a command runs, any other module has nothing to do."""
+        return _AS_PROGRAM.format(module=fullname) if "main" in module_table().names[fullname] else ""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of what a module does as a program."""
+        return self.source_to_code(self.get_source(fullname), f"<{fullname} of drivetrain_accelerate>")
 
 
 def _unknown(module: str, name: str, table: ModuleTable) -> str:

@@ -62,7 +62,8 @@ def parse_table(text: str) -> ModuleTable:
         ValueError: A module hands on a name that the other module does not hold.
     """
     read = tomllib.loads(text)
-    not_provided: dict[str, str] = read.pop("not_provided", {})
+    refused: list[dict[str, str]] = read.pop("not_provided", [])
+    not_provided = {name: each["instead"] for each in refused for name in each["names"].split()}
     own = {module: _own_names(rooms) for module, rooms in read.items()}
     names: dict[str, Mapping[str, Home]] = {}
     for module, rooms in read.items():

@@ -119,6 +119,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Load a position: the next loop goes on from there."""
         _sharded(self.sharded).load_state_dict(state_dict)
 
+    def begin_anew(self) -> None:
+        """Forget the position in the epoch that was loaded: the next loop reads the epoch from its beginning."""
+        sharded = _sharded(self.sharded)
+        epoch = sharded.epoch
+        sharded.set_epoch(epoch + 1)  # a loaded position is kept for its own epoch
+        sharded.set_epoch(epoch)
+
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: batches that were read ahead do not count as received."""
 

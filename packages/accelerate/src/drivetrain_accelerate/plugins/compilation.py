@@ -5,10 +5,12 @@ from typing import Any
 
 from drivetrain_accelerate.plugins.enums import DynamoBackend
 from drivetrain_accelerate.plugins.environment_words import truth, truth_from, word_from
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 from drivetrain_config import environ
 
 
+@with_known_fields
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile`; those not given come from the environment.

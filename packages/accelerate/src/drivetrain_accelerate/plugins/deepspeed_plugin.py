@@ -15,6 +15,7 @@ from torch import nn
 from drivetrain_accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
 from drivetrain_accelerate.plugins.deepspeed_filling import fill_auto, fill_tree
 from drivetrain_accelerate.plugins.environment_words import word_from
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
 from drivetrain_config import environ
 
@@ -32,6 +33,7 @@ _IN_FILE = (
 )
 
 
+@with_known_fields
 @dataclass
 class DeepSpeedPlugin:
     """Options of DeepSpeed; those not given come from the environment, and all of them end in `deepspeed_config`.

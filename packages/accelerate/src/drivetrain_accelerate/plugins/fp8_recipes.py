@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from drivetrain_accelerate.plugins.environment_words import integer_from, truth_from, word_from
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ _FORMATS = ("HYBRID", "E4M3", "E5M2")
 _AMAX_ALGORITHMS = ("max", "most_recent")
 
 
+@with_known_fields
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """Options of fp8 by torchao.
@@ -54,6 +56,7 @@ class AORecipeKwargs(KwargsHandler):
         )
 
 
+@with_known_fields
 @dataclass
 class TERecipeKwargs(KwargsHandler):
     """Options of fp8 by Transformer Engine; those not given come from the environment.
@@ -107,6 +110,7 @@ class TERecipeKwargs(KwargsHandler):
             self.use_mxfp8_block_scaling = truth_from(f"{prefix}_USE_MXFP8_BLOCK_SCALING")
 
 
+@with_known_fields
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
     """Options of fp8 by MS-AMP, which drivetrain does not train with."""
@@ -123,6 +127,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         self.opt_level = cast("Any", _one_of("opt_level", level, ("O1", "O2")))
 
 
+@with_known_fields
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Options of fp8 from before there was a class for each library."""

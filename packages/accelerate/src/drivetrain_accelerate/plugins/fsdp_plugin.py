@@ -33,6 +33,7 @@ from drivetrain_accelerate.plugins.fsdp_words import (
     strategy_of,
     wrap_policy_of,
 )
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
 from drivetrain_config import environ
 
@@ -40,6 +41,7 @@ _logger = getLogger(__name__)
 _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
+@with_known_fields
 @dataclass
 class FullyShardedDataParallelPlugin:
     """Options of FSDP; those not given come from the environment.

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 
 
 class KwargsHandler:
@@ -26,6 +27,7 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 
+@with_known_fields
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Options of `torch.autocast`."""
@@ -34,6 +36,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+@with_known_fields
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel`, and of how it communicates gradients."""
@@ -88,6 +91,7 @@ _COMPRESSING_WRAPPERS: dict[DDPCommunicationHookType, Any] = {
 }
 
 
+@with_known_fields
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """Options of fp16's loss scale."""
@@ -99,6 +103,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
+@with_known_fields
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of `torch.distributed.init_process_group`."""
@@ -108,6 +113,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
 
+@with_known_fields
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`."""

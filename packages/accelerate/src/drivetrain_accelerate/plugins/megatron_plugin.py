@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from drivetrain_accelerate.errors import NotProvidedError
 from drivetrain_accelerate.plugins.environment_words import integer_from, number_from, truth_from, word_from
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_config import environ
 
 INSTEAD = (
@@ -58,6 +59,7 @@ _SAME = (
 )
 
 
+@with_known_fields
 @dataclass
 class MegatronLMPlugin:
     """Options of Megatron-LM, by its own names; those not given come from the environment.

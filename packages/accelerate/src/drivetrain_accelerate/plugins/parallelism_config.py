@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain_accelerate.plugins.compat import flatten_mesh
 from drivetrain_accelerate.plugins.environment_words import integer_from, word_from
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -26,6 +27,7 @@ _MESH_ORDER = (
 _BACKENDS = MappingProxyType({"cp_backend": ("torch",), "sp_backend": ("deepspeed",)})
 
 
+@with_known_fields
 @dataclass(repr=False)
 class ParallelismConfig:
     """The number of processes along each parallel dimension; those not given come from the environment, or are 1.

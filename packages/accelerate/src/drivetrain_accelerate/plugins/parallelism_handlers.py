@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain_accelerate.plugins.environment_words import integer_from, truth_from, word_from
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_config import environ
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ _ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 _ENV = "PARALLELISM_CONFIG"
 
 
+@with_known_fields
 @dataclass
 class TorchTensorParallelPlugin:
     """Options of tensor parallelism, from before `ParallelismConfig`.
@@ -26,6 +28,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: "DeviceMesh | None" = None
 
 
+@with_known_fields
 @dataclass
 class TorchTensorParallelConfig:
     """Options of tensor parallelism.
@@ -37,6 +40,7 @@ class TorchTensorParallelConfig:
     enable_async_tp: bool = False
 
 
+@with_known_fields
 @dataclass
 class TorchContextParallelConfig:
     """Options of context parallelism.
@@ -59,6 +63,7 @@ class TorchContextParallelConfig:
             raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r}: must be 'allgather' or 'alltoall'")
 
 
+@with_known_fields
 @dataclass
 class DeepSpeedSequenceParallelConfig:
     """Options of DeepSpeed's sequence parallelism.

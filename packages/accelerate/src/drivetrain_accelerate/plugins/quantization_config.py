@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from drivetrain_accelerate.plugins.enums import CustomDtype
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 
 _DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 
 
+@with_known_fields
 @dataclass
 class BnbQuantizationConfig:
     """Options of quantised weights.

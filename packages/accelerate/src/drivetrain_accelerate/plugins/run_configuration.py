@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 
 
+@with_known_fields
 @dataclass
 class DataLoaderConfiguration:
     """Options of how prepared loaders divide their data.
@@ -28,6 +30,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
+@with_known_fields
 @dataclass
 class ProjectConfiguration:
     """Options of where a run stores checkpoints and logs.
@@ -59,6 +62,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
+@with_known_fields
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """Options of gradient accumulation.

@@ -67,6 +67,7 @@ _STRATEGIES = {
     ShardingStrategy.NO_SHARD: "no_shard",
     ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
 }
+_HALF = ("bf16", "fp16")
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -97,7 +98,7 @@ def fsdp_sections(
 
 
 def fsdp_precision_sections(
-    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
+    plugin: FullyShardedDataParallelPlugin, mixed_precision: str, *, is_strict: bool = True
 ) -> dict[str, object]:
     """Return the fields of the `precision` section that a plugin's own policy says.
 
@@ -107,13 +108,14 @@ def fsdp_precision_sections(
     Args:
         plugin: The options of sharding.
         mixed_precision: The precision of the run: "no", "fp16", "bf16" or "fp8".
+        is_strict: Whether gradients are added up in fp32 without a policy; if not, in the run's half precision.
 
     Raises:
         TranslationError: The policy computes in another dtype than the run, or casts in another way.
     """
     policy: Any = plugin.mixed_precision_policy
     if policy is None:
-        return {}
+        return {} if is_strict or mixed_precision not in _HALF else {"reduce_dtype": mixed_precision}
     compute = {"no": None, "fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}[
         mixed_precision
     ]

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 
+from drivetrain_accelerate.strictness import is_strict
+
 
 @dataclass
 class TensorInformation:
@@ -143,7 +145,7 @@ def send_to_device(
         mapping = cast("Mapping[Any, Any]", tensor)
         sent = {key: value if key in skipped else again(value) for key, value in mapping.items()}
         return with_values(mapping, sent)
-    if is_dataclass(tensor) and not isinstance(tensor, type):
+    if is_dataclass(tensor) and not isinstance(tensor, type) and is_strict():
         values = {each.name: getattr(tensor, each.name) for each in fields(tensor)}
         sent = {name: value if name in skipped else again(value) for name, value in values.items()}
         return with_fields(tensor, sent)

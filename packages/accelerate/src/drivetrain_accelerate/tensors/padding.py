@@ -5,7 +5,9 @@ from warnings import warn
 
 import torch
 
+from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.strictness import is_strict
 from drivetrain_accelerate.tensors.nested_tensors import leaves, recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
 from drivetrain_state.collectives import operations
@@ -36,7 +38,21 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if any(leaf.is_nested for leaf in leaves(tensor)):
         return _around_nested(tensor, dim, pad_index, pad_first)
     check_same_call(context, f"pad_across_processes(dim={dim})", tensor, sizes_differ=True)
-    return operations.pad_across_processes(without_check(context), tensor, dim, pad_index, pad_first)
+    plain = without_check(context)
+    if any(leaf.dtype == torch.bool for leaf in leaves(tensor)) and not is_strict():
+        integers = recursively_apply(torch.Tensor.long, tensor, test_type=_is_bool)
+        padded = operations.pad_across_processes(plain, integers, dim, pad_index, pad_first)
+        return map_nested(_own_if_whole, tensor, padded)
+    return operations.pad_across_processes(plain, tensor, dim, pad_index, pad_first)
+
+
+def _is_bool(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool
+
+
+def _own_if_whole(own: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+    """Return booleans as they were on a rank that had nothing to pad, as Accelerate leaves them."""
+    return own if own.dtype == torch.bool and own.shape == padded.shape else padded
 
 
 def _check_paddable(leaf: torch.Tensor, pad_index: float) -> torch.Tensor:

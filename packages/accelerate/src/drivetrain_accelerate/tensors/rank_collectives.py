@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.strictness import is_strict
 from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
 from drivetrain_state import Context, LeafError
@@ -17,6 +18,7 @@ from drivetrain_state.collectives._nested import rebuild, tensors_in
 logger = getLogger(__name__)
 
 _OPERATIONS = ("mean", "sum", "max", "min", "none")
+_REDUCED_BY_ACCELERATE = ("mean", "sum", "max")  # it sums for any other word
 
 
 def gather(tensor: Any) -> Any:
@@ -45,7 +47,8 @@ def gather_object(object: Any) -> Any:
     if context.topology.world_size == 1:
         return object
     by_rank = operations.gather_object(context, recursively_apply(_OnAccelerator, object, test_type=_is_far))
-    if strange := [type(of_rank).__name__ for of_rank in by_rank if not _is_listing(of_rank)]:
+    strange = [type(of_rank).__name__ for of_rank in by_rank if not _is_listing(of_rank)]
+    if strange and is_strict():
         raise TypeError(f"gather_object of a {strange[0]}: give it a list, [x] for one object of each rank")
     return [_arrived(context, item) for of_rank in by_rank for item in of_rank]
 
@@ -141,6 +144,8 @@ def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> A
         TypeError: A leaf is no tensor.
         DistributedOperationException: Structures, dtypes or shapes differ between ranks.
     """
+    if reduction not in _REDUCED_BY_ACCELERATE and not is_strict():
+        reduction = "sum"
     if (reduction or "none") not in _OPERATIONS:
         raise ValueError(f"reduction={reduction!r}: say one of {', '.join(_OPERATIONS)}")
     context = current_context()

@@ -33,6 +33,8 @@ class AccumulationWindow:
         fixed_because: The reason why the number is fixed, set by a backend that depends on it; None if it is not.
         is_open_ended: Whether a window closes with a micro-batch that says so, whatever its length; set while the
             window is closed, by programs that count their micro-batches themselves.
+        keeps_divisor: Whether the losses of a window that closes early stay divided by its nominal length, as in
+            Accelerate.
         nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
             "skip" skips the step, "raise" is an error.
         length: The number of micro-batches in the current window so far, including the current one.
@@ -50,6 +52,7 @@ class AccumulationWindow:
     next_num_micro_batches: int = field(init=False)
     fixed_because: str | None = field(default=None, init=False)
     is_open_ended: bool = field(default=False, init=False)
+    keeps_divisor: bool = field(default=False, init=False)
     length: int = field(default=1, init=False)
     closing: bool = field(default=True, init=False)
     begun: int = field(default=0, init=False)

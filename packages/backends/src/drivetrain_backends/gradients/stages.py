@@ -334,8 +334,9 @@ class GradientGroup:
         """Return the factor that corrects reduced gradients; None if they need no correction."""
         tracker = self._tracker
         if not self.losses.is_counted:
-            nominal, length = tracker.window.num_micro_batches, tracker.window.length
-            return None if length == nominal else nominal / length
+            window = tracker.window
+            nominal, length = window.num_micro_batches, window.length
+            return None if length == nominal or window.keeps_divisor else nominal / length
         total = total_count(tracker.context, self.losses.num_items)
         factor = tracker.reference.value(total) * tracker.context.topology.world_size / total
         tracker.reference.last_total = total

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import Layers, environ, flags, resolve, sections
+from drivetrain_config.installed import entry_points
 from drivetrain_launcher.cli.preflight import (
     check_device,
     check_module,
@@ -25,6 +26,8 @@ from drivetrain_launcher.plan.placed_settings import asked_processes, check_devi
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 
+# Entry points of modules that scripts run through: what they need imported first in the process of `--preload`.
+PRELOAD_GROUP = "drivetrain.preload"
 # In addition to the launcher's own flags: looking up those of every installed package would import each.
 _OFTEN_MISPLACED = frozenset(
     {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
@@ -68,6 +71,9 @@ def run(arguments: LaunchArguments) -> int:
     if launch.through is not None:
         check_through(launch.through, Path.cwd())
         target = target.through(launch.through)
+        launch = replace(
+            launch, preload=(*_prepared_by(launch.through), *launch.preload) if launch.preload else ()
+        )
     plan = plan_launch(
         launch, target, _host(launch, device), handed_down=layers.to_json(), placement=placement
     )
@@ -76,6 +82,11 @@ def run(arguments: LaunchArguments) -> int:
         sys.stdout.write(f"{plan}\n")
         return 0
     return run_plan(plan)
+
+
+def _prepared_by(through: str) -> tuple[str, ...]:
+    """Return the modules to import before all others where ranks are forked and run through a module."""
+    return tuple(point.value for point in entry_points(PRELOAD_GROUP) if point.name == through)
 
 
 def find_place(layers: Layers) -> JobPlacement | None:

@@ -1,0 +1,114 @@
+"""Rows of the table "Where it differs" about checkpoints."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate_sides import SIDES, THEIRS, Side
+
+pytest.importorskip("accelerate")
+
+
+class FailsTheSecondTime:
+    """An object of a program that cannot be saved twice, as on a disk that is full."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.number += 1
+        if self.number == 2:
+            raise OSError("no space left")
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+@contextmanager
+def run_of(side: Side, **options: Any) -> Generator[tuple[Any, nn.Module, Any]]:
+    """Prepare a model whose weight is 0, and a loader of the batches 0 to 5."""
+    with side.accelerator(**options) as accelerator:
+        given = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(given.weight)
+        numbers: Any = range(6)
+        yield accelerator, *accelerator.prepare(given, DataLoader(numbers))
+
+
+def numbers_of(loader: Any) -> list[int]:
+    return [batch.item() for batch in loader]
+
+
+def read_after_resume(side: Side, folder: Path) -> list[list[int]]:
+    """Return what is read after a resume from the second batch: without a skip, and with one of as many."""
+    with run_of(side) as (accelerator, _, loader):
+        for number, _ in enumerate(loader, start=1):
+            if number == 2:
+                accelerator.save_state(str(folder))
+                break
+    found: list[list[int]] = []
+    for skipped in (0, 2):
+        with run_of(side) as (accelerator, _, loader):
+            accelerator.load_state(str(folder))
+            found.append(numbers_of(accelerator.skip_first_batches(loader, skipped) if skipped else loader))
+    return found
+
+
+def test_skipped_batches(tmp_path: Path) -> None:
+    """`load_state`, then `skip_first_batches`"""
+    theirs, ours, restored = (read_after_resume(side, tmp_path / side.name) for side in SIDES)
+    assert theirs == restored == [[0, 1, 2, 3, 4, 5], [2, 3, 4, 5]]
+    assert ours == [[2, 3, 4, 5]] * 2
+
+
+def test_a_failing_save(tmp_path: Path) -> None:
+    """`save_state`"""
+    for side in SIDES:
+        with run_of(side) as (accelerator, model, _):
+            accelerator.register_for_checkpointing(FailsTheSecondTime())
+            accelerator.save_state(str(tmp_path / side.name))
+            nn.init.ones_(model.weight)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(OSError, match="no space left"):
+                accelerator.save_state(str(tmp_path / side.name))
+            accelerator.load_state(str(tmp_path / side.name))
+            assert model.weight.item() == (1.0 if side is THEIRS else 0.0)
+
+
+def test_total_limit(tmp_path: Path) -> None:
+    """`total_limit`"""
+    for side in SIDES:
+        folder = tmp_path / side.name
+        project = side("accelerate.utils.ProjectConfiguration")(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=1
+        )
+        with run_of(side, project_config=project) as (accelerator, _, _):
+            accelerator.register_for_checkpointing(FailsTheSecondTime())
+            accelerator.save_state()
+            with pytest.raises(OSError, match="no space left"):
+                accelerator.save_state()
+            assert (folder / "checkpoints" / "checkpoint_0").exists() == (side is not THEIRS)
+
+
+def test_a_model_taken_out(tmp_path: Path) -> None:
+    """a hook that takes a model out of `weights`"""
+
+    def take_out(models: Any, weights: list[Any], output_dir: str) -> None:
+        weights.clear()
+
+    for side in SIDES:
+        folder = tmp_path / side.name
+        with run_of(side) as (accelerator, model, _):
+            accelerator.register_save_state_pre_hook(take_out)
+            accelerator.save_state(str(folder))
+            if side is THEIRS:
+                assert not list(folder.rglob("*model*"))
+                continue
+            nn.init.ones_(model.weight)  # pyright: ignore[reportArgumentType]
+            accelerator.load_state(str(folder))
+            assert torch.equal(model.weight, torch.zeros(1, 1))  # pyright: ignore[reportArgumentType]

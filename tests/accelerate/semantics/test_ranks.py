@@ -1,0 +1,183 @@
+"""Rows of the table "Where it differs" that need two ranks: all of them in one call of the ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate_sides import SIDES, Side, said
+from processes import RankPool
+
+pytest.importorskip("accelerate")
+
+Numbers = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def by_rank(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> list[dict[str, Numbers]]:
+    """Return what each rank found, by side and row."""
+    pool = rank_pools.setdefault(2, RankPool(2, pythons=pythons))
+    found: Any = pool.call(on_each_side, timeout_seconds=90)
+    return found
+
+
+@pytest.fixture
+def on_first(by_rank: list[dict[str, Numbers]]) -> dict[str, Numbers]:
+    return by_rank[0]
+
+
+def on_each_side() -> dict[str, Numbers]:
+    found: dict[str, Numbers] = {}
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            found[side.name] = {
+                **of_loaders(accelerator),
+                **of_training(accelerator),
+                **of_collectives(side, accelerator.process_index),
+            }
+    return found
+
+
+def of_loaders(accelerator: Any) -> Numbers:
+    rank = accelerator.process_index
+    torch.manual_seed(0)
+    tail: list[Any] = []
+    numbers: Any = range(11)
+    shuffled = accelerator.prepare(DataLoader(numbers, batch_size=2, shuffle=True))
+    order = [accelerator.gather_for_metrics(batch).tolist() for batch in shuffled]
+    for batch in accelerator.prepare(DataLoader(numbers, batch_size=4)):
+        means = torch.full((4,), float(rank + 1))  # a row for each sample of a full batch
+        gathered = accelerator.gather_for_metrics(means).tolist()
+        tail = [batch.tolist(), accelerator.gather_for_metrics(batch).tolist(), gathered]
+    return {"tail": tail, "order": order}
+
+
+def of_training(accelerator: Any) -> Numbers:
+    rank = accelerator.process_index
+    given = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(given.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(given, optimizer, scheduler)
+    with accelerator.no_sync(model):
+        loss = model(torch.tensor([[float(rank + 1)]])).sum()
+    triggered = said(lambda: gradient_of_triggered(accelerator, model, loss))
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    scheduler.step()
+    return {"triggered": triggered, "rate": scheduler.get_last_lr()}
+
+
+def gradient_of_triggered(accelerator: Any, model: nn.Module, loss: torch.Tensor) -> float:
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    return accelerator.unwrap_model(model).weight.grad.item()
+
+
+def of_collectives(side: Side, rank: int) -> Numbers:
+    reduce, pad = side("accelerate.utils.reduce"), side("accelerate.utils.pad_across_processes")
+    gather, gather_object = side("accelerate.utils.gather"), side("accelerate.utils.gather_object")
+    own = torch.tensor([rank + 1.0])
+    unlike = own if rank else own.int()
+    flags = torch.ones(rank + 1, dtype=torch.bool)
+    return {
+        "unlike": said(lambda: gather(unlike).tolist()),
+        **{
+            word: said(lambda word=word: reduce(own, word).tolist()) for word in ("max", "min", "none", "odd")
+        },
+        "flags": said(lambda: str(pad(flags).dtype)),
+        "filled": said(lambda: pad(flags, pad_index=-1).tolist()),
+        "dict": said(lambda: gather_object({"a": rank, "b": rank})),
+        "word": said(lambda: gather_object("ab")),
+    }
+
+
+def values(by_rank: list[dict[str, Numbers]], row: str) -> Iterator[list[Any]]:
+    """Return what each side found for a row on both ranks."""
+    return ([found[side.name][row] for found in by_rank] for side in SIDES)
+
+
+def test_scheduler(on_first: dict[str, Numbers]) -> None:
+    """a scheduler's step"""
+    assert {found["rate"][0] for found in on_first.values()} == {0.25}
+
+
+def test_even_batches(by_rank: list[dict[str, Numbers]]) -> None:
+    """`even_batches`"""
+    for found in values(by_rank, "tail"):
+        batches, gathered, _ = zip(*found, strict=True)
+        assert batches == ([8, 9, 10, 0], [1, 2, 3, 4])
+        assert gathered == ([8, 9, 10],) * 2
+
+
+def test_rows_of_a_full_batch(on_first: dict[str, Numbers]) -> None:
+    """`gather_for_metrics` with a row for each sample of a full batch"""
+    theirs, ours, restored = (on_first[side.name]["tail"][-1] for side in SIDES)
+    assert theirs == restored == [1.0, 1.0, 1.0]
+    assert sorted(ours) == [1.0, 1.0, 1.0]
+
+
+def test_order(by_rank: list[dict[str, Numbers]]) -> None:
+    """the order of shuffled data"""
+    alone: dict[str, list[Any]] = {
+        side.name: [order_alone(side, draws) for draws in (0, 3)] for side in SIDES
+    }
+    assert alone["theirs"][0] != alone["theirs"][1]  # the generator has moved on
+    assert sorted(alone["ours"][0]) == list(range(11))
+    on_two = [index for step in by_rank[0]["ours"]["order"] for index in step]
+    assert alone["ours"] == [on_two, on_two] == alone["restored"]
+
+
+def order_alone(side: Side, num_draws: int) -> list[int]:
+    """Return the order on one process, of a program that draws numbers before its loop."""
+    torch.manual_seed(0)
+    numbers: Any = range(11)
+    with side.accelerator() as accelerator:
+        loader = accelerator.prepare(DataLoader(numbers, batch_size=4, shuffle=True))
+        torch.rand(num_draws)
+        return [index for batch in loader for index in batch.tolist()]
+
+
+def test_trigger(by_rank: list[dict[str, Numbers]]) -> None:
+    """`trigger_sync_in_backward`"""
+    theirs, ours, restored = values(by_rank, "triggered")
+    assert theirs == [1.5, 1.5]
+    assert ours == restored
+    assert all("outside no_sync()" in each for each in ours)
+
+
+def test_unlike_tensors(by_rank: list[dict[str, Numbers]]) -> None:
+    """collectives of tensors whose sizes or dtypes differ between ranks"""
+    theirs, ours, restored = values(by_rank, "unlike")
+    assert theirs[0] == [1, 1073741824]  # the bytes of a float, read as an integer
+    assert ours == restored
+    assert all("rank 0: gather" in each and "int32 (1,)" in each and "float32 (1,)" in each for each in ours)
+
+
+def test_reduce(on_first: dict[str, Numbers]) -> None:
+    """`reduce(reduction="min")`, or another word than "mean", "sum" and "max" """
+    words = ("max", "min", "none", "odd")
+    theirs, ours, restored = ([on_first[side.name][word] for word in words] for side in SIDES)
+    assert theirs == restored == [[2.0], [3.0], [3.0], [3.0]]
+    assert ours[:3] == [[2.0], [1.0], [1.0]]
+    assert "reduction='odd': say one of" in ours[3]
+
+
+def test_booleans(by_rank: list[dict[str, Numbers]]) -> None:
+    """`pad_across_processes` of booleans"""
+    theirs, ours, restored = values(by_rank, "flags")
+    assert theirs == restored == ["torch.int64", "torch.bool"]
+    assert ours == ["torch.bool", "torch.bool"]
+    theirs, ours, restored = values(by_rank, "filled")
+    assert theirs == restored == [[1, -1], [True, True]]
+    assert ours == [[True, True], [True, True]]
+
+
+def test_objects(on_first: dict[str, Numbers]) -> None:
+    """`gather_object` of a dict or string on several processes"""
+    theirs, ours, restored = ([on_first[side.name][row] for row in ("dict", "word")] for side in SIDES)
+    assert theirs == restored == [["a", "b", "a", "b"]] * 2
+    assert all("give it a list" in each for each in ours)

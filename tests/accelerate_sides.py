@@ -1,0 +1,53 @@
+"""The real Accelerate, the interface, and the interface with `strict=False`, under the same names in one process."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from drivetrain_accelerate.interface.module_table import module_table
+from drivetrain_config import environ
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the three; `side("accelerate.utils.reduce")` is what it has under that name."""
+
+    name: str
+
+    def __call__(self, full_name: str) -> Any:
+        module, _, name = full_name.rpartition(".")
+        if self.name == "theirs":
+            return getattr(import_module(module), name)
+        home = module_table().names[module][name]
+        return getattr(import_module(home.module), home.name)
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Run the block with the strictness of this side."""
+        strict = "false" if self.name == "restored" else None
+        with environ.exported(DRIVETRAIN_ACCELERATE__STRICT=strict):
+            yield
+
+    @contextmanager
+    def accelerator(self, **options: Any) -> Generator[Any]:
+        """Make an Accelerator on the CPU, and forget what Accelerators share afterwards."""
+        with self.entered():
+            try:
+                yield self("accelerate.Accelerator")(cpu=True, **options)
+            finally:
+                self("accelerate.state.GradientState")._reset_state()
+                self("accelerate.state.AcceleratorState")._reset_state(reset_partial_state=True)
+
+
+SIDES = (Side("theirs"), Side("ours"), Side("restored"))
+THEIRS, OURS, RESTORED = SIDES
+
+
+def said(call: Callable[[], Any]) -> Any:
+    """Return what a call returns; of an error its kind, first line and class by name."""
+    try:
+        return call()
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
