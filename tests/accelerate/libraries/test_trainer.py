@@ -1,5 +1,10 @@
-"""Transformers' Trainer, unchanged, on drivetrain and on the real Accelerate."""
+"""Transformers' Trainer, unchanged, on drivetrain and on the real Accelerate.
 
+On a CPU the real one shards nothing: FSDP and DeepSpeed are held against data parallel training, whose numbers are
+the same.
+"""
+
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +55,68 @@ def test_one_process_goes_on_from_a_checkpoint_of_two_as_with_the_real_one(tmp_p
     trained(tmp_path / "two", ours=True, num_processes=2)
     resume = ("--resume", str(tmp_path / "two" / "checkpoint-4"))
     same(trained(tmp_path / "ours", *resume, ours=True), trained(tmp_path / "real", *resume, ours=False))
+
+
+def zero(stage: int, **more: Any) -> tuple[str, str]:
+    """Return the option for a configuration of DeepSpeed that leaves to the Trainer what it can."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+        "zero_allow_untested_optimizer": True,
+        **dict.fromkeys((*names, "gradient_clipping"), "auto"),
+        **more,
+    }
+    return "--deepspeed", json.dumps(config)
+
+
+DIVIDED = {
+    "FSDP": ("--fsdp", "{}"),
+    "FSDP, files in parts": ("--fsdp", '{"state_dict_type": "SHARDED_STATE_DICT"}'),
+    "ZeRO 2": zero(2),
+    "ZeRO 3": zero(3),
+}
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """What data parallel training finds on two processes, and on three that go on from the middle of it."""
+    folder = tmp_path_factory.mktemp("replicated")
+    whole = trained(folder / "whole", ours=True, num_processes=2)
+    resume = ("--resume", str(folder / "whole" / "checkpoint-4"))
+    return whole, trained(folder / "rest", *resume, ours=True, num_processes=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_divided_model_trains_as_replicas_do_and_goes_on_at_another_number_of_processes(
+    tmp_path: Path, replicated: tuple[Any, Any], name: str
+) -> None:
+    whole, rest = replicated
+    same(trained(tmp_path, *DIVIDED[name], ours=True, num_processes=2), whole)
+    resume = ("--resume", str(tmp_path / "checkpoint-4"))
+    same(trained(tmp_path / "rest", *DIVIDED[name], *resume, ours=True, num_processes=3), rest)
+
+
+@pytest.mark.slow
+def test_the_optimizer_and_schedule_of_a_configuration_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    params = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(params, "auto")},
+    }
+    config = zero(2, **sections)
+    whole = trained(tmp_path / "whole", *config, ours=True, num_processes=2)
+    rates = [entry["learning_rate"] for entry in whole["history"] if "learning_rate" in entry]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < rates[1]
+    resume = ("--resume", str(tmp_path / "whole" / "checkpoint-4"))
+    same(trained(tmp_path / "rest", *config, *resume, ours=True, num_processes=2), whole)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", ours=True)
+    with pytest.raises(AssertionError):  # of `run_program`: the run prints nothing and has no exit code of 0
+        trained(tmp_path / "killed", "--die-after", "5", ours=True)
+    resume = ("--resume", str(tmp_path / "killed" / "checkpoint-4"))
+    same(trained(tmp_path / "rest", *resume, ours=True), whole)

@@ -17,13 +17,13 @@ from drivetrain_accelerate.plugins.deepspeed_objects import (
 )
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
-from drivetrain_accelerate.plugins.deepspeed_wrappers import (
+from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.plugins.translation import TranslationError
+from drivetrain_accelerate.training.deepspeed_wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.plugins.translation import TranslationError
 
 pytest.importorskip("accelerate")
 from accelerate.utils import deepspeed as real

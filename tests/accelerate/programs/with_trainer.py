@@ -2,9 +2,20 @@
 
 import argparse
 import json
+import os
+import signal
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 NUM_SAMPLES, LENGTH, WORDS = 46, 16, 64  # the last batch is not full
 
@@ -17,12 +28,26 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": text, "labels": label} for text, label in zip(words, labels, strict=True)]
 
 
+class Death(TrainerCallback):
+    """An end without a word, of every process, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--resume")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--fsdp", type=json.loads, help="the options of fsdp_config")
+    parser.add_argument("--deepspeed", type=json.loads, help="a configuration of DeepSpeed")
+    parser.add_argument("--die-after", type=int, default=0, help="the step after which the program is killed")
     options = parser.parse_args()
     set_seed(0)
     config = LlamaConfig(
@@ -48,9 +73,16 @@ def main() -> None:
         bf16=options.bf16,
         disable_tqdm=True,
         learning_rate=1e-3,
+        fsdp=options.fsdp is not None,
+        fsdp_config=options.fsdp,
+        deepspeed=options.deepspeed,
     )
     trainer = Trainer(
-        model=LlamaForCausalLM(config), args=arguments, train_dataset=data, eval_dataset=data[:10]
+        model=LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data[:10],
+        callbacks=[Death(options.die_after)],
     )
     trainer.train(resume_from_checkpoint=options.resume)
     predicted = trainer.predict(data[:10])

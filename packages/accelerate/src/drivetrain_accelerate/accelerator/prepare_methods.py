@@ -19,6 +19,8 @@ from drivetrain_accelerate.model_structure import compile_regions
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
 from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
+from drivetrain_accelerate.training.deepspeed_wrappers import DeepSpeedSchedulerWrapper
+from drivetrain_accelerate.training.engine_model import EngineMethods, as_engine
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_backends import Scheduler, unwrap_compiled
@@ -48,9 +50,10 @@ class PrepareMethods(Basis):
             The prepared objects in the order given; a single object is returned by itself.
         """
         del device_placement
-        given = self._made(args)
+        given, followers = self._made(args)
         trained = [each for each in given if _is_trained(each)]
         found: dict[int, Any] = dict(zip(map(id, trained), self._prepared(trained), strict=True))
+        found |= {id(each): self._follow(each) for each in followers}
         results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in given)
         return results[0] if len(results) == 1 else results
 
@@ -115,19 +118,33 @@ class PrepareMethods(Basis):
         """Prepare a scheduler, which follows the steps of its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        of_it = [
-            each
-            for each in self._optimizers
-            if getattr(scheduler, "optimizer", None) in (each, each.optimizer)
-        ]
-        prepared = AcceleratedScheduler(
-            scheduler,
-            of_it or self._optimizers,
-            step_with_optimizer=self.options.step_scheduler_with_optimizer,
-            split_batches=self.options.data.split_batches,
+        return self._add_scheduler(
+            AcceleratedScheduler(
+                scheduler,
+                self._optimizers_of(scheduler),
+                step_with_optimizer=self.options.step_scheduler_with_optimizer,
+                split_batches=self.options.data.split_batches,
+            )
         )
+
+    def _follow(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare a scheduler that DeepSpeed's configuration makes: each step of its optimizer advances it, once."""
+        optimizers = self._optimizers_of(scheduler)
+        for each in optimizers:
+            each.schedules.append(scheduler)
+        for model in self._models:
+            if isinstance(model, EngineMethods) and any(model.trains(each.optimizer) for each in optimizers):
+                model.schedules.append(scheduler)
+        return self._add_scheduler(DeepSpeedSchedulerWrapper(scheduler, optimizers))
+
+    def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+        """Return the optimizer of a scheduler; all of them if it does not say."""
+        its = getattr(scheduler, "optimizer", None)
+        return [each for each in self._optimizers if its in (each, each.optimizer)] or self._optimizers
+
+    def _add_scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
+        """Add a prepared scheduler, and save it with the run here: drivetrain's own form of it advances otherwise."""
         self._schedulers.append(prepared)
-        # Saved with the run here, since drivetrain's own form of it advances otherwise.
         named: dict[str, Any] = {f"scheduler_{len(self._schedulers)}": prepared}
         self.inner.register_for_checkpointing(**named)
         return prepared
@@ -166,11 +183,11 @@ class PrepareMethods(Basis):
         """Do the same as `free_memory`."""
         return self.free_memory(*objects)
 
-    def _made(self, given: Sequence[Any]) -> list[Any]:
-        """Return objects with the optimizer and schedule that a DeepSpeed configuration describes in their places."""
+    def _made(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return objects with what a DeepSpeed configuration describes in place of stand-ins, and its schedules."""
         plugin = self.state.deepspeed_plugin
         if plugin is None:
-            return list(given)
+            return list(given), []
         config = plugin.deepspeed_config
         optimizers = [each for each in given if isinstance(each, Optimizer | DummyOptim)]
         schedulers = [each for each in given if isinstance(each, Scheduler | DummyScheduler)]
@@ -179,10 +196,13 @@ class PrepareMethods(Basis):
             id(each): optimizer_for(each, config) for each in optimizers if isinstance(each, DummyOptim)
         }
         first: Any = next(iter(made.values()), next(iter(optimizers), None))
-        for each in schedulers:
-            if isinstance(each, DummyScheduler):
-                made[id(each)] = scheduler_for(each, first, config)
-        return [made.get(id(each), each) for each in given]
+        schedules = {
+            id(each): scheduler_for(each, first, config)
+            for each in schedulers
+            if isinstance(each, DummyScheduler)
+        }
+        made |= schedules
+        return [made.get(id(each), each) for each in given], list(schedules.values())
 
     def _prepared(self, trained: list[Any]) -> list[Any]:
         """Prepare models and optimizers together, since backends replace parameters."""
@@ -195,6 +215,8 @@ class PrepareMethods(Basis):
                 self._optimizers.append(AcceleratedOptimizer(each))
                 results.append(self._optimizers[-1])
             else:
+                if self.state.deepspeed_plugin is not None:
+                    each = as_engine(each, self.inner)
                 self._models.append(self._compiled(each))
                 results.append(self._models[-1])
         return results

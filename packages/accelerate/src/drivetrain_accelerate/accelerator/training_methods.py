@@ -85,18 +85,20 @@ class TrainingMethods(Basis):
             loss: The mean over this rank's micro-batch, of shape (). In a window of several micro-batches the mean
                 over them is taken, unless the program itself says which of them closes the window (see
                 `GradientState`): then its losses are added as they are.
-            **kwargs: `scale_wrt_gas`, which concerns DeepSpeed's own division and changes nothing here; others, such
-                as the `learning_rate` of LOMO's optimizers, are refused.
+            **kwargs: `model`, whose loss it is: said where DeepSpeed trains several. `scale_wrt_gas` concerns
+                DeepSpeed's own division and changes nothing here. Others, such as the `learning_rate` of LOMO's
+                optimizers, are refused.
 
         Raises:
             ValueError: An argument is not supported.
         """
         kwargs.pop("scale_wrt_gas", None)
+        model: nn.Module | None = kwargs.pop("model", None)
         if kwargs:
-            raise ValueError(f"backward({', '.join(kwargs)}=): drivetrain's backward takes the loss alone")
+            raise ValueError(f"backward({', '.join(kwargs)}=): say the loss, and model= if there are several")
         gradients = self.gradient_state
         if not gradients.is_window_set:
-            self.inner.backward(loss)
+            self.inner.backward(loss, model=model)
             return
         window = self.inner.window
         is_first = window.closing
@@ -105,7 +107,7 @@ class TrainingMethods(Basis):
         is_alone = is_first and gradients.sync_gradients
         with self.inner.accumulate(last=gradients.sync_gradients):
             # Several losses are a sum, whose mean over the ranks is taken: the first stands for one item of its rank.
-            self.inner.backward(loss, count=None if is_alone else float(is_first))
+            self.inner.backward(loss, count=None if is_alone else float(is_first), model=model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Refuse: gradients are unscaled by the clip or step of a closed window, once.

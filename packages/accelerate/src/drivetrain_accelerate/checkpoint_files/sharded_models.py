@@ -34,11 +34,12 @@ def save_fsdp_model(
         model: The prepared model.
         output_dir: The folder of the files.
         model_index: The number of the model.
-        adapter_only: Whether to write PEFT's adapters alone.
+        adapter_only: Whether to write the adapters alone of a model of PEFT; another model is written whole.
         use_dcp: Not used: parts are always written by torch.distributed.checkpoint.
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
+    adapter_only = adapter_only and hasattr(prepared.unwrap(), "peft_config")
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if layout_of(fsdp_plugin) == FULL:
@@ -70,7 +71,7 @@ def load_fsdp_model(
         model: The prepared model.
         input_dir: The folder of the files.
         model_index: The number of the model.
-        adapter_only: Whether the files hold PEFT's adapters alone.
+        adapter_only: Whether the files hold the adapters alone if the model is one of PEFT.
         use_dcp: Not used, for the same reason as in saving.
 
     Raises:
@@ -79,6 +80,7 @@ def load_fsdp_model(
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
+    adapter_only = adapter_only and hasattr(prepared.unwrap(), "peft_config")
     own: dict[str, Any] = prepared.state_dict()["model"]
     renamed = _adapter_names(prepared.unwrap(), own) if adapter_only else {name: name for name in own}
     if layout_of(fsdp_plugin) == FULL:

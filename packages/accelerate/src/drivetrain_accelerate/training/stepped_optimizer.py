@@ -19,6 +19,7 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         optimizer: The user's optimizer.
+        schedules: The schedules that each of its steps advances.
     """
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
@@ -28,6 +29,7 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
+        self.schedules: list[Any] = []
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -79,6 +81,9 @@ class AcceleratedOptimizer(Optimizer):
         """Step if the window is closed. Called on all ranks."""
         if self.gradient_state.sync_gradients:
             self._prepared.step(closure)
+            if not self.step_was_skipped:
+                for schedule in self.schedules:
+                    schedule.step()
 
     def train(self) -> None:
         """Switch an optimizer that has modes, such as a schedule-free one, to training."""

@@ -135,6 +135,8 @@ class DeepSpeedPrepared(TorchPrepared):
     ) -> Tensor | None:
         """Have the engine clip by the global norm at its next step; see `Prepared.clip`. Called on all ranks.
 
+        Returns None after the step too, with which an engine drops its gradients.
+
         Raises:
             ValueError: The clip is not by the 2-norm of all of the model's parameters, is to a norm of 0, or
                 contradicts the engine's configured norm.
@@ -145,7 +147,7 @@ class DeepSpeedPrepared(TorchPrepared):
             raise ValueError(
                 f"clip({what}): DeepSpeed clips by the 2-norm of all gradients; clip by norm, of type 2"
             )
-        if not self._window.closing or self._gradients is None:
+        if not self._window.closing or self._gradients is None or self.group.stage in ("empty", "used"):
             return None
         self._check_clip(parameters, norm)
         self.group.finish()

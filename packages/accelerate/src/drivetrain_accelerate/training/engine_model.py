@@ -1,0 +1,190 @@
+"""The module in place of a model that DeepSpeed trains, with the methods of an engine that programs call."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain import Accelerator
+from drivetrain.resume import frozen_names
+from drivetrain_accelerate.checkpoint_files.engine_checkpoints import EngineCheckpoints
+from drivetrain_backends import Prepared
+
+
+class EngineMethods:
+    """The methods of DeepSpeed's engine by which programs save a model and look at it.
+
+    Attributes that neither these methods nor the model have are the engine's.
+
+    Attributes:
+        accelerator: Drivetrain's Accelerator, which prepared the model.
+        schedules: The schedules that advance with the model's optimizer, which a checkpoint holds too.
+    """
+
+    accelerator: Accelerator
+    schedules: list[Any]
+    engine: Any
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] the module's
+        except AttributeError:
+            if (engine := self.__dict__.get("engine")) is None:
+                raise
+            return getattr(engine, name)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration; a model's own is that of the unwrapped model."""
+        return self.engine.config
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the gradients of this window, or of the last step; None before. Called on all ranks."""
+        prepared = self._prepared()
+        norm = prepared.clip(norm=self.engine.gradient_clipping() or math.inf)
+        for optimizer in prepared.optimizers:
+            if norm is None and optimizer.last_result is not None:
+                norm = optimizer.last_result.grad_norm
+        return None if norm is None else norm.item()
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a backward belongs to its window of accumulation.
+
+        Raises:
+            RuntimeError: Raised by every call.
+        """
+        del args, kwargs
+        raise RuntimeError("engine.backward(loss): call accelerator.backward(loss), which knows the window")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: an optimizer steps when its window closes.
+
+        Raises:
+            RuntimeError: Raised by every call.
+        """
+        del args, kwargs
+        raise RuntimeError("engine.step(): call optimizer.step() of the prepared optimizer")
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the model, its optimizer and its schedules, for any number of ranks. Called on all ranks.
+
+        Args:
+            save_dir: The folder of the checkpoints.
+            tag: The name of the checkpoint; by default `global_stepN`.
+            client_state: Values of the program's own, the same on all ranks.
+            save_latest: Whether a load that names no checkpoint takes this one.
+            exclude_frozen_parameters: Whether frozen parameters are left out.
+
+        Returns:
+            True.
+        """
+        beside = {
+            "client_state": dict(client_state or {}),
+            "schedules": [each.state_dict() for each in self.schedules],
+        }
+        self._checkpoints().save(
+            Path(save_dir), tag, beside=beside, is_latest=save_latest, trained_only=exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, Mapping[str, Any]]:
+        """Load what `save_checkpoint` saved on any number of ranks. Called on all ranks.
+
+        Args:
+            load_dir: The folder of the checkpoints.
+            tag: The name of the checkpoint; by default the latest.
+            load_module_strict: Whether frozen parameters that were left out are an error.
+            load_optimizer_states: Whether to load the optimizer's state.
+            load_lr_scheduler_states: Whether to load the schedules' states.
+            load_module_only: Whether to load nothing but the model.
+
+        Returns:
+            The folder of the checkpoint, and the program's own values.
+
+        Raises:
+            FileNotFoundError: The folder does not name its latest checkpoint.
+            NoCheckpointError: There is no such checkpoint, or it is one that DeepSpeed itself wrote.
+            ValueError: It is of another model, or lacks frozen parameters.
+        """
+        place, beside = self._checkpoints().load(
+            Path(load_dir),
+            tag,
+            with_optimizer=load_optimizer_states and not load_module_only,
+            strict=load_module_strict,
+        )
+        if load_lr_scheduler_states and not load_module_only:
+            for schedule, state in zip(self.schedules, beside["schedules"], strict=True):
+                schedule.load_state_dict(state)
+        return str(place), beside["client_state"]
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole weights into one file, in the dtype that they are computed in. Called on all ranks.
+
+        Returns:
+            True.
+        """
+        weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if self.accelerator.context.topology.is_main:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(weights, Path(save_dir) / save_filename)
+        self.accelerator.wait_for_everyone()
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the whole weights in the dtype that they are computed in. Called on all ranks."""
+        module = self._module()
+        dtypes = {name: each.dtype for name, each in module.named_parameters()}
+        left_out = frozen_names(self._prepared()) if exclude_frozen_parameters else frozenset[str]()
+        weights = self.accelerator.get_state_dict(module, everywhere=True)
+        return {
+            name: each.to(dtypes.get(name, each.dtype))
+            for name, each in weights.items()
+            if name not in left_out
+        }
+
+    def trains(self, optimizer: Any) -> bool:
+        """Return whether the engine steps one of the user's optimizers."""
+        return any(each.optimizer is optimizer for each in self._prepared().optimizers)
+
+    def _module(self) -> nn.Module:
+        return self.engine.module
+
+    def _prepared(self) -> Prepared:
+        return self.accelerator.prepared_of(self._module())
+
+    def _checkpoints(self) -> EngineCheckpoints:
+        return EngineCheckpoints(self._prepared(), self.accelerator.context)
+
+
+def as_engine(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Give a prepared model that an engine trains the methods of one, in place; return others as they are.
+
+    It gets a class of its own, since programs ask for the name DeepSpeedEngine.
+    """
+    kind = type(model)
+    if "engine" in vars(model) and not issubclass(kind, EngineMethods):
+        model.__dict__.update(accelerator=accelerator, schedules=[])
+        model.__class__ = type("DeepSpeedEngine", (EngineMethods, kind), {})
+    return model
