@@ -127,7 +127,7 @@ def test_an_engine_is_saved_and_looked_at(
 
 
 def test_files_of_deepspeeds_own_are_refused(tmp_path: Path) -> None:
-    from drivetrain_accelerate.checkpoint_files.engine_checkpoints import EngineCheckpoints
+    from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
     from drivetrain_checkpoint import NoCheckpointError
 
     checkpoints: Any = EngineCheckpoints(prepared=None, context=None)  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain.resume import frozen_names
-from drivetrain_accelerate.checkpoint_files.engine_checkpoints import EngineCheckpoints
+from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
 from drivetrain_backends import Prepared
 
 

@@ -21,7 +21,7 @@ class EngineCheckpoints:
 
     Args:
         prepared: The model with its optimizer.
-        context: The ranks.
+        context: The ranks that share the model.
     """
 
     prepared: Prepared
