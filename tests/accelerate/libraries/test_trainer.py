@@ -98,6 +98,17 @@ def test_a_divided_model_trains_as_replicas_do_and_goes_on_at_another_number_of_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["FSDP", "ZeRO 2", "ZeRO 3"])
+def test_adapters_train_on_a_divided_base_and_go_on(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("peft", reason="the adapters are its")
+    options = ("--lora", *DIVIDED[name])
+    whole = trained(tmp_path / "whole", *options, ours=True, num_processes=2)
+    same(whole, trained(tmp_path / "replicas", "--lora", ours=True, num_processes=2))
+    resume = ("--resume", str(tmp_path / "whole" / "checkpoint-4"))
+    same(trained(tmp_path / "rest", *options, *resume, ours=True, num_processes=2), whole)
+
+
+@pytest.mark.slow
 def test_the_optimizer_and_schedule_of_a_configuration_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     params = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     sections = {

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--fsdp", type=json.loads, help="the options of fsdp_config")
     parser.add_argument("--deepspeed", type=json.loads, help="a configuration of DeepSpeed")
+    parser.add_argument("--lora", action="store_true", help="train adapters of PEFT")
     parser.add_argument("--die-after", type=int, default=0, help="the step after which the program is killed")
     options = parser.parse_args()
     set_seed(0)
@@ -77,8 +78,13 @@ def main() -> None:
         fsdp_config=options.fsdp,
         deepspeed=options.deepspeed,
     )
+    model: Any = LlamaForCausalLM(config)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer = Trainer(
-        model=LlamaForCausalLM(config),
+        model=model,
         args=arguments,
         train_dataset=data,
         eval_dataset=data[:10],

@@ -202,6 +202,8 @@ class PrepareMethods(Basis):
             if isinstance(each, DummyScheduler)
         }
         made |= schedules
+        for each in optimizers:
+            _drop_empty_groups(made.get(id(each), each))
         return [made.get(id(each), each) for each in given], list(schedules.values())
 
     def _prepared(self, trained: list[Any]) -> list[Any]:
@@ -236,6 +238,14 @@ class PrepareMethods(Basis):
         if is_loader(obj):
             return self.prepare_data_loader(obj)
         return self.prepare_scheduler(obj) if isinstance(obj, Scheduler) else obj
+
+
+def _drop_empty_groups(optimizer: Optimizer) -> None:
+    """Drop an optimizer's groups without parameters, as DeepSpeed does, which has no place for them.
+
+    Programs that divide parameters by weight decay make one where all are of the other kind, as under LoRA.
+    """
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _is_trained(obj: Any) -> bool:
