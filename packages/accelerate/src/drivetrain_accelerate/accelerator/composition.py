@@ -11,9 +11,7 @@ from drivetrain_accelerate.plugins.translate_deepspeed import (
     deepspeed_sections,
 )
 from drivetrain_accelerate.plugins.translate_fp8 import fp8_recipe
-from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
 from drivetrain_accelerate.plugins.translate_kwargs import data_sections, ddp_sections, scaler_sections
-from drivetrain_accelerate.plugins.translate_parallelism import parallelism_sections
 from drivetrain_precision import Fp8Recipe
 
 
@@ -79,6 +77,9 @@ def plan_composition(
     if handlers.ddp is not None:
         sections["ddp"] = ddp_sections(handlers.ddp)
     if fsdp is not None:
+        # torch's FSDP and device meshes take seconds to import: only a run that asks for them does.
+        from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
+
         backend, sections["fsdp"] = "fsdp", fsdp_sections(fsdp)
         precision |= fsdp_precision_sections(fsdp, options.mixed_precision or "no", is_strict=is_strict)
     elif deepspeed_plugin is not None:
@@ -86,6 +87,8 @@ def plan_composition(
         precision |= deepspeed_precision_sections(deepspeed_plugin)
         num_micro_batches = deepspeed_accumulation(deepspeed_plugin) or num_micro_batches
     if options.parallelism_config is not None:
+        from drivetrain_accelerate.plugins.translate_parallelism import parallelism_sections
+
         sections["fsdp"] = {**sections.get("fsdp", {}), **parallelism_sections(options.parallelism_config)}
     if precision:
         sections["precision"] = precision
