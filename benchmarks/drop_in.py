@@ -4,7 +4,7 @@
 
 Each measurement is a process of its own, or two; libraries take turns. The programs are in `drop_in_programs`: they
 import `accelerate`, and `python -m drivetrain_accelerate` runs the same file on drivetrain. Where all happens in one
-process, CPU time is measured, since other programs of the machine hardly change it; elsewhere it is time on the clock.
+process, CPU time is measured, since other programs of the machine hardly change it; elsewhere the clock's.
 """
 
 import argparse
@@ -28,7 +28,7 @@ REAL, OURS, RAW = "Accelerate", "drivetrain-accelerate", "raw PyTorch"
 class Size:
     """How much each program does."""
 
-    trainer_steps: int = 200
+    trainer_steps: int = 100
     classifier_steps: int = 500
     millions_of_parameters: int = 50
     millions_of_samples: int = 20
@@ -43,7 +43,7 @@ class Comparison:
         program: Its name.
         flags: Its arguments.
         processes: The processes of one run.
-        contestants: What each contestant adds to the interpreter's and to the program's arguments.
+        has_raw: Whether it has a form in torch alone.
         shown: The title and unit of each number that the program finds.
     """
 
@@ -187,7 +187,7 @@ def measure_resume(contestants: Sequence[str], rounds: int, size: Size) -> list[
 def main() -> None:
     """Measure every comparison, or those that --only names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="rounds, of which all count")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which all count")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
     parser.add_argument("--only", nargs="+", default=[], help="names of comparisons, such as start")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that every program runs")

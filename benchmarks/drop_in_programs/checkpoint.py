@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import nn
+
+from accelerate import Accelerator
 
 
 def main() -> None:

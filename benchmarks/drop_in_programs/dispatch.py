@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator
 
 BATCH_SIZE, LENGTH = 16, 512
 

@@ -5,8 +5,9 @@ import json
 import time
 
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset
+
+from accelerate import Accelerator
 
 BATCH_SIZE = 1000
 

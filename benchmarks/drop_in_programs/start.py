@@ -1,4 +1,4 @@
-"""A program that imports Accelerate, constructs an Accelerator and prepares a model; with `--raw`, imports torch alone.
+"""A program that imports Accelerate, makes an Accelerator and prepares a model; with `--raw` it imports torch alone.
 
 It prints its CPU seconds from the start of the interpreter, and those of construction and preparation in them.
 """

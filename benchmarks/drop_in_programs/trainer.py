@@ -18,7 +18,7 @@ class StepTimes(TrainerCallback):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Take the time."""
         self.ends.append(time.process_time())
 

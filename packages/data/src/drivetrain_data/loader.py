@@ -39,6 +39,8 @@ class ShardedLoader(Generic[Batch]):
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
         seed_source: The origin of the seed, as a phrase for users.
+        may_interleave: Whether loops may run in turns, each from where it stands; the loop that was advanced last has
+            the loader's position. If not, which is the default, a loop raises once another has begun.
         watch: A generator function that hands on what is read, and so sees how long a loop waits; None for none.
     """
 
@@ -70,6 +72,8 @@ class ShardedLoader(Generic[Batch]):
         self._begun = False  # a loop has entered the current epoch: the next loop reads the next epoch
         self._finished = False
         self._newest = object()  # identifies the newest loop, the only one that moves the position
+        self.may_interleave = False
+        self._moves = 0  # calls that moved the position themselves: no running loop goes on after one
 
     @property
     def epoch(self) -> int:
@@ -150,6 +154,7 @@ class ShardedLoader(Generic[Batch]):
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: must be an integer; epochs count from 0")
         if epoch != self._epoch or self._begun:
+            self._moves += 1
             self._start(epoch, position=0)
 
     def mark_stepped(self) -> None:
@@ -202,6 +207,7 @@ class ShardedLoader(Generic[Batch]):
         self._source.load_extra_state(state["epoch"], state["extra"])
         self._source.seed = state["seed"]
         self.seed_source = "the loader state that was loaded"
+        self._moves += 1
         self._start(state["epoch"], position=state["position"])
 
     def _end_loop(self) -> None:
@@ -219,11 +225,30 @@ class ShardedLoader(Generic[Batch]):
         self._stepped_extra = self._source.extra_state(epoch, position)
         self._begun = self._finished = False
 
+    def _go_back_to(self, loop: object, epoch: int, position: int, moves: int) -> None:
+        """Go on with a loop at its own position, after another loop began, where loops may interleave.
+
+        Raises:
+            RuntimeError: They may not, or the position was moved by `set_epoch` or `load_state_dict`.
+        """
+        if not self.may_interleave or moves != self._moves:
+            raise RuntimeError(
+                "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "
+                "while this loop was running, but the loader has only one position: leave the loop first; to "
+                "nest loops, shard a second DataLoader"
+            )
+        if self.current is not None:
+            self._end_loop()
+        self._newest = loop
+        self._epoch, self._position = epoch, position
+        self._begun, self._finished = True, False
+
     def _loop(self, num_skipped: int) -> Iterator[Batch]:
         if self._begun:
             self._start(self._epoch + 1, position=0)
         self._begun = True
         self._newest = this = object()
+        moves = self._moves
         source, activity, on_batch, copies = self._source, self._activity, self._on_batch, self._copies
         if num_skipped:
             self._position = source.position_after(self._position, num_skipped)
@@ -241,13 +266,10 @@ class ShardedLoader(Generic[Batch]):
                     activity.push(self)
                 if on_batch is not None:
                     on_batch()
+                epoch, position = self._epoch, self._position
                 yield batch
                 if self._newest is not this:
-                    raise RuntimeError(
-                        "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "
-                        "while this loop was running, but the loader has only one position: leave the loop first; to "
-                        "nest loops, shard a second DataLoader"
-                    )
+                    self._go_back_to(this, epoch, position, moves)
             self._finished = True
         finally:
             if self._newest is this:

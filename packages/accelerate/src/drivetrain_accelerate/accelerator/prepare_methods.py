@@ -1,6 +1,6 @@
 """The methods of an Accelerator that prepare what a loop trains and reads, and release it."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -207,21 +207,32 @@ class PrepareMethods(Basis):
         return [made.get(id(each), each) for each in given], list(schedules.values())
 
     def _prepared(self, trained: list[Any]) -> list[Any]:
-        """Prepare models and optimizers together, since backends replace parameters."""
-        if not trained:
-            return []
-        prepared = self.inner.prepare(*trained)
-        results: list[Any] = []
-        for each in [prepared] if len(trained) == 1 else prepared:
-            if isinstance(each, Optimizer):
-                self._optimizers.append(AcceleratedOptimizer(each))
-                results.append(self._optimizers[-1])
-            else:
-                if self.state.deepspeed_plugin is not None:
-                    each = as_engine(each, self.inner)
-                self._models.append(self._compiled(each))
-                results.append(self._models[-1])
-        return results
+        """Prepare models and optimizers together, since backends replace parameters.
+
+        An optimizer may come before its model, as wrappers of optimizers have it: it is prepared with the model.
+        """
+        parameters = {id(one) for one in _parameters_of([*self._models, *trained])}
+        early = [each for each in trained if isinstance(each, Optimizer) and not _trains(each, parameters)]
+        if self.is_sharded and self._models:
+            early = []  # the models hold other parameters by now, which the backend pairs or refuses
+        late = [each for each in self._optimizers if each.is_waiting and _trains(each.optimizer, parameters)]
+        now = [each for each in trained if not any(each is other for other in early)]
+        whole = [*now, *(each.optimizer for each in late)]
+        found: Any = self.inner.prepare(*whole) if whole else ()
+        prepared = [found] if len(whole) == 1 else list(found)
+        for each, one in zip(late, prepared[len(now) :], strict=True):
+            each.pair(one)
+        by_object = dict(zip(map(id, now), prepared[: len(now)], strict=True))
+        return [self._kept(by_object.get(id(each), each)) for each in trained]
+
+    def _kept(self, prepared: Any) -> Any:
+        """Remember a prepared model or optimizer, and return it in the form that programs know."""
+        if isinstance(prepared, Optimizer):
+            self._optimizers.append(AcceleratedOptimizer(prepared))
+            return self._optimizers[-1]
+        whole = prepared if self.state.deepspeed_plugin is None else as_engine(prepared, self.inner)
+        self._models.append(self._compiled(whole))
+        return self._models[-1]
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return a prepared model compiled as the options say, or as it is."""
@@ -246,6 +257,17 @@ def _drop_empty_groups(optimizer: Optimizer) -> None:
     Programs that divide parameters by weight decay make one where all are of the other kind, as under LoRA.
     """
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _parameters_of(objects: Sequence[Any]) -> Iterator[nn.Parameter]:
+    for each in objects:
+        if isinstance(each, nn.Module):
+            yield from each.parameters()
+
+
+def _trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
+    """Return whether an optimizer holds one of the parameters, which are given by identity."""
+    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
 
 
 def _is_trained(obj: Any) -> bool:

@@ -88,6 +88,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _set(self, base: DataLoader[Any], sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> None:
         # DataLoader.__init__ is not called: the user's loader has checked its arguments.
+        _sharded(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
         self.__dict__.update(base_dataloader=base, sharded=sharded, iteration=0, _is_accelerate_prepared=True)
 
     def __getattr__(self, name: str) -> Any:

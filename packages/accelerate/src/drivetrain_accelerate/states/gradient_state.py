@@ -114,8 +114,10 @@ class GradientState(SharedState):
         self._loaders.append(dataloader)
 
     def remove_dataloader(self, dataloader: ActiveLoader) -> None:
-        """Record that a loop over a loader has ended."""
-        self._loaders = [each for each in self._loaders if each is not dataloader]
+        """Record that a loop over a loader has ended: the innermost, if several are running."""
+        places = [place for place, each in enumerate(self._loaders) if each is dataloader]
+        if places:
+            del self._loaders[places[-1]]
 
     # The names that programs written for Accelerate call.
     _set_sync_gradients = set_sync_gradients

@@ -6,6 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_backends import PreparedOptimizer
 
 
@@ -78,12 +79,31 @@ class AcceleratedOptimizer(Optimizer):
             self._prepared.zero_grad(set_to_none=set_to_none is None or set_to_none)
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step if the window is closed. Called on all ranks."""
-        if self.gradient_state.sync_gradients:
-            self._prepared.step(closure)
-            if not self.step_was_skipped:
-                for schedule in self.schedules:
-                    schedule.step()
+        """Step if the window is closed. Called on all ranks.
+
+        Raises:
+            RuntimeError: No prepared model has its parameters, so that each process would train its own.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        if self.is_waiting and PartialState().num_processes > 1:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(): no prepared model has its parameters, so that nothing "
+                "averages their gradients over processes: prepare() the model"
+            )
+        self._prepared.step(closure)
+        if not self.step_was_skipped:
+            for schedule in self.schedules:
+                schedule.step()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True until a model that it trains is prepared."""
+        return not isinstance(self._prepared, PreparedOptimizer)
+
+    def pair(self, prepared: Optimizer) -> None:
+        """Take the place of an optimizer that was prepared with its model."""
+        self._prepared = prepared
 
     def train(self) -> None:
         """Switch an optimizer that has modes, such as a schedule-free one, to training."""

@@ -10,6 +10,7 @@ An optimizer keeps its states in the dtype of its parameters: they are computed 
 since a decaying average (AdamW's second moment with a beta of 0.999) would otherwise stop to decay.
 """
 
+import sys
 from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,7 +18,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_precision.compat import has_step_hooks
@@ -190,19 +190,30 @@ def _is_separable(optimizer: Optimizer) -> bool:
 
 def _is_held(value: Any, parameter: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Return whether a value of a state is a plain tensor of the parameter's shape, in `dtype`."""
-    is_plain = type(value) in (Tensor, DTensor) and value.dtype is dtype
-    return is_plain and value.dim() > 0 and value.shape == parameter.shape
+    is_plain = type(value) is Tensor or _is_dtensor(value)
+    return is_plain and value.dtype is dtype and value.dim() > 0 and value.shape == parameter.shape
 
 
 def _local(tensor: Tensor) -> Tensor:
     """Return the elements that this rank holds, sharing memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    whole: Any = tensor
+    return whole.to_local() if _is_dtensor(tensor) else tensor
+
+
+def _is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor, without the seconds that the import of its module takes.
+
+    Where nothing has imported that module, there is none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _shard_of(tensor: Tensor) -> tuple[int, ...]:
     """Return which shard this rank holds, as coordinates; empty for a full tensor, the same on replicas."""
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return ()
-    mesh = tensor.device_mesh
-    sharded = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    sharded_tensor: Any = tensor
+    mesh = sharded_tensor.device_mesh
+    sharded = [axis for axis, placement in enumerate(sharded_tensor.placements) if placement.is_shard()]
     return tuple(mesh.get_local_rank(axis) for axis in sharded)
