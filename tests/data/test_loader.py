@@ -141,6 +141,34 @@ def test_two_loops_at_once_are_refused() -> None:
         next(outer)
 
 
+def test_loops_that_may_interleave_go_on_from_where_each_stands() -> None:
+    expected = sharded()
+    first, second = list(map(list, expected)), list(map(list, expected))
+    loader = sharded()
+    loader.may_interleave = True
+    outer = iter(loader)
+    read = [list(next(outer))]
+    inner = iter(loader)
+    assert list(next(inner)) == second[0]
+    read.append(list(next(outer)))
+    assert (loader.epoch, loader.state_dict()["position"]) == (0, 8)
+    assert list(next(inner)) == second[1]
+    inner.close()
+    assert [*read, *map(list, outer)] == first
+    assert loader.state_dict()["epoch"] == 1
+    assert list(map(list, loader)) == second
+
+
+def test_a_loop_does_not_go_on_after_the_position_was_moved() -> None:
+    loader = sharded()
+    loader.may_interleave = True
+    outer = iter(loader)
+    next(outer)
+    loader.set_epoch(3)
+    with pytest.raises(RuntimeError, match="set_epoch or load_state_dict was called"):
+        next(outer)
+
+
 def test_every_batch_is_told() -> None:
     told: list[int] = []
     activity = LoaderTracker()

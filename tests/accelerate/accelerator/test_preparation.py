@@ -1,0 +1,102 @@
+"""The order in which programs prepare and read their objects, beside the real Accelerate."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+
+accelerate: Any = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trained_with_early_optimizer(accelerator: Any) -> list[list[float]]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    optimizer, schedule = accelerator.prepare(optimizer, schedule)  # as wrappers of optimizers do
+    model = accelerator.prepare(model)
+    torch.manual_seed(accelerator.process_index)
+    weights: list[list[float]] = []
+    for _ in range(3):
+        accelerator.backward(model(torch.randn(4, 3)).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        weights.append(
+            [*accelerator.unwrap_model(model).weight.flatten().tolist(), schedule.get_last_lr()[0]]
+        )
+    return weights
+
+
+def test_an_optimizer_may_be_prepared_before_its_model() -> None:
+    ours = trained_with_early_optimizer(Accelerator(cpu=True))
+    theirs = trained_with_early_optimizer(accelerate.Accelerator(cpu=True))
+    assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
+
+
+def early_on_each_rank() -> tuple[list[list[float]], list[list[float]], str]:
+    mine = Accelerator(cpu=True)
+    ours = trained_with_early_optimizer(mine)
+    alone = torch.nn.Linear(1, 1)
+    told = ""
+    try:
+        mine.prepare(torch.optim.SGD(alone.parameters(), lr=0.1)).step()
+    except RuntimeError as error:
+        told = str(error)
+    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
+    return ours, trained_with_early_optimizer(accelerate.Accelerator(cpu=True)), told
+
+
+@pytest.mark.slow
+def test_ranks_train_one_model_with_it_and_a_model_that_is_never_prepared_is_told(run_ranks: Any) -> None:
+    outcomes = run_ranks(early_on_each_rank)
+    for ours, theirs, told in outcomes:
+        assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
+        assert "nothing averages their gradients" in told
+    assert outcomes[0][0] == outcomes[1][0]
+
+
+def steps_with_a_look_inside(accelerator: Any) -> list[bool]:
+    loader = DataLoader(torch.arange(20.0).reshape(10, 2), batch_size=2)  # pyright: ignore[reportArgumentType]
+    model = torch.nn.Linear(2, 1)
+    model, loader = accelerator.prepare(model, loader)
+    synced: list[bool] = []
+    for place, batch in enumerate(loader):
+        if place == 1:
+            assert next(iter(loader)).tolist() == [[0.0, 1.0], [2.0, 3.0]]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            synced.append(accelerator.sync_gradients)
+    return synced
+
+
+def test_a_look_at_a_loader_does_not_end_the_loop_around_it() -> None:
+    ours = steps_with_a_look_inside(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    theirs = steps_with_a_look_inside(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2))
+    assert ours == theirs == [False, True, False, True, True]
+
+
+@pytest.mark.slow
+def test_a_run_on_one_process_imports_nothing_of_sharding() -> None:
+    program = (
+        "import sys, torch; from drivetrain_accelerate.accelerator.accelerator import Accelerator\n"
+        "Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))\n"
+        "print([name for name in ('fsdp', 'tensor') if f'torch.distributed.{name}' in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
