@@ -74,13 +74,16 @@ def test_ranks_train_one_model_with_it_and_a_model_that_is_never_prepared_is_tol
 def steps_with_a_look_inside(accelerator: Any) -> list[bool]:
     loader = DataLoader(torch.arange(20.0).reshape(10, 2), batch_size=2)  # pyright: ignore[reportArgumentType]
     model = torch.nn.Linear(2, 1)
-    model, loader = accelerator.prepare(model, loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     synced: list[bool] = []
     for place, batch in enumerate(loader):
         if place == 1:
             assert next(iter(loader)).tolist() == [[0.0, 1.0], [2.0, 3.0]]
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
             synced.append(accelerator.sync_gradients)
     return synced
 
@@ -89,6 +92,23 @@ def test_a_look_at_a_loader_does_not_end_the_loop_around_it() -> None:
     ours = steps_with_a_look_inside(Accelerator(cpu=True, gradient_accumulation_steps=2))
     theirs = steps_with_a_look_inside(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2))
     assert ours == theirs == [False, True, False, True, True]
+
+
+def outputs_in_bf16(accelerator: Any) -> list[tuple[torch.dtype, list[float]]]:
+    found: list[tuple[torch.dtype, list[float]]] = []
+    for evaluation_mode in (False, True):
+        torch.manual_seed(0)
+        model = accelerator.prepare_model(torch.nn.Linear(3, 2), evaluation_mode=evaluation_mode)
+        output = model(torch.ones(1, 3))
+        found.append((output.dtype, output.flatten().tolist()))
+    return found
+
+
+def test_what_a_model_returns_is_fp32_and_was_computed_in_bf16_also_if_it_is_not_trained() -> None:
+    ours = outputs_in_bf16(Accelerator(cpu=True, mixed_precision="bf16"))
+    theirs = outputs_in_bf16(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))
+    assert ours == theirs
+    assert ours[0][0] is torch.float32
 
 
 @pytest.mark.slow

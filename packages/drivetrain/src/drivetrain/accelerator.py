@@ -31,6 +31,7 @@ from drivetrain.sections import read_layers, sections_in_code
 from drivetrain.settings import RunSettings
 from drivetrain.throughput import Measuring
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
+from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
@@ -154,6 +155,19 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         """
         results = prepare_objects(objects, self._parts)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_evaluation(self, model: nn.Module) -> nn.Module:
+        """Move a model that is not trained to the device, and have it compute in the run's precision, in place.
+
+        Nothing wraps it, its gradients are not reduced, and it is not saved. May be called on any rank.
+
+        Args:
+            model: The model, such as the reference of a preference loss; under a backend that shards models, one that
+                fits each device.
+        """
+        model.to(self.device)
+        prepare_forward(model, self._parts.policy, self.device)
+        return model
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
         """Return the module as the user built it, with the trained parameters.

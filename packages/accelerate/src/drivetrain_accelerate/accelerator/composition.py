@@ -69,6 +69,8 @@ def plan_composition(
     handlers, fsdp = options.handlers, options.fsdp_plugin
     num_micro_batches, backend = options.accumulation.num_steps or 1, None
     precision: dict[str, object] = {} if handlers.scaler is None else scaler_sections(handlers.scaler)
+    if options.mixed_precision in ("fp16", "bf16") and deepspeed_plugin is None:
+        precision["output_dtype"] = "fp32"  # so that losses outside the model are computed in full precision
     data = data_sections(options.data)
     if num_processes == 1:
         data["even"] = "uneven"  # one process has no others to keep in step with

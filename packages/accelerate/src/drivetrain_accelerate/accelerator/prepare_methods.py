@@ -65,11 +65,12 @@ class PrepareMethods(Basis):
         Args:
             model: The model to prepare.
             device_placement: Not used: the model goes to the device of its process.
-            evaluation_mode: Whether it is not trained: it then goes to its device, and nothing wraps it.
+            evaluation_mode: Whether it is not trained: it then goes to its device, computes in the run's precision,
+                and nothing wraps it.
         """
         del device_placement
         if evaluation_mode and not self.is_sharded:
-            self._models.append(model.to(self.state.device))
+            self._models.append(self.inner.prepare_evaluation(model))
             return model
         (prepared,) = self._prepared([model])
         return prepared

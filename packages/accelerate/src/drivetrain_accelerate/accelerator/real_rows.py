@@ -1,5 +1,6 @@
 """Gather the results of a batch, and cut them in an epoch's tail to the rows of real samples."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
     plan: BatchPlan | None = getattr(sharded, "current", None)
     if not as_objects:
         try:
+            if context.topology.world_size == 1 and counts_to_keep(plan) is None:
+                return collectives.gather(context, data)  # most batches: nothing to exchange, count or cut
             gathered, rows = collectives.gather_rows(context, data)
         except LeafError:  # a leaf that is no tensor is one on every rank
             pass
@@ -56,6 +59,11 @@ def _holds_tensors_alone(data: Any) -> bool:
     return True
 
 
+def counts_to_keep(plan: BatchPlan | None) -> Sequence[int] | None:
+    """Return the number of real samples on each rank, where a batch may hold others; None where all are real."""
+    return None if plan is None or (plan.is_whole and not plan.is_last) else plan.real_counts
+
+
 def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: int | None) -> Any:
     """Keep of each rank's rows those that belong to real samples.
 
@@ -65,9 +73,10 @@ def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: i
         rows: The number of rows of each tensor on each rank: the same structure, of tensors of shape (world_size,).
         batch_size: The number of samples of a full batch on one rank; None if unknown.
     """
-    if plan is None or plan.real_counts is None or (plan.is_whole and not plan.is_last):
+    real = counts_to_keep(plan)
+    if plan is None or real is None:
         return gathered
-    real, sizes = plan.real_counts, plan.sizes or plan.real_counts
+    sizes = plan.sizes or real
 
     def cut(leaf: torch.Tensor, of_ranks: torch.Tensor) -> torch.Tensor:
         given: list[int] = of_ranks.tolist()
