@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+import torch
+
 from drivetrain_accelerate.commands.comparison.loss_table import rows_of, table_of
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
@@ -85,7 +87,7 @@ def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | N
         try:
             done = subprocess.run(
                 command,
-                env=environ.child_environment(**_without_ranks()),
+                env=environ.child_environment(**_without_ranks(), **_on_cpu(arguments.num_processes)),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -120,6 +122,14 @@ def _without_ranks() -> dict[str, None]:
     return dict.fromkeys(
         ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
+
+
+def _on_cpu(num_processes: int) -> dict[str, str]:
+    """Return the variable by which processes form a group on a machine without accelerators.
+
+    Without it, the real Accelerate has each of them train alone there, unless the script itself says `cpu=True`.
+    """
+    return {} if num_processes == 1 or torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
 
 
 def _title(side: Side) -> str:
