@@ -159,11 +159,8 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
     def prepare_evaluation(self, model: nn.Module) -> nn.Module:
         """Move a model that is not trained to the device, and have it compute in the run's precision, in place.
 
-        Nothing wraps it, its gradients are not reduced, and it is not saved. May be called on any rank.
-
         Args:
-            model: The model, such as the reference of a preference loss; under a backend that shards models, one that
-                fits each device.
+            model: The model, such as the reference of a preference loss. Nothing wraps, shards or saves it.
         """
         model.to(self.device)
         prepare_forward(model, self._parts.policy, self.device)
