@@ -21,6 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("binding", "drivetrain launch --bind auto", marks=pytest.mark.slow),
         pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
         pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),
+        pytest.param("drop_in --quick --only=classifier", "raw PyTorch", marks=pytest.mark.slow),
         pytest.param("simulated_rendezvous --most=512", "64 agents", marks=pytest.mark.slow),
         pytest.param("simulated_elastic --most=16", "16 nodes", marks=pytest.mark.slow),
         pytest.param("output", "torchrun", marks=pytest.mark.slow),
