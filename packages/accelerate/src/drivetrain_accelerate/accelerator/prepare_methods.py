@@ -109,8 +109,8 @@ class PrepareMethods(Basis):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
         """Prepare an optimizer whose model is prepared already."""
         del device_placement
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
+        if not _is_trained(optimizer):
+            return optimizer  # pyright: ignore[reportReturnType] it is a prepared one
         (prepared,) = self._prepared([optimizer])
         return prepared
 
@@ -210,11 +210,12 @@ class PrepareMethods(Basis):
         """Prepare models and optimizers together, since backends replace parameters."""
         if not trained:
             return []
-        prepared = self.inner.prepare(*trained)
+        plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
+        prepared = self.inner.prepare(*plain)
         results: list[Any] = []
-        for each in [prepared] if len(trained) == 1 else prepared:
+        for given, each in zip(trained, [prepared] if len(trained) == 1 else prepared, strict=True):
             if isinstance(each, Optimizer):
-                self._optimizers.append(AcceleratedOptimizer(each))
+                self._optimizers.append(_stepped(given, each))
                 results.append(self._optimizers[-1])
             else:
                 if self.state.deepspeed_plugin is not None:
@@ -249,6 +250,15 @@ def _drop_empty_groups(optimizer: Optimizer) -> None:
 
 
 def _is_trained(obj: Any) -> bool:
-    return isinstance(obj, nn.Module) or (
-        isinstance(obj, Optimizer) and not isinstance(obj, AcceleratedOptimizer)
-    )
+    """Return whether an object is to be prepared; after `free_memory`, a prepared optimizer is so again."""
+    if isinstance(obj, AcceleratedOptimizer):
+        return obj.is_released
+    return isinstance(obj, nn.Module | Optimizer)
+
+
+def _stepped(given: Optimizer, prepared: Optimizer) -> AcceleratedOptimizer:
+    """Return what steps a prepared optimizer: the same object as before, if it was prepared earlier."""
+    if not isinstance(given, AcceleratedOptimizer):
+        return AcceleratedOptimizer(prepared)
+    given.renew(prepared)
+    return given

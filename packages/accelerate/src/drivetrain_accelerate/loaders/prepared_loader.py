@@ -104,7 +104,18 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] DataLoader names its class
         """Yield this process's batches, on its device."""
+        self._draw()
         yield from self.sharded
+
+    def _draw(self) -> None:
+        """Draw from the global generator what a loop over torch's DataLoader draws, the seed of its workers.
+
+        Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
+        an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
+        """
+        base: Any = self.base_dataloader
+        if isinstance(base, DataLoader) and base.generator is None and not _sharded(self.sharded).is_resumed:
+            torch.empty((), dtype=torch.int64).random_()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -171,6 +182,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield this process's batches, and tell all that ask where the loop is."""
         self.begin()
         try:
+            self._draw()
             for batch in self.sharded:
                 current = _sharded(self.sharded).current
                 self.end_of_dataloader = current is not None and current.is_last

@@ -32,6 +32,15 @@ class AcceleratedOptimizer(Optimizer):
         self.schedules: list[Any] = []
 
     @property
+    def is_released(self) -> bool:
+        """True if the run that prepared it has forgotten it: it may be prepared again."""
+        return isinstance(self._prepared, PreparedOptimizer) and self._prepared.is_released
+
+    def renew(self, prepared: Optimizer) -> None:
+        """Step through drivetrain's newly prepared form of the user's optimizer from now on."""
+        self._prepared = prepared
+
+    @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The state by parameter."""
         return self.optimizer.state
