@@ -8,7 +8,9 @@ WORDS = ["red", "green", "blue", "cold", "warm", "sea", "sky", "sand", "wind", "
 
 def texts(number: int) -> list[str]:
     """Return texts of several lengths."""
-    return [" ".join(WORDS[(place * 5 + word) % 12] for word in range(4 + place % 5)) for place in range(number)]
+    return [
+        " ".join(WORDS[(place * 5 + word) % 12] for word in range(4 + place % 5)) for place in range(number)
+    ]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -10,9 +11,10 @@ from sentence_transformers import SentenceTransformerTrainingArguments as Argume
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import BertConfig, BertModel, set_seed
-
 from small_models import texts, tokenizer
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from torch.utils.data import SequentialSampler
+from transformers import BertConfig, BertModel, set_seed
 
 
 def bert(folder: Path) -> str:
@@ -30,6 +32,10 @@ def bert(folder: Path) -> str:
     return str(folder)
 
 
+def in_order(dataset: Dataset, batch_size: int, drop_last: bool, **more: Any) -> DefaultBatchSampler:
+    return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last, **more)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -42,7 +48,7 @@ def main() -> None:
         logging_steps=1,
         eval_strategy="epoch",
         save_strategy="epoch",
-        train_sampling_strategy="sequential",
+        batch_sampler=in_order,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,

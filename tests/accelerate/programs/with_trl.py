@@ -5,10 +5,9 @@ import json
 from typing import Any
 
 from datasets import Dataset
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from transformers import LlamaForSequenceClassification, set_seed
-
 from small_models import llama, texts, tokenizer
+from transformers import LlamaForSequenceClassification, set_seed
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 
 def preferences(number: int) -> Dataset:

@@ -100,7 +100,8 @@ class PrepareMethods(Basis):
             )
         if isinstance(data_loader, DataLoaderAdapter):
             return data_loader
-        sharded = self.inner.prepare(data_loader)
+        fills = self.options.data.even_batches and self.state.num_processes > 1
+        sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
         kind = DataLoaderDispatcher if self.options.data.dispatch_batches else DataLoaderShard
         prepared = kind.over(data_loader, sharded)
         self._dataloaders.append(prepared)
