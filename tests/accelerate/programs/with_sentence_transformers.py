@@ -8,16 +8,16 @@ from typing import Any
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from small_models import texts, tokenizer
-from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import SequentialSampler
 from transformers import BertConfig, BertModel, set_seed
 
 
-def bert(folder: Path) -> str:
+def write_bert(folder: Path) -> None:
     set_seed(0)
     config = BertConfig(
         vocab_size=32,
@@ -29,7 +29,6 @@ def bert(folder: Path) -> str:
     )
     BertModel(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 def in_order(dataset: Dataset, batch_size: int, drop_last: bool, **more: Any) -> DefaultBatchSampler:
@@ -54,8 +53,11 @@ def main() -> None:
         disable_tqdm=True,
         learning_rate=1e-3,
     )
-    # Each process writes the model for itself.
-    transformer = Transformer(bert(options.folder / f"base_{arguments.process_index}"))
+    base = options.folder / "base"
+    with arguments.main_process_first():
+        if arguments.process_index == 0:
+            write_bert(base)
+    transformer = Transformer(str(base))
     model = SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu")
     first, second = texts(22), texts(22)[::-1]
     columns = {"sentence1": first, "sentence2": second, "score": [place % 3 / 2 for place in range(22)]}

@@ -122,6 +122,12 @@ class DataLoaderAdapter(DataLoader[Any]):
             "a prepared loader cannot be copied or pickled; copy the DataLoader and prepare() the copy"
         )
 
+    @property
+    def full_batch_size(self) -> int | None:
+        """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
+        own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
+        return _sharded(self.sharded).batch_size or own
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was received, which any number of processes can load."""
         return _sharded(self.sharded).state_dict()
@@ -201,7 +207,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """The number of samples of a full step over all ranks."""
-        return _sharded(self.sharded).total_batch_size or 0
+        return (self.full_batch_size or 0) * _sharded(self.sharded).shard.count
 
     @property
     def total_dataset_length(self) -> int:
