@@ -155,8 +155,13 @@ WAYS: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--without", choices=sorted(WAYS))
     options = parser.parse_args()
-    found = {name: run(options.folder / name.replace(" ", "_")) for name, run in WAYS.items()}
+    found = {
+        name: run(options.folder / name.replace(" ", "_"))
+        for name, run in WAYS.items()
+        if name != options.without
+    }
     if trainer_of(options.folder / "last").is_world_process_zero():
         print("FOUND", json.dumps(found))
 
