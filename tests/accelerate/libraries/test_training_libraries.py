@@ -1,5 +1,6 @@
 """Libraries that call Accelerate, unchanged, on drivetrain and on the real one: equal losses and results."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,14 @@ import pytest
 from accelerate_programs import run_program
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
-pytest.importorskip("transformers", reason="its Trainer is what runs")
 
 pytestmark = pytest.mark.slow
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    """Skip a test where a library that its program imports is not installed; importing it here would take seconds."""
+    missing = [each for each in libraries if find_spec(each) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not installed")
 
 
 def values(found: Any, place: str = "") -> dict[str, Any]:
@@ -29,6 +35,7 @@ def check_equal(name: str, folder: Path, *arguments: str, num_processes: int = 1
     return ours
 
 
+@needs("transformers")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_trainer_does_the_same_however_it_is_used(tmp_path: Path, num_processes: int) -> None:
     # A second train() of one Trainer goes on in the first one's DDP, which free_memory() has taken apart here.
@@ -36,23 +43,23 @@ def test_the_trainer_does_the_same_however_it_is_used(tmp_path: Path, num_proces
     check_equal("with_trainer_options", tmp_path, *without, num_processes=num_processes)
 
 
+@needs("trl")
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("kind", ["sft", "completions", "packed", "dpo", "reward"])
 def test_trl_trains_from_texts_and_preferences(tmp_path: Path, kind: str, num_processes: int) -> None:
-    pytest.importorskip("trl", reason="its trainers are what runs")
     check_equal("with_trl", tmp_path, kind, num_processes=num_processes)
 
 
+@needs("sentence_transformers")
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("loss", ["CosineSimilarityLoss", "MultipleNegativesRankingLoss"])
 def test_sentence_transformers_train(tmp_path: Path, loss: str, num_processes: int) -> None:
-    pytest.importorskip("sentence_transformers", reason="its trainer is what runs")
     check_equal("with_sentence_transformers", tmp_path, "--loss", loss, num_processes=num_processes)
 
 
+@needs("peft")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_an_adapter_of_peft_is_trained_resumed_and_merged(tmp_path: Path, num_processes: int) -> None:
-    pytest.importorskip("peft", reason="its adapters are what is trained")
     whole = check_equal("with_peft", tmp_path, num_processes=num_processes)
     assert whole["merged"] == pytest.approx(whole["trained"], rel=1e-5)
     resume = ("--resume", str(tmp_path / "ours" / "checkpoint-4"))
@@ -60,10 +67,9 @@ def test_an_adapter_of_peft_is_trained_resumed_and_merged(tmp_path: Path, num_pr
     assert values(rest) == pytest.approx(values(whole), rel=1e-4)
 
 
+@needs("peft", "bitsandbytes", "torchao")
 @pytest.mark.parametrize("map_", [(), ("--device-map", "auto")])
 def test_quantised_weights_are_loaded_computed_with_and_adapted(
     tmp_path: Path, map_: tuple[str, ...]
 ) -> None:
-    pytest.importorskip("bitsandbytes", reason="it quantises")
-    pytest.importorskip("torchao", reason="it does too")
     check_equal("with_quantized", tmp_path, "nf4", "fp4", "int8", "torchao", "--train", *map_)
