@@ -1,6 +1,7 @@
 """Run a program as it is, under the real Accelerate and under the interface, on one process or several."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,9 @@ def run_program(
     else:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
         command = [sys.executable, *launch, *through, *program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    # One thread, as torchrun gives each process: small models are no faster on several, and wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     (line,) = (text for text in done.stdout.splitlines() if text.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))

@@ -71,6 +71,14 @@ def test_a_dropped_tail_leaves_whole_steps(make_shards, read_together, count: in
         assert len(read.plans) == len(shards[0])
 
 
+def test_a_batch_sampler_that_drops_its_tail_leaves_whole_steps(make_shards, read_together) -> None:
+    batches = BatchSampler(
+        SequentialSampler(Numbers(11)), 2, drop_last=True
+    )  # five, of which the last is left over
+    read = read_together(make_shards(lambda: DataLoader(Numbers(11), batch_sampler=batches), 2))
+    assert read.samples == list(range(8))
+
+
 def test_padding_comes_from_the_epochs_beginning(make_shards, read_together) -> None:
     read = read_together(make_shards(lambda: DataLoader(Numbers(9), batch_size=2), 4, even="pad"))
     assert read.held[1] == [[8, 0], [1, 2], [3, 4], [5, 6]]

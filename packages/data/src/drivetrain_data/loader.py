@@ -96,6 +96,11 @@ class ShardedLoader(Generic[Batch]):
         """The number of samples in a step over all shards; None if the user's batches are distributed whole."""
         return None if self.batch_size is None else self.batch_size * self.shard.count
 
+    @property
+    def is_resumed(self) -> bool:
+        """True if the next loop goes on in the middle of an epoch, where a loaded state left it."""
+        return self._position > 0 and not self._begun
+
     def __len__(self) -> int:
         """Return the number of steps in a whole epoch, which is the same on all ranks.
 
@@ -137,7 +142,7 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             ResumedLoaderError: A state was loaded in the middle of an epoch, and `num_batches` is not 0.
         """
-        if num_batches and self._position and not self._begun:
+        if num_batches and self.is_resumed:
             raise ResumedLoaderError(
                 f"a loaded state has brought this loader to position {self._position} of epoch {self._epoch}, where "
                 f"its next loop goes on: skip_first_batches({num_batches}) would leave out {num_batches} batches "

@@ -70,7 +70,7 @@ def shard_loader(
     _check(loader, shard, even, seed, copy_ahead)
     sharding = DataSharding(
         shard=shard,
-        even="drop" if getattr(loader, "drop_last", False) else even,
+        even="drop" if _drops_last(loader) else even,
         split=split_batches,
         strategy=strategy,
         num_blocks=_num_blocks(strategy, shard, num_nodes),
@@ -83,6 +83,14 @@ def shard_loader(
     copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
         source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
+    )
+
+
+def _drops_last(loader: Any) -> bool:
+    """Return whether a loader, or the batch sampler that it was given, drops a tail."""
+    return bool(
+        getattr(loader, "drop_last", False)
+        or getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
     )
 
 

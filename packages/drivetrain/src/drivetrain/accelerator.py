@@ -34,6 +34,7 @@ from drivetrain_backends import AccumulationError, Backend, BackendRegistry, ful
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_memory import free_memory
 from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
 from drivetrain_state import ParallelDims, set_seed
@@ -165,6 +166,11 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         model.to(self.device)
         prepare_forward(model, self._parts.policy, self.device)
         return model
+
+    def prepare_loader(self, loader: Any, *, even: UnevenPolicy) -> ShardedLoader[Any]:
+        """Prepare one loader, its tail treated as `even` says and not as `data.even`. Called on all ranks."""
+        prepare_objects([loader], self._parts, even=even)
+        return self._parts.prepared.loaders[-1]
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
         """Return the module as the user built it, with the trained parameters.

@@ -9,18 +9,20 @@ import torch
 
 from drivetrain.parts import Parts
 from drivetrain_data import DataSettings, ShardedLoader, own_seed, seed_at, shard_loader
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_state import broadcast_object
 
 logger = logging.getLogger(__name__)
 
 
-def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
+def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = None) -> ShardedLoader[Any]:
     """Return this rank's shard of a loader. Called on all ranks.
 
     Args:
         loader: The loader as the user built it.
         parts: The parts of the Accelerator.
         place: The number of loaders that this run prepared before.
+        even: The treatment of its tail; None for that of the settings.
 
     Raises:
         TypeError, ValueError: The object is not a loader, or the settings do not fit it.
@@ -29,6 +31,7 @@ def shard(loader: Any, parts: Parts, *, place: int) -> ShardedLoader[Any]:
     # Every setting is an argument of the same name: a mismatch fails here, and is not silently dropped.
     asked = {each.name: getattr(data, each.name) for each in fields(data)}
     asked["seed"], seed_source = _seed(loader, parts, place)
+    asked["even"] = even or asked["even"]
     sharded = shard_loader(
         loader,
         parts.shard,

@@ -15,6 +15,7 @@ from drivetrain.parts import Parts
 from drivetrain.schedule_length import tell_unsharded_lengths
 from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
 from drivetrain_data import ShardedLoader, is_loader
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_precision.fp8.converted_layers import describe_converted
 from drivetrain_precision.quantized.trained_weights import check_trained_weights
 
@@ -46,12 +47,15 @@ def sort_objects(objects: Sequence[object]) -> Sorted:
     return found
 
 
-def prepare_objects(objects: Sequence[object], parts: Parts) -> list[object]:
+def prepare_objects(
+    objects: Sequence[object], parts: Parts, *, even: UnevenPolicy | None = None
+) -> list[object]:
     """Prepare objects, and show and store the plan that results. Called on all ranks.
 
     Args:
         objects: Models, optimizers, schedulers and loaders, in any order.
         parts: The parts of the Accelerator; the prepared objects are added to them.
+        even: The treatment of the loaders' tails; None for that of the settings.
 
     Returns:
         The prepared objects in the order given.
@@ -59,7 +63,7 @@ def prepare_objects(objects: Sequence[object], parts: Parts) -> list[object]:
     found = sort_objects(objects)
     # Loaders first: they cannot fail half-way, and a bad one must not leave models changed.
     first = len(parts.prepared.loaders)
-    loaders = [shard(loader, parts, place=first + i) for i, loader in enumerate(found.loaders)]
+    loaders = [shard(loader, parts, place=first + i, even=even) for i, loader in enumerate(found.loaders)]
     sizes = {loader.batch_size for loader in loaders}
     if len(sizes) == 1:
         parts.backend.window.micro_batch_size = sizes.pop()

@@ -188,16 +188,11 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def even_batches(self) -> bool:
-        """True if the tail is filled with repeats."""
+        """True if the tail is filled with repeats; programs set it between the loaders that they prepare."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        if self._inner is not None and value != self.even_batches:
-            raise RuntimeError(
-                f"even_batches = {value} after a loader or model was prepared, when loaders are divided already: set "
-                "it before the first prepare(), or say DataLoaderConfiguration(even_batches=...)"
-            )
         self.dataloader_config.even_batches = value
 
     @property

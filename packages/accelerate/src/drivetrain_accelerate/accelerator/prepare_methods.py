@@ -101,7 +101,8 @@ class PrepareMethods(Basis):
             )
         if isinstance(data_loader, DataLoaderAdapter):
             return data_loader
-        sharded = self.inner.prepare(data_loader)
+        fills = self.options.data.even_batches and self.state.num_processes > 1
+        sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
         kind = DataLoaderDispatcher if self.options.data.dispatch_batches else DataLoaderShard
         prepared = kind.over(data_loader, sharded)
         self._dataloaders.append(prepared)
@@ -110,8 +111,8 @@ class PrepareMethods(Basis):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
         """Prepare an optimizer whose model is prepared already."""
         del device_placement
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
+        if not _is_trained(optimizer):
+            return optimizer  # pyright: ignore[reportReturnType] it is a prepared one
         (prepared,) = self._prepared([optimizer])
         return prepared
 
@@ -212,25 +213,32 @@ class PrepareMethods(Basis):
 
         An optimizer may come before its model, as wrappers of optimizers have it: it is prepared with the model.
         """
-        parameters = {id(one) for one in _parameters_of([*self._models, *trained])}
-        early = [each for each in trained if isinstance(each, Optimizer) and not _trains(each, parameters)]
+        # After `free_memory`, a prepared optimizer is prepared again.
+        plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
+        parameters = {id(one) for one in _parameters_of([*self._models, *plain])}
+        early = [each for each in plain if isinstance(each, Optimizer) and not _trains(each, parameters)]
         if self.is_sharded and self._models:
             early = []  # the models hold other parameters by now, which the backend pairs or refuses
         late = [each for each in self._optimizers if each.is_waiting and _trains(each.optimizer, parameters)]
-        now = [each for each in trained if not any(each is other for other in early)]
+        now = [each for each in plain if not any(each is other for other in early)]
         whole = [*now, *(each.optimizer for each in late)]
         found: Any = self.inner.prepare(*whole) if whole else ()
         prepared = [found] if len(whole) == 1 else list(found)
         for each, one in zip(late, prepared[len(now) :], strict=True):
             each.pair(one)
         by_object = dict(zip(map(id, now), prepared[: len(now)], strict=True))
-        return [self._kept(by_object.get(id(each), each)) for each in trained]
+        return [
+            self._kept(given, by_object.get(id(each), each))
+            for given, each in zip(trained, plain, strict=True)
+        ]
 
-    def _kept(self, prepared: Any) -> Any:
+    def _kept(self, given: Any, prepared: Any) -> Any:
         """Remember a prepared model or optimizer, and return it in the form that programs know."""
         if isinstance(prepared, Optimizer):
-            self._optimizers.append(AcceleratedOptimizer(prepared))
-            return self._optimizers[-1]
+            stepped = given if isinstance(given, AcceleratedOptimizer) else AcceleratedOptimizer(prepared)
+            stepped.pair(prepared)
+            self._optimizers.append(stepped)
+            return stepped
         whole = prepared if self.state.deepspeed_plugin is None else as_engine(prepared, self.inner)
         self._models.append(self._compiled(whole))
         return self._models[-1]
@@ -272,6 +280,7 @@ def _trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 
 
 def _is_trained(obj: Any) -> bool:
-    return isinstance(obj, nn.Module) or (
-        isinstance(obj, Optimizer) and not isinstance(obj, AcceleratedOptimizer)
-    )
+    """Return whether an object is to be prepared; after `free_memory`, a prepared optimizer is so again."""
+    if isinstance(obj, AcceleratedOptimizer):
+        return obj.is_released
+    return isinstance(obj, nn.Module | Optimizer)

@@ -33,7 +33,7 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
         except LeafError:  # a leaf that is no tensor is one on every rank
             pass
         else:
-            return real_rows(plan, gathered, rows, batch_size=getattr(sharded, "batch_size", None))
+            return real_rows(plan, gathered, rows, batch_size=getattr(active, "full_batch_size", None))
     return trim_objects(plan, collectives.gather_object(context, data))
 
 

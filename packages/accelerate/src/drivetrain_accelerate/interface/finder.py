@@ -77,6 +77,8 @@ class InterfaceDistribution(Distribution):
             "METADATA": (
                 f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {version}\n"
                 "Summary: The interface of Accelerate, provided by drivetrain-accelerate\n"
+                # Where the interface comes from: sentence-transformers takes no accelerate of another owner's page.
+                "Home-page: https://github.com/huggingface/accelerate\n"
             ),
             "top_level.txt": f"{_NAME}\n",
         }

@@ -105,12 +105,29 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] DataLoader names its class
         """Yield this process's batches, on its device."""
+        self._draw()
         yield from self.sharded
+
+    def _draw(self) -> None:
+        """Draw from the global generator what a loop over torch's DataLoader draws, the seed of its workers.
+
+        Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
+        an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
+        """
+        base: Any = self.base_dataloader
+        if isinstance(base, DataLoader) and base.generator is None and not _sharded(self.sharded).is_resumed:
+            torch.empty((), dtype=torch.int64).random_()
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a prepared loader cannot be copied or pickled; copy the DataLoader and prepare() the copy"
         )
+
+    @property
+    def full_batch_size(self) -> int | None:
+        """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
+        own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
+        return _sharded(self.sharded).batch_size or own
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was received, which any number of processes can load."""
@@ -172,6 +189,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield this process's batches, and tell all that ask where the loop is."""
         self.begin()
         try:
+            self._draw()
             for batch in self.sharded:
                 current = _sharded(self.sharded).current
                 self.end_of_dataloader = current is not None and current.is_last
@@ -190,7 +208,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """The number of samples of a full step over all ranks."""
-        return _sharded(self.sharded).total_batch_size or 0
+        return (self.full_batch_size or 0) * _sharded(self.sharded).shard.count
 
     @property
     def total_dataset_length(self) -> int:

@@ -33,6 +33,11 @@ class AcceleratedOptimizer(Optimizer):
         self.schedules: list[Any] = []
 
     @property
+    def is_released(self) -> bool:
+        """True if the run that prepared it has forgotten it: it may be prepared again."""
+        return isinstance(self._prepared, PreparedOptimizer) and self._prepared.is_released
+
+    @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The state by parameter."""
         return self.optimizer.state
@@ -102,7 +107,7 @@ class AcceleratedOptimizer(Optimizer):
         return not isinstance(self._prepared, PreparedOptimizer)
 
     def pair(self, prepared: Optimizer) -> None:
-        """Take the place of an optimizer that was prepared with its model."""
+        """Step through drivetrain's prepared form of the user's optimizer from now on."""
         self._prepared = prepared
 
     def train(self) -> None:

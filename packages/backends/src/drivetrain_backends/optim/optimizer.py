@@ -125,6 +125,11 @@ class PreparedOptimizer(Optimizer):
         self.before_step = self.on_step = None
 
     @property
+    def is_released(self) -> bool:
+        """True if the backend that prepared it is closed: its optimizer may be prepared again."""
+        return isinstance(self.prepared, _Released)
+
+    @property
     def is_untouched(self) -> bool:
         """True if no window of several micro-batches has begun and `step` was never called."""
         return not self.schedule.has_begun and self.last_result is None and self.num_steps == 0

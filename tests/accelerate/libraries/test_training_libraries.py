@@ -1,0 +1,82 @@
+"""Libraries that call Accelerate, unchanged, on drivetrain and on the real one: equal losses and results."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate_programs import run_program
+
+pytest.importorskip("accelerate", reason="the interface is held against the real one")
+
+pytestmark = pytest.mark.slow
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    """Skip a test where a library that its program imports is not installed; importing it here would take seconds."""
+    missing = [each for each in libraries if find_spec(each) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not installed")
+
+
+def values(found: Any, place: str = "") -> dict[str, Any]:
+    """Return the values of nested lists and dicts by their place."""
+    if not isinstance(found, dict | list):
+        return {place: found}
+    items = found.items() if isinstance(found, dict) else enumerate(found)
+    return {at: value for key, each in items for at, value in values(each, f"{place}/{key}").items()}
+
+
+def same(found: Any, expected: Any) -> None:
+    """Compare what two runs found, numbers up to the rounding of sums in another order."""
+    ours, theirs = values(found), values(expected)
+    numbers = {place: value for place, value in theirs.items() if isinstance(value, float)}
+    assert ours == theirs | {place: pytest.approx(value, rel=1e-4) for place, value in numbers.items()}
+
+
+def check_equal(name: str, folder: Path, *arguments: str, num_processes: int = 1) -> Any:
+    """Run a program on both, compare what it found, and return it."""
+    ours = run_program(name, str(folder / "ours"), *arguments, ours=True, num_processes=num_processes)
+    real = run_program(name, str(folder / "real"), *arguments, ours=False, num_processes=num_processes)
+    same(ours, real)
+    return ours
+
+
+@needs("transformers")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_trainer_does_the_same_however_it_is_used(tmp_path: Path, num_processes: int) -> None:
+    # A second train() of one Trainer goes on in the first one's DDP, which free_memory() has taken apart here.
+    without = ("--without", "several times") if num_processes > 1 else ()
+    check_equal("with_trainer_options", tmp_path, *without, num_processes=num_processes)
+
+
+@needs("trl")
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("kind", ["sft", "completions", "packed", "dpo", "reward"])
+def test_trl_trains_from_texts_and_preferences(tmp_path: Path, kind: str, num_processes: int) -> None:
+    check_equal("with_trl", tmp_path, kind, num_processes=num_processes)
+
+
+@needs("sentence_transformers")
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("loss", ["CosineSimilarityLoss", "MultipleNegativesRankingLoss"])
+def test_sentence_transformers_train(tmp_path: Path, loss: str, num_processes: int) -> None:
+    check_equal("with_sentence_transformers", tmp_path, "--loss", loss, num_processes=num_processes)
+
+
+@needs("peft")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_an_adapter_of_peft_is_trained_resumed_and_merged(tmp_path: Path, num_processes: int) -> None:
+    whole = check_equal("with_peft", tmp_path, num_processes=num_processes)
+    assert whole["merged"] == pytest.approx(whole["trained"], rel=1e-5)
+    resume = ("--resume", str(tmp_path / "ours" / "checkpoint-4"))
+    rest = check_equal("with_peft", tmp_path / "rest", *resume, num_processes=num_processes)
+    same(rest, whole)
+
+
+@needs("peft", "bitsandbytes", "torchao")
+@pytest.mark.parametrize("map_", [(), ("--device-map", "auto")])
+def test_quantised_weights_are_loaded_computed_with_and_adapted(
+    tmp_path: Path, map_: tuple[str, ...]
+) -> None:
+    check_equal("with_quantized", tmp_path, "nf4", "fp4", "int8", "torchao", "--train", *map_)
