@@ -66,11 +66,17 @@ def test_sentence_transformers_train(tmp_path: Path, loss: str, num_processes: i
 
 @needs("peft")
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_an_adapter_of_peft_is_trained_resumed_and_merged(tmp_path: Path, num_processes: int) -> None:
-    whole = check_equal("with_peft", tmp_path, num_processes=num_processes)
-    assert whole["merged"] == pytest.approx(whole["trained"], rel=1e-5)
-    resume = ("--resume", str(tmp_path / "ours" / "checkpoint-4"))
-    rest = check_equal("with_peft", tmp_path / "rest", *resume, num_processes=num_processes)
+def test_an_adapter_of_peft_is_trained_saved_and_merged(tmp_path: Path, num_processes: int) -> None:
+    found = check_equal("with_peft", tmp_path, num_processes=num_processes)
+    assert found["merged"] == pytest.approx(found["trained"], rel=1e-5)
+
+
+@needs("peft")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_an_adapters_run_goes_on_from_its_checkpoint(tmp_path: Path, num_processes: int) -> None:
+    whole = run_program("with_peft", str(tmp_path / "whole"), ours=True, num_processes=num_processes)
+    resume = ("--resume", str(tmp_path / "whole" / "checkpoint-4"))
+    rest = run_program("with_peft", str(tmp_path / "rest"), *resume, ours=True, num_processes=num_processes)
     same(rest, whole)
 
 
