@@ -29,18 +29,19 @@ from drivetrain.saving import Saving
 from drivetrain.schedule_length import Schedules
 from drivetrain.sections import read_layers, sections_in_code
 from drivetrain.settings import RunSettings
+from drivetrain.single_objects import SingleObjects
 from drivetrain.throughput import Measuring
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
-from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
-from drivetrain_data.settings import UnevenPolicy
 from drivetrain_memory import free_memory
 from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
 from drivetrain_state import ParallelDims, set_seed
 
 
-class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSizes, ForeignNames):
+class Accelerator(
+    Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSizes, SingleObjects, ForeignNames
+):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument is optional; a value not given here comes from the command line, the environment, a file or the
@@ -156,21 +157,6 @@ class Accelerator(Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSi
         """
         results = prepare_objects(objects, self._parts)
         return results[0] if len(results) == 1 else tuple(results)
-
-    def prepare_evaluation(self, model: nn.Module) -> nn.Module:
-        """Move a model that is not trained to the device, and have it compute in the run's precision, in place.
-
-        Args:
-            model: The model, such as the reference of a preference loss. Nothing wraps, shards or saves it.
-        """
-        model.to(self.device)
-        prepare_forward(model, self._parts.policy, self.device)
-        return model
-
-    def prepare_loader(self, loader: Any, *, even: UnevenPolicy) -> ShardedLoader[Any]:
-        """Prepare one loader, its tail treated as `even` says and not as `data.even`. Called on all ranks."""
-        prepare_objects([loader], self._parts, even=even)
-        return self._parts.prepared.loaders[-1]
 
     def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
         """Return the module as the user built it, with the trained parameters.

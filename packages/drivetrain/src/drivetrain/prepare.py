@@ -86,6 +86,7 @@ def prepare_objects(
 
 def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
     """Prepare models with their optimizers and schedulers, converted first if the run trains in fp8."""
+    parts.prepared.restore_evaluated(found.models)
     for model in found.models:
         check_trained_weights(model)
     if parts.fp8 is None:

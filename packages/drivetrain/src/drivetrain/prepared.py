@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, unwrap_compiled
+from drivetrain_backends import (
+    Prepared,
+    PreparedOptimizer,
+    PreparedScheduler,
+    restore_forward,
+    unwrap_compiled,
+)
 from drivetrain_data import ShardedLoader
 
 
@@ -21,6 +27,7 @@ class PreparedObjects:
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
+        evaluated: The models that are prepared for evaluation alone.
         on_step: The same functions; more may be added before anything is prepared.
     """
 
@@ -29,6 +36,7 @@ class PreparedObjects:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[ShardedLoader[Any]] = []
+        self.evaluated: list[nn.Module] = []
         self._holders: dict[Tensor, Prepared] = {}
         self.on_step = on_step
 
@@ -52,11 +60,19 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Forget all objects."""
+        self.restore_evaluated(self.evaluated)
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
         self.loaders.clear()
         self._holders.clear()
+
+    def restore_evaluated(self, models: Sequence[nn.Module]) -> None:
+        """Restore those of some models that are prepared for evaluation, so that they can be trained."""
+        restored = [each for each in self.evaluated if each in models]
+        self.evaluated = [each for each in self.evaluated if each not in restored]
+        for each in restored:
+            restore_forward(each)
 
     def untie(self) -> None:
         """Drop the models' references to their optimizers and schedulers, which would form reference cycles.
