@@ -8,6 +8,8 @@ import torch
 
 from accelerate_checkpoint_runs import run_of
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from drivetrain_accelerate.accelerator.checkpoint_folders import numbered_folders
+from drivetrain_accelerate.accelerator.hook_files import stage
 from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
 
 accelerate: Any = pytest.importorskip("accelerate")
@@ -133,3 +135,108 @@ def test_what_cannot_be_saved_is_refused_as_by_the_real_one() -> None:
                 run.accelerator.register_for_checkpointing(3)
             with pytest.raises((ValueError, OSError)):
                 run.accelerator.load_state("/there/is/no/such/folder")
+
+
+class Full:
+    """An object that cannot be saved, as on a disk that is full."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise OSError("no space left")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        del state
+
+
+def write_name(models: Any, weights: Any, output_dir: str) -> None:
+    del models, weights
+    (Path(output_dir) / "own").mkdir()
+    (Path(output_dir) / "own" / "name.txt").write_text(output_dir)
+
+
+def written_by_hook(folder: Path) -> str | None:
+    file = folder / "own" / "name.txt"
+    return file.read_text() if file.exists() else None
+
+
+def test_a_hook_that_fails_leaves_the_checkpoints_as_they_were(tmp_path: Path) -> None:
+    def fails(models: Any, weights: Any, output_dir: str) -> None:
+        write_name(models, weights, output_dir)
+        raise OSError("no space left")
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    with run_of(Accelerator, project_config=project) as run:
+        run.train(1)
+        run.accelerator.save_state()
+        expected = run.values()
+        hook = run.accelerator.register_save_state_pre_hook(fails)
+        run.train(1)
+        with pytest.raises(OSError, match="no space left"):
+            run.accelerator.save_state()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+        run.accelerator.load_state()
+        assert run.values() == expected
+        hook.remove()
+        assert run.accelerator.save_state().endswith("checkpoint_1")
+
+
+def test_what_hooks_write_is_there_when_the_checkpoint_is_committed_and_not_before(tmp_path: Path) -> None:
+    with run_of(Accelerator) as run:
+        run.accelerator.register_save_state_pre_hook(write_name)
+        run.accelerator.save_state(str(tmp_path))
+        first = written_by_hook(tmp_path)
+        assert first is not None
+        (tmp_path / "own" / "name.txt").write_text("of the first")
+        expected = run.values()
+        run.train(1)
+        run.accelerator.register_for_checkpointing(Full())
+        with pytest.raises(OSError, match="no space left"):
+            run.accelerator.save_state(str(tmp_path))
+        assert written_by_hook(tmp_path) == "of the first"
+        assert not (tmp_path / ".staged").exists()
+    with run_of(Accelerator) as run:
+        run.accelerator.load_state(str(tmp_path))
+        assert run.values() == expected
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_kill_around_the_commit_leaves_files_of_one_checkpoint(tmp_path: Path, is_committed: bool) -> None:
+    with run_of(Accelerator) as run:
+        run.accelerator.save_state(str(tmp_path))
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "name.txt").write_text("of the first")
+        write_name([], [], str(stage(tmp_path)))  # a killed process leaves this
+        if is_committed:
+            run.accelerator.inner.save_state(tmp_path)  # without the hook that settles
+        run.accelerator.load_state(str(tmp_path))
+    assert (written_by_hook(tmp_path) == "of the first") is not is_committed
+    assert not (tmp_path / ".staged").exists()
+
+
+def test_a_folder_that_a_killed_save_left_is_no_checkpoint(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    with run_of(Accelerator, project_config=project) as run:
+        run.accelerator.save_state()
+        stage(tmp_path / "checkpoints" / "checkpoint_1")
+        run.accelerator.load_state()
+        project.iteration = 1
+        assert Path(run.accelerator.save_state()).name == "checkpoint_1"
+        assert len(numbered_folders(tmp_path / "checkpoints")) == 2
+
+
+def test_options_that_would_be_dropped_are_refused_or_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_of(Accelerator) as run:
+        run.accelerator.save_state(str(tmp_path), safe_serialization=False)
+        assert "safe_serialization=False" in caplog.text
+        caplog.clear()
+        run.accelerator.load_state(str(tmp_path), load_kwargs={"weights_only": True}, strict=True)
+        assert not caplog.text
+        run.accelerator.load_state(str(tmp_path), map_location="on_device", load_kwargs={"mmap": True})
+        assert "load_kwargs['mmap'], map_location: changes nothing" in caplog.text
+        with pytest.raises(ValueError, match="loaded whole"):
+            run.accelerator.load_state(str(tmp_path), strict=False)
+        with pytest.raises(ValueError, match="say cpu"):
+            run.accelerator.load_state(str(tmp_path), map_location="cuda")
+        with pytest.raises(TypeError, match="unknown arguments other"):
+            run.accelerator.load_state(str(tmp_path), other=1)

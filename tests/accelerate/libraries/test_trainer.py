@@ -5,12 +5,13 @@ the same.
 """
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate_programs import run_program
+from accelerate_programs import program_done, run_program
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
 pytest.importorskip("transformers", reason="its Trainer is what runs")
@@ -127,7 +128,8 @@ def test_the_optimizer_and_schedule_of_a_configuration_go_on_from_a_checkpoint(t
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", ours=True)
-    with pytest.raises(AssertionError):  # of `run_program`: the run prints nothing and has no exit code of 0
-        trained(tmp_path / "killed", "--die-after", "5", ours=True)
+    killed = program_done("with_trainer", str(tmp_path / "killed"), "--die-after", "5", ours=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "killed" / "checkpoint-4" / "trainer_state.json").is_file()
     resume = ("--resume", str(tmp_path / "killed" / "checkpoint-4"))
     same(trained(tmp_path / "rest", *resume, ours=True), whole)

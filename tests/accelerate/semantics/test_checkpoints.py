@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate_sides import SIDES, THEIRS, Side
+from accelerate_sides import OURS, SIDES, THEIRS, Side, said
+from drivetrain_accelerate import write_accelerate_layout
 
 pytest.importorskip("accelerate")
 
@@ -112,3 +114,46 @@ def test_a_model_taken_out(tmp_path: Path) -> None:
             nn.init.ones_(model.weight)  # pyright: ignore[reportArgumentType]
             accelerator.load_state(str(folder))
             assert torch.equal(model.weight, torch.zeros(1, 1))  # pyright: ignore[reportArgumentType]
+
+
+def test_names_of_folders(tmp_path: Path) -> None:
+    """the folders of automatic checkpoints, and which of them `total_limit` keeps"""
+    for side in SIDES:
+        folder = tmp_path / side.name
+        project = side("accelerate.utils.ProjectConfiguration")(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
+        )
+        with run_of(side, project_config=project) as (accelerator, _, _):
+            saved = [Path(accelerator.save_state()).relative_to(folder).as_posix() for _ in range(3)]
+        assert saved == ["checkpoints/checkpoint_0", "checkpoints/checkpoint_1", "checkpoints/checkpoint_2"]
+        left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert left == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    """the files of `save_state` that other programs look for"""
+    for side in SIDES:
+        with run_of(side) as (accelerator, _, _):
+            accelerator.save_state(str(tmp_path / side.name))
+            if side is OURS:
+                write_accelerate_layout(accelerator, tmp_path / "written")
+    theirs, ours, restored, written = (
+        sorted(path.name for path in (tmp_path / name).iterdir())
+        for name in ("theirs", "ours", "restored", "written")
+    )
+    assert theirs == written == ["model.safetensors", "random_states_0.pkl"]
+    assert ours == restored == ["step-0", "writer.json"]
+
+
+def test_a_part_of_the_weights(tmp_path: Path) -> None:
+    """`load_state(strict=False)`"""
+    found: list[Any] = []
+    for side in SIDES:
+        with run_of(side) as (accelerator, _, _):
+            accelerator.save_state(str(tmp_path / side.name))
+            load = partial(accelerator.load_state, str(tmp_path / side.name), strict=False)
+            found.append(said(load))
+    theirs, ours, restored = found
+    assert theirs is None
+    assert ours == restored
+    assert "load_state(strict=False): a checkpoint is loaded whole" in ours

@@ -16,11 +16,19 @@ pytest.importorskip("accelerate")
 Numbers = dict[str, Any]
 
 
+TWELVE: Any = range(12)
+
+
 @pytest.fixture(scope="module")
-def by_rank(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> list[dict[str, Numbers]]:
+def by_rank(
+    rank_pools: dict[int, RankPool], pythons: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Numbers]]:
     """Return what each rank found, by side and row."""
+    folder = tmp_path_factory.mktemp("of_one_process")
+    for side in SIDES:
+        save_alone(side, str(folder / side.name))
     pool = rank_pools.setdefault(2, RankPool(2, pythons=pythons))
-    found: Any = pool.call(on_each_side, timeout_seconds=90)
+    found: Any = pool.call(on_each_side, str(folder), timeout_seconds=90)
     return found
 
 
@@ -29,15 +37,31 @@ def on_first(by_rank: list[dict[str, Numbers]]) -> dict[str, Numbers]:
     return by_rank[0]
 
 
-def on_each_side() -> dict[str, Numbers]:
+def save_alone(side: Side, folder: str) -> None:
+    """Save a run on one process, after two batches of two."""
+    numbers: Any = range(12)
+    with side.accelerator() as accelerator:
+        _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(numbers, batch_size=2))
+        for number, _ in enumerate(loader, start=1):
+            if number == 2:
+                accelerator.save_state(folder)
+                break
+
+
+def on_each_side(folder: str) -> dict[str, Numbers]:
     found: dict[str, Numbers] = {}
     for side in SIDES:
         with side.accelerator() as accelerator:
             found[side.name] = {
                 **of_loaders(accelerator),
+                **of_tails(side, accelerator),
                 **of_training(accelerator),
                 **of_collectives(side, accelerator.process_index),
             }
+        with side.accelerator() as accelerator:
+            _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TWELVE, batch_size=2))
+            accelerator.load_state(f"{folder}/{side.name}")
+            found[side.name]["resumed"] = [batch.tolist() for batch in loader]
     return found
 
 
@@ -53,6 +77,29 @@ def of_loaders(accelerator: Any) -> Numbers:
         gathered = accelerator.gather_for_metrics(means).tolist()
         tail = [batch.tolist(), accelerator.gather_for_metrics(batch).tolist(), gathered]
     return {"tail": tail, "order": order}
+
+
+def of_tails(side: Side, accelerator: Any) -> Numbers:
+    """Return what a rank reads of nine samples: uneven, and by the main process; and the scalars it gathers."""
+    nine: Any = range(9)
+    uneven, dispatched = (
+        side("accelerate.data_loader.prepare_data_loader")(DataLoader(nine, batch_size=2), **options)
+        for options in ({"even_batches": False}, {"dispatch_batches": True, "put_on_device": True})
+    )
+    scalars: list[Any] = []
+    for _ in accelerator.prepare(DataLoader(nine, batch_size=2)):
+        scalars = accelerator.gather_for_metrics(torch.tensor(float(accelerator.process_index))).tolist()
+    return {
+        "uneven": [batch.tolist() for batch in uneven],
+        "dispatched": [batch.tolist() for batch in dispatched],
+        "scalars": scalars,
+        "split": [
+            batch.tolist()
+            for batch in side("accelerate.data_loader.prepare_data_loader")(
+                DataLoader(nine, batch_size=4), split_batches=True
+            )
+        ],
+    }
 
 
 def of_training(accelerator: Any) -> Numbers:
@@ -181,3 +228,41 @@ def test_objects(on_first: dict[str, Numbers]) -> None:
     theirs, ours, restored = ([on_first[side.name][row] for row in ("dict", "word")] for side in SIDES)
     assert theirs == restored == [["a", "b", "a", "b"]] * 2
     assert all("give it a list" in each for each in ours)
+
+
+def test_uneven(by_rank: list[dict[str, Numbers]]) -> None:
+    """`even_batches=False` with a tail for some of the ranks"""
+    theirs, ours, restored = values(by_rank, "uneven")
+    assert theirs == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+    assert ours == restored
+    assert [each[:2] for each in ours] == [each[:2] for each in theirs]
+    assert [len(each) for each in ours] == [3, 3]
+
+
+def test_dispatched_tail(by_rank: list[dict[str, Numbers]]) -> None:
+    """a tail that the main process reads for all"""
+    theirs, ours, restored = values(by_rank, "dispatched")
+    assert [each[-1] for each in theirs] == [[8], [0]]
+    assert ours == restored
+    assert [len(each[-1]) for each in ours] == [2, 2]
+    assert ours[0][-1][0] == 8
+
+
+def test_split(by_rank: list[dict[str, Numbers]]) -> None:
+    """`split_batches` of a loader"""
+    theirs, ours, restored = values(by_rank, "split")
+    assert theirs == ours == restored == [[[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]]
+
+
+def test_gathered_scalars(on_first: dict[str, Numbers]) -> None:
+    """`gather_for_metrics` of a scalar of each rank with an epoch's last batch"""
+    theirs, ours, restored = (on_first[side.name]["scalars"] for side in SIDES)
+    assert theirs == restored == [0.0]
+    assert ours == [0.0, 1.0]
+
+
+def test_resume_at_another_number(by_rank: list[dict[str, Numbers]]) -> None:
+    """`load_state` on another number of processes"""
+    theirs, ours, restored = values(by_rank, "resumed")
+    assert theirs == restored == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
+    assert ours == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]

@@ -1,5 +1,6 @@
 """Rows of the table "Where it differs" about accumulation, gradients and batches, on one process."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate_sides import SIDES, Side
+from accelerate_sides import SIDES, Side, said
 
 pytest.importorskip("accelerate")
 
@@ -73,3 +74,92 @@ def test_dataclasses() -> None:
             sent = side("accelerate.utils.send_to_device")({"a": Sample(torch.ones(1))}, "meta")
         found.append(sent["a"].values.device.type)
     assert found == ["cpu", "meta", "cpu"]
+
+
+def test_copies() -> None:
+    """`deepcopy` of a prepared loader"""
+    found: list[Any] = []
+    numbers: Any = range(3)
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            loader = accelerator.prepare(DataLoader(numbers))
+            found.append(said(lambda loader=loader: len(copy.deepcopy(loader))))
+    theirs, ours, restored = found
+    assert theirs == 3
+    assert ours == restored
+    assert "copy the DataLoader and prepare() the copy" in ours
+
+
+def logged(side: Side) -> Any:
+    class Notes(side("accelerate.tracking.GeneralTracker")):
+        name = "notes"
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes: list[Any] = []
+
+        @property
+        def tracker(self) -> Any:
+            return self.notes
+
+        def store_init_configuration(self, values: Any) -> None:
+            self.notes.append(values)
+
+        def log(self, values: Any, step: int | None = None) -> None:
+            self.notes.append((step, values))
+
+    own = Notes()
+    with side.accelerator(log_with=own) as accelerator:
+        before = list(accelerator.trackers)
+        accelerator.init_trackers("project", {"lr": 1})
+        accelerator.log({"loss": 1.0}, step=2)
+        assert accelerator.get_tracker("notes", unwrap=True) is own.notes
+        return before, [each is own for each in accelerator.trackers], own.notes
+
+
+def test_trackers() -> None:
+    """`accelerator.trackers`"""
+    theirs, ours, restored = map(logged, SIDES)
+    assert theirs == ours == restored == ([], [True], [{"lr": 1}, (2, {"loss": 1.0})])
+
+
+def test_state() -> None:
+    """`accelerator.state`"""
+    names = (
+        "num_processes",
+        "process_index",
+        "device",
+        "mixed_precision",
+        "is_main_process",
+        "use_distributed",
+    )
+    found: list[Any] = []
+    for side in SIDES:
+        with side.accelerator(mixed_precision="bf16") as accelerator:
+            shared = side("accelerate.state.AcceleratorState")()
+            found.append([getattr(accelerator.state, name) for name in names])
+            assert [getattr(shared, name) for name in names] == found[-1]
+            assert accelerator.state.distributed_type.value == "NO"
+    assert found[0] == found[1] == found[2]
+
+
+def test_split_batches_of_the_accelerator() -> None:
+    """`Accelerator(split_batches=True)`"""
+    found: list[bool] = []
+    for side in SIDES:
+        with side.accelerator(split_batches=True) as accelerator:
+            found.append(accelerator.split_batches)
+    assert found == [False, True, True]
+
+
+def test_scalars() -> None:
+    """`gather_for_metrics` of a scalar on one process"""
+    found: list[Any] = []
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            found.append([accelerator.gather_for_metrics(each) for each in (torch.tensor(2.0), 2.0)])
+    theirs, ours, restored = found
+    assert theirs[0].shape == restored[0].shape == ()
+    assert theirs[1] == restored[1] == 2.0
+    assert ours[0].tolist() == ours[1] == [2.0]

@@ -11,6 +11,7 @@ from drivetrain_accelerate.interface.finder import InterfaceFinder, installed_fi
 from drivetrain_accelerate.interface.interface_module import InterfaceModule
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_accelerate.launch_variables import told_variables
+from drivetrain_accelerate.spawned_processes import carry_to_spawned, stop_carrying
 from drivetrain_accelerate.strictness import STRICT_VARIABLE
 from drivetrain_config import Layers, environ
 
@@ -21,7 +22,8 @@ _OPERATORS = "<>=!~"
 def install(*, version: str | None = None, strict: bool | None = None) -> None:
     """Have `import accelerate` return the interface over drivetrain, in this process and from now on.
 
-    It works whether or not the real package is installed, and changes nothing on disk. What a launch says is put into
+    It works whether or not the real package is installed, and changes nothing on disk. Processes that
+    `multiprocessing` spawns have it too. What a launch says is put into
     the environment variables that programs for Accelerate read. A second call changes what it is told alone.
 
     Args:
@@ -46,6 +48,7 @@ def install(*, version: str | None = None, strict: bool | None = None) -> None:
     environ.put(**variables)
     if finder is None:
         sys.meta_path.insert(0, InterfaceFinder(version=chosen, variables_before=before))
+        carry_to_spawned(chosen)
     else:
         both = {**before, **finder.variables_before}
         sys.meta_path[sys.meta_path.index(finder)] = replace(finder, variables_before=both)
@@ -59,6 +62,7 @@ def uninstall() -> None:
     if (finder := installed_finder()) is None:
         return
     sys.meta_path.remove(finder)
+    stop_carrying()
     environ.put(**finder.variables_before)
     for name, module in list(sys.modules.items()):
         if isinstance(module, InterfaceModule):

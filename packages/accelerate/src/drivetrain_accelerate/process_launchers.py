@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from drivetrain_accelerate.spawned_processes import CarriedInstallation
 from drivetrain_launcher import debug_launcher as launch_on_cpu
 from drivetrain_launcher import notebook_launcher as launch_from_notebook
 
@@ -109,20 +110,7 @@ class _Launched:
 
     def __reduce__(self) -> Any:
         # The installation is unpickled first: the function's module may import accelerate.
-        return _launched, (_Installation(), self.function)
-
-
-class _Installation:
-    """The installation of the interface in the process that unpickles it."""
-
-    def __reduce__(self) -> Any:
-        return _install, ()
-
-
-def _install() -> None:
-    from drivetrain_accelerate.installation import install
-
-    install()
+        return _launched, (CarriedInstallation(), self.function)
 
 
 def _launched(installed: None, function: Callable[..., Any]) -> _Launched:

@@ -97,6 +97,11 @@ class ShardedLoader(Generic[Batch]):
         return None if self.batch_size is None else self.batch_size * self.shard.count
 
     @property
+    def is_dispatched(self) -> bool:
+        """True if one rank reads the data and hands the others their batches."""
+        return self._dispatch is not None
+
+    @property
     def is_resumed(self) -> bool:
         """True if the next loop goes on in the middle of an epoch, where a loaded state left it."""
         return self._position > 0 and not self._begun

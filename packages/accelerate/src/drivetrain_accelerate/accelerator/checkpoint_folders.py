@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
+from drivetrain_checkpoint import find_accelerate_state, find_checkpoints
 
 _PREFIX = "checkpoint_"
 
@@ -11,12 +12,12 @@ def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
     """Return the folder of the next checkpoint.
 
     Raises:
-        ValueError: No folder is said, or the automatic one exists already.
+        ValueError: No folder is said, or the automatic one holds a checkpoint already.
     """
     if not project.automatic_checkpoint_naming:
         return _said(said, "save_state(output_dir=None)")
     folder = _automatic(project) / f"{_PREFIX}{project.iteration}"
-    if folder.exists():
+    if _is_committed(folder):  # not one that a save has left without a checkpoint
         raise ValueError(
             f"{folder} exists already: say ProjectConfiguration(iteration=...) beyond the checkpoints of an earlier "
             "run, or remove it"
@@ -49,9 +50,18 @@ def surplus_folders(project: ProjectConfiguration) -> list[Path]:
 
 
 def numbered_folders(parent: Path) -> list[Path]:
-    """Return the automatic folders in a folder, by their numbers."""
+    """Return the automatic folders in a folder that hold a checkpoint, by their numbers."""
     found = [each for each in parent.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(found, key=lambda each: int(each.name.removeprefix(_PREFIX)))
+    return sorted(filter(_is_committed, found), key=lambda each: int(each.name.removeprefix(_PREFIX)))
+
+
+def _is_committed(folder: Path) -> bool:
+    """Return whether a folder holds a checkpoint, of drivetrain or of Accelerate."""
+    if not folder.is_dir():
+        return False
+    return (
+        any(each.committed for each in find_checkpoints(folder)) or find_accelerate_state(folder) is not None
+    )
 
 
 def _automatic(project: ProjectConfiguration) -> Path:

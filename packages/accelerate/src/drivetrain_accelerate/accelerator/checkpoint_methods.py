@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from shutil import rmtree
@@ -12,9 +13,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, newest_folder, surplus_folders
+from drivetrain_accelerate.accelerator.checkpoint_options import check_load_options, check_save_options
+from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
+from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 Hook = Callable[..., None]
 
@@ -36,6 +40,7 @@ class CheckpointMethods(PrepareMethods):
         self._custom_objects: list[Any] = []
         self._save_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._settling: Any = None  # the Accelerator whose commits settle what hooks have written
 
     def saved_objects(self) -> SavedObjects:
         """Return the objects that a checkpoint holds, for files in another layout."""
@@ -56,7 +61,8 @@ class CheckpointMethods(PrepareMethods):
     def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Register a function of (models, weights, output_dir), called before each save.
 
-        Programs write models of their own kind in it, and take what they have written out of `weights`.
+        Programs write models of their own kind in it, and take what they have written out of `weights`. What is in
+        `output_dir` when all hooks have run is moved into the folder of the checkpoint when that is committed.
         """
         return _registered(self._save_hooks, hook)
 
@@ -71,31 +77,47 @@ class CheckpointMethods(PrepareMethods):
 
         Args:
             output_dir: The folder; with automatic names, the next `checkpoints/checkpoint_N` of the project.
-            safe_serialization: Not used: tensors are written as safetensors.
-            **save_model_func_kwargs: Not used; accepted as in Accelerate.
+            safe_serialization: Warned of if false: tensors are written as safetensors.
+            **save_model_func_kwargs: Warned of: they change nothing.
 
         Returns:
             The folder.
 
         Raises:
-            ValueError: No folder is said, or the automatic one exists already.
+            ValueError: No folder is said, or the automatic one holds a checkpoint already.
+            OtherRankFailedError: A hook failed on another rank; nothing was saved.
         """
-        del safe_serialization, save_model_func_kwargs
+        is_main = self.state.is_main_process
+        check_save_options(
+            safe_serialization=safe_serialization, others=save_model_func_kwargs, is_main=is_main
+        )
         project = self.options.project
         folder = new_folder(output_dir, project)
-        if self._save_hooks:
-            folder.mkdir(parents=True, exist_ok=True)
-            weights = [self.get_state_dict(model) for model in self._models]
-            for hook in self._save_hooks.values():
-                hook(list(self._models), weights, str(folder))
-        self.inner.save_state(folder)
+        try:
+            if self._save_hooks:
+                self._call_save_hooks(folder)
+            self.inner.save_state(folder)
+        except BaseException:
+            if is_main:
+                settle(folder)
+            raise
         project.iteration += 1
-        if (
-            self.state.is_main_process
-        ):  # once the new one is committed: a crash leaves too many, never too few
+        if is_main:  # once the new one is committed: a crash leaves too many, never too few
             for old in surplus_folders(project):
                 rmtree(old)
         return str(folder)
+
+    def _call_save_hooks(self, folder: Path) -> None:
+        """Call the hooks with a folder whose files are moved into the checkpoint's when that is committed."""
+        context, staged = self.inner.context, staged_folder(folder)
+        if self._settling is not self.inner:
+            self._settling = self.inner
+            self.inner.register_checkpoint_hook(SettleHookFiles(is_main=self.state.is_main_process))
+        on_main(context, lambda: stage(folder), doing=f"the folder of save hooks in {folder}")
+        weights = [self.get_state_dict(model) for model in self._models]
+        for hook in self._save_hooks.values():
+            call = partial(hook, list(self._models), weights, str(staged))
+            on_each_rank(context, call, doing="a hook of save_state")
 
     def load_state(
         self,
@@ -110,14 +132,16 @@ class CheckpointMethods(PrepareMethods):
 
         Args:
             input_dir: The folder; with automatic names, the newest one of the project.
-            load_kwargs: Not used: only tensors and plain values are read.
-            **load_model_func_kwargs: Not used; accepted as in Accelerate.
+            load_kwargs: Warned of: only tensors and plain values are read.
+            **load_model_func_kwargs: `strict`, which must not be false, and `map_location`, which changes nothing.
 
         Raises:
-            ValueError: No folder is said, or there is none.
+            ValueError: No folder is said, or there is none; or a part of the weights is to be loaded.
+            TypeError: There is no such option.
         """
-        del load_kwargs, load_model_func_kwargs
+        check_load_options(load_kwargs, load_model_func_kwargs, is_main=self.state.is_main_process)
         folder = newest_folder(input_dir, self.options.project)
+        on_main(self.inner.context, lambda: settle(folder), doing=f"the hooks' files in {folder}")
         for hook in self._load_hooks.values():
             hook(list(self._models), str(folder))
         self.inner.load_state(folder)

@@ -9,12 +9,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.accelerator.basis import Basis
-from drivetrain_accelerate.loaders.prepared_loader import (
-    DataLoaderAdapter,
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    skip_first_batches,
-)
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
+from drivetrain_accelerate.loaders.prepared_loader import kind_of
+from drivetrain_accelerate.loaders.rank_share import refuse_slicing
+from drivetrain_accelerate.loaders.skipped_batches import skip_first_batches
 from drivetrain_accelerate.model_structure import compile_regions
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
@@ -94,17 +92,13 @@ class PrepareMethods(Basis):
             ValueError: A slicing function is given.
         """
         del device_placement
-        if slice_fn_for_dispatch is not None:
-            raise ValueError(
-                "prepare_data_loader(slice_fn_for_dispatch=): batches are sliced along dimension 0 of their tensors; "
-                "have collate_fn return such batches"
-            )
+        refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
         if isinstance(data_loader, DataLoaderAdapter):
             return data_loader
         fills = self.options.data.even_batches and self.state.num_processes > 1
         sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
-        kind = DataLoaderDispatcher if self.options.data.dispatch_batches else DataLoaderShard
-        prepared = kind.over(data_loader, sharded)
+        kind = kind_of(data_loader, sharded, is_dispatched=self.options.data.dispatch_batches)
+        prepared = kind.over(data_loader, sharded, self.state.device)
         self._dataloaders.append(prepared)
         return prepared
 

@@ -1,151 +1,17 @@
-"""A prepared loader: drivetrain's sharded loader, which a program takes for a torch DataLoader."""
+"""Prepared loaders: of this process's part of the data, and of data that the main process reads for all."""
 
-import logging
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from drivetrain_accelerate.states.gradient_state import GradientState
-from drivetrain_data import ResumedLoaderError, Shard, ShardedLoader, shard_loader
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
+from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
+from drivetrain_accelerate.states.partial_state import PartialState
+from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
-from drivetrain_data.loader import SkippedBatches
-
-logger = logging.getLogger(__name__)
-
-
-class DataLoaderStateMixin:
-    """The part of a loader that tells where its loop is.
-
-    Attributes:
-        end_of_dataloader: Whether the current batch is the epoch's last.
-        remainder: The number of samples of the last step over all ranks; -1 if it is full, or unknown.
-    """
-
-    end_of_dataloader: bool = False
-    remainder: int = -1
-
-    def reset(self) -> None:
-        """Forget where the last loop was."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-
-    def begin(self) -> None:
-        """Record that a loop begins."""
-        self.reset()
-        self.remainder = self._remainder()
-        GradientState().add_dataloader(self)
-
-    def end(self) -> None:
-        """Record that the loop has ended."""
-        GradientState().remove_dataloader(self)
-
-    def _remainder(self) -> int:
-        return -1
-
-
-class DataLoaderAdapter(DataLoader[Any]):
-    """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's.
-
-    Args:
-        dataset: The dataset to read.
-        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
-        batch_sampler: The batches of this process.
-        **kwargs: Further arguments of DataLoader.
-
-    Attributes:
-        base_dataloader: The user's DataLoader.
-        sharded: The loader that yields this process's batches.
-        iteration: The number of loops that have ended.
-    """
-
-    base_dataloader: DataLoader[Any]
-    sharded: ShardedLoader[Any] | SkippedBatches[Any]
-    iteration: int
-    _is_accelerate_prepared: bool
-
-    def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
-    ) -> None:
-        del use_stateful_dataloader
-        if batch_sampler is not None:
-            kwargs["batch_sampler"] = batch_sampler
-        base = DataLoader(dataset, **kwargs)
-        self._set(base, shard_loader(base, Shard(0, 1)))
-
-    @classmethod
-    def over(cls, base: DataLoader[Any], sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Self:
-        """Return the prepared form of a user's loader.
-
-        Args:
-            base: The loader as the user built it.
-            sharded: The loader of this process's batches.
-        """
-        loader = cls.__new__(cls)
-        loader._set(base, sharded)
-        return loader
-
-    def _set(self, base: DataLoader[Any], sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> None:
-        # DataLoader.__init__ is not called: the user's loader has checked its arguments.
-        _sharded(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
-        self.__dict__.update(base_dataloader=base, sharded=sharded, iteration=0, _is_accelerate_prepared=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("base_dataloader", "sharded"):  # not yet set
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
-
-    def __len__(self) -> int:
-        """Return the number of this process's steps in an epoch."""
-        return len(self.sharded)
-
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] DataLoader names its class
-        """Yield this process's batches, on its device."""
-        self._draw()
-        yield from self.sharded
-
-    def _draw(self) -> None:
-        """Draw from the global generator what a loop over torch's DataLoader draws, the seed of its workers.
-
-        Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
-        an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
-        """
-        base: Any = self.base_dataloader
-        if isinstance(base, DataLoader) and base.generator is None and not _sharded(self.sharded).is_resumed:
-            torch.empty((), dtype=torch.int64).random_()
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a prepared loader cannot be copied or pickled; copy the DataLoader and prepare() the copy"
-        )
-
-    @property
-    def full_batch_size(self) -> int | None:
-        """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
-        own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
-        return _sharded(self.sharded).batch_size or own
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was received, which any number of processes can load."""
-        return _sharded(self.sharded).state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a position: the next loop goes on from there."""
-        _sharded(self.sharded).load_state_dict(state_dict)
-
-    def begin_anew(self) -> None:
-        """Forget the position in the epoch that was loaded: the next loop reads the epoch from its beginning."""
-        sharded = _sharded(self.sharded)
-        epoch = sharded.epoch
-        sharded.set_epoch(epoch + 1)  # a loaded position is kept for its own epoch
-        sharded.set_epoch(epoch)
-
-    def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: batches that were read ahead do not count as received."""
+from drivetrain_data.settings import UnevenPolicy
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -154,14 +20,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: The dataset to read.
         device: The device to copy batches to.
-        rng_types: Not used: the order needs no generator to be synchronised.
-        synchronized_generator: Not used, for the same reason.
+        rng_types: Kept for programs that read it: the order needs no generator to be synchronised.
+        synchronized_generator: Kept, for the same reason.
         skip_batches: The number of batches to leave out of each epoch.
         use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
-        _drop_last: Whether the incomplete last batch is dropped.
+        _drop_last: Not used: the arguments of DataLoader say whether the incomplete last batch is dropped.
         _non_blocking: Whether to copy pinned batches without waiting.
         torch_device_mesh: The mesh of the parallel dimensions.
-        iteration: The number of loops that have ended.
+        iteration: The number of loops that have read their epoch to its end.
         **kwargs: Further arguments of DataLoader.
     """
 
@@ -179,11 +45,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        del rng_types, synchronized_generator, use_stateful_dataloader, _drop_last, torch_device_mesh
+        del _drop_last, torch_device_mesh
         base = DataLoader(dataset, **kwargs)
         sharded: Any = shard_loader(base, Shard(0, 1), device=device, non_blocking=_non_blocking)
-        self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded)
-        self.iteration = iteration
+        self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, device)
+        self.iteration, self.use_stateful_dataloader = iteration, use_stateful_dataloader
+        self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield this process's batches, and tell all that ask where the loop is."""
@@ -191,24 +58,29 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self._draw()
             for batch in self.sharded:
-                current = _sharded(self.sharded).current
-                self.end_of_dataloader = current is not None and current.is_last
+                current = sharded_of(self.sharded).current
+                if current is not None and current.is_last:
+                    self.end_of_dataloader = True
+                    self._reach_end(current)
                 yield batch
+            self.iteration += 1  # not for loops that are broken off, as with Accelerate
         finally:
-            self.iteration += 1
             self.end()
+
+    def _reach_end(self, plan: BatchPlan) -> None:
+        """Take note of the epoch's last batch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next loop, and tell the dataset if it wants to know."""
         self.iteration = epoch
-        _sharded(self.sharded).set_epoch(epoch)
+        sharded_of(self.sharded).set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def total_batch_size(self) -> int:
         """The number of samples of a full step over all ranks."""
-        return (self.full_batch_size or 0) * _sharded(self.sharded).shard.count
+        return (self.full_batch_size or 0) * sharded_of(self.sharded).shard.count
 
     @property
     def total_dataset_length(self) -> int:
@@ -232,25 +104,31 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _remainder(self) -> int:
         total = self.total_batch_size
-        if not total or not hasattr(self.dataset, "__len__"):
+        is_stream = isinstance(self.dataset, IterableDataset)
+        if not total or self.drops_last or (self.skip_batches and not is_stream):
+            return -1
+        if not hasattr(self.dataset, "__len__"):
             return -1
         return self.total_dataset_length % total
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """The loader of this process's part of data that the main process reads for all.
+    """The loader of this process's part of data that the main process reads for all. Constructed on all ranks.
 
     Args:
-        dataset: The dataset to read.
+        dataset: The dataset to read; only the main process does.
         split_batches: Whether the batch size is the sum over processes.
         skip_batches: The number of batches to leave out of each epoch.
         use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
-        _drop_last: Whether the incomplete last batch is dropped.
+        _drop_last: Whether the incomplete last batch is dropped; else it is filled with repeats.
         _non_blocking: Whether to copy pinned batches without waiting.
-        slice_fn: Not used: drivetrain slices batches of any nesting.
-        torch_device_mesh: The mesh of the parallel dimensions.
-        iteration: The number of loops that have ended.
+        slice_fn: Not supported: drivetrain slices batches of any nesting.
+        torch_device_mesh: The mesh of the parallel dimensions, of which only data parallel ones are supported.
+        iteration: The number of loops that have read their epoch to its end.
         **kwargs: Further arguments of DataLoader.
+
+    Raises:
+        ValueError: A slicing function is given, or the batch size is no multiple of the processes that split it.
     """
 
     def __init__(
@@ -266,17 +144,31 @@ class DataLoaderDispatcher(DataLoaderShard):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        del split_batches, slice_fn
-        super().__init__(
-            dataset,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            _drop_last=_drop_last,
-            _non_blocking=_non_blocking,
-            torch_device_mesh=torch_device_mesh,
-            iteration=iteration,
-            **kwargs,
+        del torch_device_mesh
+        refuse_slicing(slice_fn, "DataLoaderDispatcher(slice_fn")
+        state = PartialState()
+        base, (shard, context) = DataLoader(dataset, **kwargs), part_to_read(state, None, None)
+        fills: UnevenPolicy = "pad" if shard.count > 1 else "uneven"
+        sharded: Any = shard_loader(
+            base,
+            shard,
+            device=state.device,
+            even="drop" if _drop_last else fills,
+            split_batches=split_batches,
+            dispatch=True,
+            group=None if context is None else context.group,
+            seed=agreed_seed(base, None, context),
+            non_blocking=_non_blocking,
         )
+        self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, state.device)
+        self.iteration, self.use_stateful_dataloader = iteration, use_stateful_dataloader
+
+    def _reach_end(self, plan: BatchPlan) -> None:
+        if plan.real_counts is not None and plan.sizes is not None:
+            self.remainder = sum(plan.real_counts)
+
+    def _remainder(self) -> int:
+        return -1  # unknown until the main process has read the last batch
 
 
 class SkipDataLoader(DataLoaderShard):
@@ -297,25 +189,15 @@ class SkipDataLoader(DataLoaderShard):
         )
 
 
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return a prepared loader that leaves out the first batches of its epochs, without reading them.
-
-    After `load_state` a loader goes on where the checkpoint left it, at any number of processes. Programs skip the
-    batches that they have counted themselves: that loader comes back as it is.
+def kind_of(base: Any, sharded: ShardedLoader[Any], *, is_dispatched: bool | None) -> type[DataLoaderShard]:
+    """Return the class of a prepared loader: a dispatcher where one process reads for all.
 
     Args:
-        dataloader: A prepared loader, or a DataLoader, which is then read by this process alone.
-        num_batches: The number of batches to leave out on this process.
+        base: The loader as the user built it.
+        sharded: The loader of this process's batches.
+        is_dispatched: Whether the program wants one process to read for all; None if it does not say: streams are
+            dispatchers even on one process, as with Accelerate.
     """
-    if not isinstance(dataloader, DataLoaderAdapter):
-        dataloader = DataLoaderShard.over(dataloader, shard_loader(dataloader, Shard(0, 1)))
-    try:
-        skipping = skip_batches_of(dataloader.sharded, num_batches)
-    except ResumedLoaderError:
-        logger.info("skip_first_batches(%d): the loader goes on where the checkpoint left it", num_batches)
-        return dataloader
-    return type(dataloader).over(dataloader.base_dataloader, skipping)
-
-
-def _sharded(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoader[Any]:
-    return loader.loader if isinstance(loader, SkippedBatches) else loader
+    if is_dispatched is None:
+        is_dispatched = isinstance(getattr(base, "dataset", None), IterableDataset)
+    return DataLoaderDispatcher if is_dispatched or sharded.is_dispatched else DataLoaderShard

@@ -6,15 +6,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.loaders.prepared_loader import (
-    DataLoaderAdapter,
-    DataLoaderDispatcher,
-    DataLoaderShard,
-)
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
+from drivetrain_accelerate.loaders.prepared_loader import kind_of
+from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
-from drivetrain_data import Shard, own_seed, shard_loader
-from drivetrain_state import Context, broadcast_object
+from drivetrain_data import shard_loader
 
 
 def prepare_data_loader(
@@ -57,24 +54,27 @@ def prepare_data_loader(
         ValueError: A slicing function is given, or the batch size is no multiple of the processes that split it.
     """
     del rng_types, use_seedable_sampler, use_stateful_dataloader, torch_device_mesh
-    _refuse_slicing(slice_fn_for_dispatch)
+    refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
     state = PartialState()
-    shard, context = _part_to_read(state, process_index, num_processes)
+    place = (device or state.device) if put_on_device else None
+    shard, context = part_to_read(state, process_index, num_processes)
     sharded = shard_loader(
         dataloader,
         shard,
-        device=(device or state.device) if put_on_device else None,
+        device=place,
         even="pad" if even_batches and shard.count > 1 else "uneven",
         split_batches=split_batches,
         dispatch=dispatch_batches,
         group=None if context is None else context.group,
-        seed=_seed(dataloader, data_seed, context),
+        seed=agreed_seed(dataloader, data_seed, context),
         non_blocking=non_blocking,
     )
-    kind = DataLoaderDispatcher if dispatch_batches else DataLoaderShard
-    return kind.over(dataloader, sharded)
+    # Streams that stay on the CPU are Accelerate's exception: each process reads all of one, and keeps its part.
+    may_dispatch = dispatch_batches is None and put_on_device
+    kind = kind_of(dataloader, sharded, is_dispatched=None if may_dispatch else bool(dispatch_batches))
+    return kind.over(dataloader, sharded, place)
 
 
 def get_sampler(dataloader: Any) -> Any:
@@ -85,32 +85,3 @@ def get_sampler(dataloader: Any) -> Any:
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
-
-
-def _part_to_read(
-    state: PartialState, process_index: int | None, num_processes: int | None
-) -> tuple[Shard, Context | None]:
-    """Return the part of the data that a process reads, and the run's context if it is this rank's own part."""
-    own = Shard(state.process_index, state.num_processes)
-    shard = Shard(
-        own.index if process_index is None else process_index,
-        own.count if num_processes is None else num_processes,
-    )
-    # A program may read for other processes than there are.
-    return shard, state.context if shard == own else None
-
-
-def _refuse_slicing(slice_fn: Callable[..., Any] | None) -> None:
-    if slice_fn is not None:
-        raise ValueError(
-            "prepare_data_loader(slice_fn_for_dispatch=): batches are sliced along dimension 0 of their tensors; "
-            "have collate_fn return such batches"
-        )
-
-
-def _seed(loader: Any, data_seed: int | None, context: Context | None) -> int:
-    """Return the seed of a loader's order, rank 0's on every rank. Called on all ranks."""
-    seed = own_seed(loader)
-    if seed is None:
-        seed = torch.initial_seed() % 2**63 if data_seed is None else data_seed
-    return seed if context is None else broadcast_object(context, seed)

@@ -1,0 +1,197 @@
+"""The base of prepared loaders: drivetrain's sharded loader, which a program takes for a torch DataLoader."""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_data import Shard, ShardedLoader, shard_loader
+from drivetrain_data.loader import SkippedBatches
+
+
+class DataLoaderStateMixin:
+    """The part of a loader that tells where its loop is.
+
+    Attributes:
+        end_of_dataloader: Whether the current batch is the epoch's last.
+        remainder: The number of samples of the last step over all ranks; -1 if it is full, or unknown.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+
+    def reset(self) -> None:
+        """Forget where the last loop was."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Record that a loop begins."""
+        self.reset()
+        self.remainder = self._remainder()
+        GradientState().add_dataloader(self)
+
+    def end(self) -> None:
+        """Record that the loop has ended."""
+        GradientState().remove_dataloader(self)
+
+    def _remainder(self) -> int:
+        return -1
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's.
+
+    Args:
+        dataset: The dataset to read.
+        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        batch_sampler: The batches of this process.
+        **kwargs: Further arguments of DataLoader.
+
+    Attributes:
+        base_dataloader: The user's DataLoader.
+        sharded: The loader that yields this process's batches.
+        iteration: The number of loops that have read their epoch to its end.
+        device: The device that batches are copied to; None leaves them on the CPU.
+        rng_types: Empty: the order needs no generator to be synchronised.
+        synchronized_generator: None, for the same reason.
+        use_stateful_dataloader: Whether the program asked for `state_dict`, which ours always has.
+    """
+
+    base_dataloader: DataLoader[Any]
+    sharded: ShardedLoader[Any] | SkippedBatches[Any]
+    iteration: int
+    device: torch.device | None
+    rng_types: list[Any]
+    synchronized_generator: torch.Generator | None
+    use_stateful_dataloader: bool
+    _is_accelerate_prepared: bool
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        if batch_sampler is not None:
+            kwargs["batch_sampler"] = batch_sampler
+        base = DataLoader(dataset, **kwargs)
+        self._set(base, shard_loader(base, Shard(0, 1)))
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+    @classmethod
+    def over(
+        cls,
+        base: DataLoader[Any],
+        sharded: ShardedLoader[Any] | SkippedBatches[Any],
+        device: torch.device | None = None,
+    ) -> Self:
+        """Return the prepared form of a user's loader.
+
+        Args:
+            base: The loader as the user built it.
+            sharded: The loader of this process's batches.
+            device: The device that `sharded` copies batches to.
+        """
+        loader = cls.__new__(cls)
+        loader._set(base, sharded, device)
+        return loader
+
+    def _set(
+        self,
+        base: DataLoader[Any],
+        sharded: ShardedLoader[Any] | SkippedBatches[Any],
+        device: torch.device | None = None,
+    ) -> None:
+        # DataLoader.__init__ is not called: the user's loader has checked its arguments.
+        sharded_of(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
+        self.__dict__.update(
+            base_dataloader=base,
+            sharded=sharded,
+            device=device,
+            iteration=0,
+            rng_types=[],
+            synchronized_generator=None,
+            use_stateful_dataloader=False,
+            _is_accelerate_prepared=True,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("base_dataloader", "sharded"):  # not yet set
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def __len__(self) -> int:
+        """Return the number of this process's steps in an epoch."""
+        return len(self.sharded)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] DataLoader names its class
+        """Yield this process's batches, on its device."""
+        self._draw()
+        yield from self.sharded
+
+    def _draw(self) -> None:
+        """Draw from the global generator what a loop over torch's DataLoader draws, the seed of its workers.
+
+        Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
+        an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
+        """
+        base: Any = self.base_dataloader
+        if (
+            isinstance(base, DataLoader)
+            and base.generator is None
+            and not sharded_of(self.sharded).is_resumed
+        ):
+            torch.empty((), dtype=torch.int64).random_()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a prepared loader cannot be copied or pickled; copy the DataLoader and prepare() the copy"
+        )
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The place of the run, which loaders share."""
+        return GradientState()
+
+    @property
+    def skip_batches(self) -> int:
+        """The number of batches that the loader's epochs leave out."""
+        return self.sharded.num_batches if isinstance(self.sharded, SkippedBatches) else 0
+
+    @property
+    def drops_last(self) -> bool:
+        """True if an incomplete last batch is dropped."""
+        base = self.base_dataloader
+        return any(getattr(each, "drop_last", False) for each in (base, getattr(base, "batch_sampler", None)))
+
+    @property
+    def full_batch_size(self) -> int | None:
+        """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
+        own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
+        return sharded_of(self.sharded).batch_size or own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was received, which any number of processes can load."""
+        return sharded_of(self.sharded).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a position: the next loop goes on from there."""
+        sharded_of(self.sharded).load_state_dict(state_dict)
+
+    def begin_anew(self) -> None:
+        """Forget the position in the epoch that was loaded: the next loop reads the epoch from its beginning."""
+        sharded = sharded_of(self.sharded)
+        epoch = sharded.epoch
+        sharded.set_epoch(epoch + 1)  # a loaded position is kept for its own epoch
+        sharded.set_epoch(epoch)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Do nothing: batches that were read ahead do not count as received."""
+
+
+def sharded_of(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoader[Any]:
+    """Return a sharded loader without the view that skips its first batches."""
+    return loader.loader if isinstance(loader, SkippedBatches) else loader

@@ -1,0 +1,128 @@
+"""Prepared loaders, beside the installed Accelerate's and with `strict=False`."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate_sides import OURS, RESTORED, SIDES, THEIRS, Side
+
+pytest.importorskip("accelerate")
+
+# size and split_batches, drop_last, batches to skip, dispatch_batches
+GRID = tuple(product(((10, False), (8, True)), (False, True), (0, 1), (None, True, False)))
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+class StreamWithLength(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+
+def read(side: Side, dataset: Any, case: tuple[Any, ...]) -> Any:
+    """Return what a program sees of a loader: its class, and of each batch its remainder, end and gathered rows."""
+    (_, split), drop_last, skip, dispatch = case
+    options = side("accelerate.utils.DataLoaderConfiguration")(split_batches=split, dispatch_batches=dispatch)
+    with side.accelerator(dataloader_config=options) as accelerator:
+        loader = accelerator.prepare(DataLoader(dataset, batch_size=4, drop_last=drop_last))
+        if skip:
+            loader = accelerator.skip_first_batches(loader, skip)
+        state = accelerator.gradient_state
+        return type(loader).__name__, [
+            (state.remainder, state.end_of_dataloader, accelerator.gather_for_metrics(batch).tolist())
+            for batch in loader
+        ]
+
+
+@pytest.mark.parametrize("kind", [range, Stream, StreamWithLength])
+def test_the_place_of_a_loop_and_the_gathered_rows_are_the_real_ones(kind: Any) -> None:
+    for case in GRID:
+        (size, _), drop_last, skip, dispatch = case
+        theirs, ours, restored = (read(side, kind(size), case) for side in SIDES)
+        assert ours == restored, case
+        if kind is StreamWithLength and drop_last and skip and dispatch is False:
+            # The real one cuts the last batch, which is full.
+            assert ours[1] == [(-1, True, [4, 5, 6, 7])]
+        else:
+            assert ours == theirs, case
+
+
+def test_a_loop_that_is_broken_off_does_not_count() -> None:
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            loader = accelerator.prepare(DataLoader(range(4)))  # pyright: ignore[reportArgumentType]
+            counts: list[int] = []
+            for stops in (True, True, False, True):
+                for _ in loader:
+                    if stops:
+                        break
+                counts.append(loader.iteration)
+            assert counts == [0, 0, 1, 1], side.name
+
+
+def test_the_attributes_that_programs_read_are_the_real_ones() -> None:
+    names = ("device", "rng_types", "skip_batches", "synchronized_generator", "use_stateful_dataloader")
+    found: list[Any] = []
+    for side in (THEIRS, OURS):
+        with side.accelerator() as accelerator:
+            loader = accelerator.prepare(DataLoader(range(4), shuffle=True))  # pyright: ignore[reportArgumentType]
+            assert loader.gradient_state.sync_gradients
+            found.append([getattr(loader, name) for name in names])
+    assert found[0] == found[1]
+    with OURS.accelerator() as accelerator:
+        loader = accelerator.prepare(DataLoader(range(4)))  # pyright: ignore[reportArgumentType]
+        assert accelerator.skip_first_batches(loader, 3).skip_batches == 3
+
+
+def own_dispatchers() -> dict[str, Any]:
+    """Return what this rank reads by dispatchers that a program constructs itself, on each side."""
+    found: dict[str, Any] = {}
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            kind = side("accelerate.data_loader.DataLoaderDispatcher")
+            dataset = range(11) if accelerator.is_main_process else range(99, 110)
+            for split, drop_last in product((False, True), repeat=2):
+                loader = kind(dataset, split_batches=split, _drop_last=drop_last, batch_size=4)
+                found[f"{side.name} {split} {drop_last}"] = [
+                    (batch.tolist(), accelerator.gather_for_metrics(batch).tolist()) for batch in loader
+                ]
+    return found
+
+
+def test_a_dispatcher_of_a_program_hands_each_rank_its_slice(run_ranks: Any) -> None:
+    for rank, found in enumerate(run_ranks(own_dispatchers)):
+        for split, drop_last in product((False, True), repeat=2):
+            theirs, ours, restored = (found[f"{side.name} {split} {drop_last}"] for side in SIDES)
+            assert ours == restored
+            own = 2 if split else 4
+            assert [len(each) for each, _ in ours] == [own] * len(ours)
+            assert ours[0] == (list(range(rank * own, rank * own + own)), list(range(2 * own)))
+            # The real one fills a tail up to a multiple of the ranks, or cuts it; what is gathered is the same.
+            num_full = 2 if split else 1
+            assert ours[:num_full] == theirs[:num_full]
+            assert drop_last or [each for _, each in ours] == [each for _, each in theirs]
+            assert len(ours) == num_full + (not drop_last)
+
+
+def test_a_function_that_slices_is_refused() -> None:
+    with OURS.accelerator(), pytest.raises(ValueError, match="slice_fn="):
+        OURS("accelerate.data_loader.DataLoaderDispatcher")(range(4), slice_fn=len)
+
+
+def test_a_batch_sampler_that_drops_its_tail_leaves_no_remainder() -> None:
+    numbers = range(10)
+    batches = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(numbers), 4, drop_last=True)
+    with RESTORED.accelerator() as accelerator:
+        loader = accelerator.prepare(DataLoader(numbers, batch_sampler=batches))  # pyright: ignore[reportArgumentType]
+        gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    assert gathered == [[0, 1, 2, 3], [4, 5, 6, 7]]  # the real one cuts the last
