@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -48,7 +49,7 @@ def install(*, version: str | None = None, strict: bool | None = None) -> None:
     environ.put(**variables)
     if finder is None:
         sys.meta_path.insert(0, InterfaceFinder(version=chosen, variables_before=before))
-        carry_to_spawned(chosen)
+        carry_to_spawned(partial(install, version=chosen))
     else:
         both = {**before, **finder.variables_before}
         sys.meta_path[sys.meta_path.index(finder)] = replace(finder, variables_before=both)

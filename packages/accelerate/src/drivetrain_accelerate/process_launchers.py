@@ -109,8 +109,10 @@ class _Launched:
         return self.function(*args)
 
     def __reduce__(self) -> Any:
+        from drivetrain_accelerate.installation import install
+
         # The installation is unpickled first: the function's module may import accelerate.
-        return _launched, (CarriedInstallation(), self.function)
+        return _launched, (CarriedInstallation(install), self.function)
 
 
 def _launched(installed: None, function: Callable[..., Any]) -> _Launched:

@@ -11,14 +11,14 @@ class CarriedInstallation:
     """The installation of the interface in the process that unpickles it.
 
     Args:
-        version: The version whose interface is provided; None for the newest.
+        install: The function that installs it.
     """
 
-    def __init__(self, version: str | None = None) -> None:
-        self._version = version
+    def __init__(self, install: Callable[[], None]) -> None:
+        self._install = install
 
     def __reduce__(self) -> Any:
-        return _install, (self._version,)
+        return self._install, ()
 
 
 class _PreparationWithInterface:
@@ -28,32 +28,27 @@ class _PreparationWithInterface:
     and leaves out keys that it does not know.
     """
 
-    def __init__(self, own: Prepare, version: str) -> None:
+    def __init__(self, own: Prepare, carried: CarriedInstallation) -> None:
         self.own = own
-        self.version = version
+        self.carried = carried
 
     def __call__(self, name: str) -> dict[str, Any]:
         """Return the data for a process."""
-        return {**self.own(name), "drivetrain_accelerate": CarriedInstallation(self.version)}
+        return {**self.own(name), "drivetrain_accelerate": self.carried}
 
 
-def carry_to_spawned(version: str) -> None:
+def carry_to_spawned(install: Callable[[], None]) -> None:
     """Install the interface in the processes that are spawned from now on, before they import the main module.
 
     Args:
-        version: The version whose interface is provided.
+        install: The function that installs it, which processes can be sent.
     """
     stop_carrying()
-    spawn.get_preparation_data = _PreparationWithInterface(spawn.get_preparation_data, version)
+    carried = CarriedInstallation(install)
+    spawn.get_preparation_data = _PreparationWithInterface(spawn.get_preparation_data, carried)
 
 
 def stop_carrying() -> None:
     """Leave the processes that are spawned from now on as they are."""
     if isinstance(spawn.get_preparation_data, _PreparationWithInterface):
         spawn.get_preparation_data = spawn.get_preparation_data.own
-
-
-def _install(version: str | None) -> None:
-    from drivetrain_accelerate.installation import install
-
-    install(version=version)

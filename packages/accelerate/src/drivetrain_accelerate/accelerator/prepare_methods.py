@@ -99,6 +99,7 @@ class PrepareMethods(Basis):
         sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
         kind = kind_of(data_loader, sharded, is_dispatched=self.options.data.dispatch_batches)
         prepared = kind.over(data_loader, sharded, self.state.device)
+        prepared.use_stateful_dataloader = self.options.data.use_stateful_dataloader
         self._dataloaders.append(prepared)
         return prepared
 

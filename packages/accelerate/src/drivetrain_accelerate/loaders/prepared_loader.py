@@ -189,15 +189,18 @@ class SkipDataLoader(DataLoaderShard):
         )
 
 
-def kind_of(base: Any, sharded: ShardedLoader[Any], *, is_dispatched: bool | None) -> type[DataLoaderShard]:
+def kind_of(
+    base: Any, sharded: ShardedLoader[Any], *, is_dispatched: bool | None, is_placed: bool = True
+) -> type[DataLoaderShard]:
     """Return the class of a prepared loader: a dispatcher where one process reads for all.
 
     Args:
         base: The loader as the user built it.
         sharded: The loader of this process's batches.
         is_dispatched: Whether the program wants one process to read for all; None if it does not say: streams are
-            dispatchers even on one process, as with Accelerate.
+            dispatchers even on one process, as with Accelerate, unless their batches stay on the CPU.
+        is_placed: Whether batches are put on the process's device, which may be the CPU.
     """
     if is_dispatched is None:
-        is_dispatched = isinstance(getattr(base, "dataset", None), IterableDataset)
+        is_dispatched = is_placed and isinstance(getattr(base, "dataset", None), IterableDataset)
     return DataLoaderDispatcher if is_dispatched or sharded.is_dispatched else DataLoaderShard

@@ -71,9 +71,7 @@ def prepare_data_loader(
         seed=agreed_seed(dataloader, data_seed, context),
         non_blocking=non_blocking,
     )
-    # Streams that stay on the CPU are Accelerate's exception: each process reads all of one, and keeps its part.
-    may_dispatch = dispatch_batches is None and put_on_device
-    kind = kind_of(dataloader, sharded, is_dispatched=None if may_dispatch else bool(dispatch_batches))
+    kind = kind_of(dataloader, sharded, is_dispatched=dispatch_batches, is_placed=put_on_device)
     return kind.over(dataloader, sharded, place)
 
 
