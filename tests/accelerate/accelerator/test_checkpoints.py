@@ -240,3 +240,48 @@ def test_options_that_would_be_dropped_are_refused_or_warned_of(
             run.accelerator.load_state(str(tmp_path), map_location="cuda")
         with pytest.raises(TypeError, match="unknown arguments other"):
             run.accelerator.load_state(str(tmp_path), other=1)
+
+
+def test_what_hooks_write_waits_for_a_save_that_is_deferred_to_the_end_of_a_window(tmp_path: Path) -> None:
+    with run_of(Accelerator, gradient_accumulation_steps=2) as run:
+        run.accelerator.register_save_state_pre_hook(write_name)
+        run.train(1)
+        run.accelerator.save_state(str(tmp_path))
+        assert written_by_hook(tmp_path) is None
+        run.train(2)
+        assert written_by_hook(tmp_path) is not None
+        assert not (tmp_path / ".staged").exists()
+
+
+def saved_with_hook(folder: str) -> tuple[str | None, str]:
+    """Save with a hook that writes on the main process; then with one that fails there, and return its error."""
+    with run_of(Accelerator) as run:
+
+        def write(models: Any, weights: Any, output_dir: str) -> None:
+            if run.accelerator.is_main_process:
+                write_name(models, weights, output_dir)
+
+        hook = run.accelerator.register_save_state_pre_hook(write)
+        run.accelerator.save_state(folder)
+        run.accelerator.wait_for_everyone()
+        found = written_by_hook(Path(folder))
+        hook.remove()
+
+        def fail(models: Any, weights: Any, output_dir: str) -> None:
+            del models, weights
+            if run.accelerator.is_main_process:
+                raise OSError(f"no space left for {Path(output_dir).name}")
+
+        run.accelerator.register_save_state_pre_hook(fail)
+        try:
+            run.accelerator.save_state(folder)
+        except (OSError, RuntimeError) as error:
+            return found, str(error)
+        return found, ""
+
+
+@pytest.mark.slow
+def test_all_processes_see_what_hooks_wrote_and_which_failed(tmp_path: Path, run_ranks: Any) -> None:
+    for found, error in run_ranks(saved_with_hook, str(tmp_path / "state")):
+        assert found is not None
+        assert "no space left for state" in error
