@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -116,7 +116,7 @@ def _holds(module: object, real: ModuleType) -> bool:
     return any(
         value is real
         or (
-            isinstance(value, type | type(install))
+            isinstance(value, type | FunctionType)
             and str(getattr(value, "__module__", "")).partition(".")[0] == _NAME
         )
         for value in values
