@@ -45,7 +45,11 @@ from drivetrain_accelerate.plugins.kwargs_handlers import (
 )
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
-from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration, ProjectConfiguration
+from drivetrain_accelerate.plugins.run_configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
 from drivetrain_accelerate.plugins.translation import TranslationError
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.settings import DDPSettings, DeepSpeedSettings, FSDPSettings
@@ -64,6 +68,7 @@ TABLES: list[tuple[Any, Any]] = [
     (TorchDynamoPlugin, translate_kwargs.COMPILE_FIELDS),
     (DataLoaderConfiguration, translate_kwargs.DATA_FIELDS),
     (ProjectConfiguration, translate_kwargs.PROJECT_FIELDS),
+    (GradientAccumulationPlugin, translate_kwargs.ACCUMULATION_FIELDS),
     (AORecipeKwargs, translate_fp8.AO_FIELDS),
     (TERecipeKwargs, translate_fp8.TE_FIELDS),
     (MSAMPRecipeKwargs, translate_fp8.MSAMP_FIELDS),

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from drivetrain_accelerate.accelerator.checkpoint_methods import CheckpointMethods
+from drivetrain_accelerate.accelerator.handler_properties import HandlerProperties
 from drivetrain_accelerate.accelerator.rank_methods import RankMethods
 from drivetrain_accelerate.accelerator.result_methods import ResultMethods
 from drivetrain_accelerate.accelerator.run_options import (
@@ -33,7 +34,7 @@ from drivetrain_state import best_device_kind
 _NOT_SAID = object()
 
 
-class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods):
+class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods, HandlerProperties):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 
     Args:

@@ -54,7 +54,7 @@ class ComposedRun:
         return self._inner
 
     def follow_num_steps(self) -> None:
-        """Have the next window hold as many micro-batches as the state says, which another Accelerator may have set."""
+        """Have the next window hold as many micro-batches as the state says; another Accelerator may have set it."""
         num_steps = self.gradient_state.num_steps
         if num_steps != self._told_num_steps:
             self.inner.gradient_accumulation_steps = self._told_num_steps = num_steps
@@ -67,8 +67,8 @@ class ComposedRun:
             return
         if self.gradient_state.num_steps != 1 and self.state.is_main_process:
             logger.warning(
-                "gradient_accumulation_steps=%s gives way to %s of the DeepSpeed configuration: say the same in both, "
-                "or write 'auto' into the configuration",
+                "gradient_accumulation_steps=%s gives way to %s of the DeepSpeed configuration: say the same in both "
+                "places, or write 'auto' into the configuration",
                 self.gradient_state.num_steps,
                 number,
             )

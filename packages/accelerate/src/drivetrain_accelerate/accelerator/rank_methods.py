@@ -145,6 +145,11 @@ class RankMethods(ComposedRun):
         """Pad nested tensors to the largest size over ranks in one dimension. Called on all ranks."""
         return pad_to_largest(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
+    @property
+    def flag_tensor(self) -> None:
+        """None: the flag of `set_trigger` is drivetrain's own."""
+        return None
+
     def set_trigger(self) -> None:
         """Raise this rank's flag, which `check_trigger` reports on all ranks."""
         self.inner.set_trigger()

@@ -1,12 +1,45 @@
-"""The plugin of a run whose launch, and not the program, says that models are sharded."""
+"""The plugins that a program leaves out, and that follow from its other options or from the launch."""
 
 from typing import Any
 
 from drivetrain.settings import RunSettings
+from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.environment_words import truth_from
+from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
 from drivetrain_config import resolve
 
 _VARIABLES = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+
+
+def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int) -> bool:
+    """Add the plugins that follow from the others, from the parallel dimensions or from the launch.
+
+    Args:
+        plugins: The plugins by the names of an Accelerator's arguments; None for those that were left out.
+        num_processes: The number of ranks.
+
+    Returns:
+        Whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
+
+    Raises:
+        ValueError: The parallel dimensions cannot be honoured.
+    """
+    plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
+    dimensions = plugins["parallelism_config"]
+    if dimensions is not None:
+        check_dimensions(dimensions, num_processes=num_processes)
+    if plugins["fsdp_plugin"] is not None or plugins["deepspeed_plugin"] is not None:
+        return False
+    if dimensions is not None and dimensions.dp_shard_size > 1:
+        # torch's FSDP takes seconds to import: only a run that asks for it does.
+        from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+        )
+        return False
+    plugins |= launched_plugin()
+    return settings_backend() in ("fsdp", "deepspeed")
 
 
 def settings_backend() -> str | None:

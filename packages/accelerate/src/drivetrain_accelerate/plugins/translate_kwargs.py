@@ -96,6 +96,22 @@ PROJECT_FIELDS = Fields(
         }
     ),
 )
+ACCUMULATION_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "num_steps": "run.gradient_accumulation_steps",
+            "adjust_scheduler": "AcceleratedScheduler: its steps in an open window",
+            "sync_with_dataloader": "accumulate(last=)",
+        }
+    ),
+    refused=frozenset(),
+    without_effect=MappingProxyType(
+        {
+            "sync_each_batch": "the sum over a window is the same, reduced once; to hold less under FSDP, take "
+            "smaller micro-batches or offload"
+        }
+    ),
+)
 
 
 def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:

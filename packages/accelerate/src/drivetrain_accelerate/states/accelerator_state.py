@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.plugins.launched_plugin import launched_plugin, settings_backend
+from drivetrain_accelerate.plugins.launched_plugin import add_unsaid_plugins
 from drivetrain_accelerate.plugins.shown_plugin import shown_plugin
-from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
 from drivetrain_accelerate.states.partial_state import PartialState
 
 _OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
@@ -69,9 +67,10 @@ class AcceleratorState(PartialState):
                 "AcceleratorState() before any Accelerator(): there is no precision and no plugin yet; construct "
                 "`accelerator = Accelerator()` first, or ask PartialState() for the ranks"
             )
-        PartialState(cpu, **kwargs)
+        # An error leaves the state as empty as it was.
+        is_in_settings = add_unsaid_plugins(plugins, num_processes=PartialState(cpu, **kwargs).num_processes)
         self.__dict__.update(PartialState._shared_state)
-        self._add_unsaid_plugins(plugins)
+        self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
         # What was given, not the plugins themselves: a run fills them as it prepares its models.
         self._given = plugins
@@ -135,26 +134,6 @@ class AcceleratorState(PartialState):
             if each is not chosen:
                 each.unselect()
         chosen.select(_from_accelerator_state=True)
-
-    def _add_unsaid_plugins(self, plugins: dict[str, Any]) -> None:
-        """Add the plugins that follow from the others, from the parallel dimensions or from the launch."""
-        plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
-        self.is_sharding_in_settings = False
-        dimensions = plugins["parallelism_config"]
-        if dimensions is not None:
-            check_dimensions(dimensions, num_processes=self.num_processes)
-        if plugins["fsdp_plugin"] is not None or plugins["deepspeed_plugin"] is not None:
-            return
-        if dimensions is not None and dimensions.dp_shard_size > 1:
-            # torch's FSDP takes seconds to import: only a run that asks for it does.
-            from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
-
-            plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-            )
-            return
-        plugins |= launched_plugin()
-        self.is_sharding_in_settings = settings_backend() in ("fsdp", "deepspeed")
 
     def _chosen_type(self) -> DistributedType:
         if self.deepspeed_plugins:
