@@ -119,7 +119,7 @@ def test_what_drivetrains_settings_say_comes_before_accelerates_variables() -> N
         assert Accelerator(cpu=True).state.fsdp_plugin is None
 
 
-def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, int]) -> tuple[str, str, bool]:
+def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, Any]) -> tuple[str, str, bool]:
     parallelism = ParallelismConfig(**dimensions) if dimensions else None
     with environ.exported(**variables):
         accelerator = Accelerator(cpu=True, parallelism_config=parallelism)
@@ -144,7 +144,7 @@ def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, int])
     ],
 )
 def test_ranks_shard_as_the_launch_or_the_dimensions_say(
-    run_ranks: Any, variables: dict[str, str], dimensions: dict[str, int]
+    run_ranks: Any, variables: dict[str, str], dimensions: dict[str, Any]
 ) -> None:
     expected = ("FSDP", "FullyShardedDataParallelPlugin", True)
     assert run_ranks(sharding_on_each_rank, variables, dimensions) == [expected] * 2

@@ -103,9 +103,9 @@ def test_autocast_that_is_off_for_models() -> None:
         model = torch.nn.Sequential(layer)
         layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output.dtype))
         with side.accelerator(mixed_precision="bf16", kwargs_handlers=[handler]) as accelerator:
-            found.append(said(lambda a=accelerator, m=model: a.prepare(m)(torch.ones(1, 1)).dtype))
+            found.append(said(lambda a=accelerator, m=model: str(a.prepare(m)(torch.ones(1, 1)).dtype)))
         found.append(seen)
-    assert found[:2] == [torch.float32, [torch.float32]]
+    assert found[:2] == ["torch.float32", [torch.float32]]
     assert "models would not compute in mixed_precision='bf16'" in found[2]
 
 

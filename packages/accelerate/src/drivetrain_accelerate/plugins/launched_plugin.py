@@ -1,5 +1,7 @@
 """The plugins that a program leaves out, and that follow from its other options or from the launch."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from drivetrain.settings import RunSettings
@@ -7,8 +9,6 @@ from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.environment_words import truth_from
 from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
 from drivetrain_config import resolve
-
-_VARIABLES = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
 
 
 def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int) -> bool:
@@ -39,7 +39,7 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int) -> bool:
         )
         return False
     plugins |= launched_plugin()
-    return settings_backend() in ("fsdp", "deepspeed")
+    return settings_backend() in _MADE
 
 
 def settings_backend() -> str | None:
@@ -54,15 +54,24 @@ def launched_plugin() -> dict[str, Any]:
 
     A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
     """
-    said = settings_backend()
-    backend = said or next((name for name, variable in _VARIABLES.items() if truth_from(variable)), None)
-    if backend == "fsdp":
-        # torch's FSDP takes seconds to import: only a run that asks for it does.
-        from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+    backend = settings_backend() or next((name for name, each in _MADE.items() if truth_from(each[0])), None)
+    return {} if backend is None or backend not in _MADE else _MADE[backend][1]()
 
-        return {"fsdp_plugin": FullyShardedDataParallelPlugin()}
-    if backend == "deepspeed":
-        from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 
-        return {"deepspeed_plugin": DeepSpeedPlugin()}
-    return {}
+def _fsdp() -> dict[str, Any]:
+    # torch's FSDP takes seconds to import: only a run that asks for it does.
+    from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin()}
+
+
+def _deepspeed() -> dict[str, Any]:
+    from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
+
+    return {"deepspeed_plugin": DeepSpeedPlugin()}
+
+
+# The backends that Accelerate has a plugin for, each with the variable that asks for it.
+_MADE: Mapping[str, tuple[str, Callable[[], dict[str, Any]]]] = MappingProxyType(
+    {"fsdp": ("ACCELERATE_USE_FSDP", _fsdp), "deepspeed": ("ACCELERATE_USE_DEEPSPEED", _deepspeed)}
+)
