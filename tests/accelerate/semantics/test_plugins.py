@@ -101,7 +101,7 @@ def test_autocast_that_is_off_for_models() -> None:
         handler = side("accelerate.utils.AutocastKwargs")(enabled=False)
         layer, seen = torch.nn.Linear(1, 1), list[torch.dtype]()
         model: Any = torch.nn.Sequential(layer)
-        layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output.dtype))
+        layer.register_forward_hook(lambda *call, seen=seen: seen.append(call[2].dtype))
         with side.accelerator(mixed_precision="bf16", kwargs_handlers=[handler]) as accelerator:
             found.append(said(lambda a=accelerator, m=model: str(a.prepare(m)(torch.ones(1, 1)).dtype)))
         found.append(seen)
