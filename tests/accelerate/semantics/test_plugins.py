@@ -1,5 +1,6 @@
 """Rows of the table "Where it differs" about the plugins of FSDP and DeepSpeed."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ def test_a_variable_beside_a_number_in_code() -> None:
     assert found == [4, 2, 2]
 
 
+def note_dtype(seen: list[torch.dtype], module: Any, inputs: Any, output: Any) -> None:
+    seen.append(output.dtype)
+
+
 def test_autocast_that_is_off_for_models() -> None:
     """`AutocastKwargs(enabled=False)` for a run in half precision"""
     found: list[Any] = []
@@ -101,7 +106,7 @@ def test_autocast_that_is_off_for_models() -> None:
         handler = side("accelerate.utils.AutocastKwargs")(enabled=False)
         layer, seen = torch.nn.Linear(1, 1), list[torch.dtype]()
         model: Any = torch.nn.Sequential(layer)
-        layer.register_forward_hook(lambda *call, seen=seen: seen.append(call[2].dtype))
+        layer.register_forward_hook(partial(note_dtype, seen))
         with side.accelerator(mixed_precision="bf16", kwargs_handlers=[handler]) as accelerator:
             found.append(said(lambda a=accelerator, m=model: str(a.prepare(m)(torch.ones(1, 1)).dtype)))
         found.append(seen)
