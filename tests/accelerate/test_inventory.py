@@ -96,3 +96,14 @@ def test_what_is_not_provided_says_so_when_it_is_used(full_name: str) -> None:
     with pytest.raises(NotProvidedError, match="is not provided by drivetrain_accelerate: "):
         stand_in()
     assert len(reason) > 20
+
+
+def test_a_constructed_accelerator_has_the_attributes_of_the_real_one() -> None:
+    accelerate = import_module("accelerate")
+    state, mine = ours("accelerate.state.AcceleratorState"), ours("accelerate.Accelerator")(cpu=True)
+    try:
+        real = accelerate.Accelerator(cpu=True)
+        assert [name for name in vars(real) if not name.startswith("_") and not hasattr(mine, name)] == []
+    finally:
+        for kind in (state, accelerate.state.AcceleratorState):
+            kind._reset_state(reset_partial_state=True)

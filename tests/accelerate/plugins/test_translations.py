@@ -45,14 +45,16 @@ from drivetrain_accelerate.plugins.kwargs_handlers import (
 )
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
-from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration, ProjectConfiguration
+from drivetrain_accelerate.plugins.run_configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
 from drivetrain_accelerate.plugins.translation import TranslationError
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.settings import DDPSettings, DeepSpeedSettings, FSDPSettings
-from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_data.settings import DataSettings
 from drivetrain_precision.settings import PrecisionSettings
-from drivetrain_state.settings import StateSettings
 
 Fsdp, Ds, Ddp = FullyShardedDataParallelPlugin, DeepSpeedPlugin, DistributedDataParallelKwargs
 
@@ -66,6 +68,7 @@ TABLES: list[tuple[Any, Any]] = [
     (TorchDynamoPlugin, translate_kwargs.COMPILE_FIELDS),
     (DataLoaderConfiguration, translate_kwargs.DATA_FIELDS),
     (ProjectConfiguration, translate_kwargs.PROJECT_FIELDS),
+    (GradientAccumulationPlugin, translate_kwargs.ACCUMULATION_FIELDS),
     (AORecipeKwargs, translate_fp8.AO_FIELDS),
     (TERecipeKwargs, translate_fp8.TE_FIELDS),
     (MSAMPRecipeKwargs, translate_fp8.MSAMP_FIELDS),
@@ -106,9 +109,9 @@ def scaler(**given: Any) -> Any:
 
 
 def group(**given: Any) -> Any:
-    section: Any = translate_kwargs.group_sections(InitProcessGroupKwargs(**given), "cpu")
-    StateSettings(**section)
-    return section
+    handler = InitProcessGroupKwargs(**given)
+    translate_kwargs.check_group(handler, "cpu")
+    return {} if handler.timeout is None else {"timeout": handler.timeout}
 
 
 def data(**given: Any) -> Any:
@@ -118,9 +121,11 @@ def data(**given: Any) -> Any:
 
 
 def checkpoint(**given: Any) -> Any:
-    section: Any = translate_kwargs.checkpoint_sections(ProjectConfiguration(**given))
-    CheckpointSettings(**section)
-    return section
+    configuration = ProjectConfiguration(**given)
+    translate_kwargs.check_project(configuration)
+    return [
+        getattr(configuration, name) for name in ("project_dir", "automatic_checkpoint_naming", "total_limit")
+    ]
 
 
 # For each field, a value that is not the default, and what must be given beside it.
@@ -442,9 +447,9 @@ def test_a_small_scale_may_be_as_small_as_it_begins() -> None:
 
 def test_the_group_is_drivetrains_own() -> None:
     assert group(backend="gloo") == group() == group(init_method="env://") == {}
-    assert translate_kwargs.group_sections(InitProcessGroupKwargs(), "cuda") == {}
+    translate_kwargs.check_group(InitProcessGroupKwargs(), "cuda")
     with pytest.raises(TranslationError, match="processes on cuda communicate by nccl"):
-        translate_kwargs.group_sections(InitProcessGroupKwargs(backend="gloo"), "cuda")
+        translate_kwargs.check_group(InitProcessGroupKwargs(backend="gloo"), "cuda")
 
 
 def test_what_is_compiled() -> None:
@@ -455,15 +460,9 @@ def test_what_is_compiled() -> None:
     assert options(plugin) == {"backend": "eager", "fullgraph": False, "dynamic": False, "disable": False}
     assert translate_kwargs.compiles_regions(plugin)
     assert not translate_kwargs.compiles_regions(TorchDynamoPlugin())
-    assert translate_kwargs.autocast_options(AutocastKwargs(cache_enabled=False)) == {
-        "enabled": True,
-        "cache_enabled": False,
-    }
 
 
 def test_checkpoints_of_a_project() -> None:
-    section = checkpoint(project_dir="x", automatic_checkpoint_naming=True, total_limit=2)
-    assert section == {"directory": Path("x/checkpoints"), "keep_last": 2}
     with pytest.raises(TranslationError, match="say automatic_checkpoint_naming=True too"):
         checkpoint(total_limit=2)
     assert RunSettings(project_dir=Path("x")).project_dir == Path("x")

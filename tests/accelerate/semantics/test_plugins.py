@@ -1,14 +1,17 @@
 """Rows of the table "Where it differs" about the plugins of FSDP and DeepSpeed."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate_sides import OURS, RESTORED, SIDES, THEIRS, said
 from drivetrain_accelerate.accelerator.composition import plan_composition
 from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.strictness import is_strict
+from drivetrain_config import environ
 
 pytest.importorskip("accelerate")
 
@@ -62,3 +65,65 @@ def test_a_key_that_comes_twice(tmp_path: Path) -> None:
     theirs, ours, restored = found
     assert theirs == restored == 3
     assert "zero_optimization stands there twice" in ours
+
+
+def test_a_second_accelerator_with_other_options() -> None:
+    """a second Accelerator with other options of compilation or sharding than the first"""
+    found: list[Any] = []
+    for side in (THEIRS, OURS):
+        with side.accelerator(dynamo_backend="eager"):
+            second = said(
+                lambda side=side: (
+                    side("accelerate.Accelerator")(dynamo_backend="inductor").state.dynamo_plugin
+                )
+            )
+            found.append(str(getattr(second, "backend", second)))
+    theirs, ours = found
+    assert "EAGER" in theirs
+    assert "the first Accelerator of this process has another" in ours
+
+
+def test_a_variable_beside_a_number_in_code() -> None:
+    """`ACCELERATE_GRADIENT_ACCUMULATION_STEPS` beside another number in code"""
+    found: list[int] = []
+    for side in SIDES:
+        with (
+            environ.exported(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"),
+            side.accelerator(gradient_accumulation_steps=2) as accelerator,
+        ):
+            found.append(accelerator.gradient_accumulation_steps)
+    assert found == [4, 2, 2]
+
+
+def note_dtype(seen: list[torch.dtype], module: Any, inputs: Any, output: Any) -> None:
+    seen.append(output.dtype)
+
+
+def test_autocast_that_is_off_for_models() -> None:
+    """`AutocastKwargs(enabled=False)` for a run in half precision"""
+    found: list[Any] = []
+    for side in (THEIRS, OURS):
+        handler = side("accelerate.utils.AutocastKwargs")(enabled=False)
+        layer, seen = torch.nn.Linear(1, 1), list[torch.dtype]()
+        model: Any = torch.nn.Sequential(layer)
+        layer.register_forward_hook(partial(note_dtype, seen))
+        with side.accelerator(mixed_precision="bf16", kwargs_handlers=[handler]) as accelerator:
+            found.append(said(lambda a=accelerator, m=model: str(a.prepare(m)(torch.ones(1, 1)).dtype)))
+        found.append(seen)
+    assert found[:2] == ["torch.float32", [torch.float32]]
+    assert "models would not compute in mixed_precision='bf16'" in found[2]
+
+
+def test_a_limit_without_automatic_names(tmp_path: Path) -> None:
+    """`ProjectConfiguration(total_limit=)` without automatic names"""
+    found: list[str] = []
+    outcome: Any = None
+    for side in (THEIRS, OURS):
+        project = side("accelerate.utils.ProjectConfiguration")(str(tmp_path), total_limit=1)
+        with side.accelerator(project_config=project) as accelerator:
+            for folder in (tmp_path / side.name / "a", tmp_path / side.name / "b"):
+                outcome = said(lambda a=accelerator, folder=folder: a.save_state(str(folder)))
+        found.append(str(outcome))
+    kept = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert kept == ["a", "b"]
+    assert "say automatic_checkpoint_naming=True too" in found[1]

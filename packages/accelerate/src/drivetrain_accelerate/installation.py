@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -117,7 +117,7 @@ def _holds(module: object, real: ModuleType) -> bool:
     return any(
         value is real
         or (
-            isinstance(value, type | type(install))
+            isinstance(value, type | FunctionType)
             and str(getattr(value, "__module__", "")).partition(".")[0] == _NAME
         )
         for value in values

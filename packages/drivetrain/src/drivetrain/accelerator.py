@@ -311,9 +311,11 @@ class Accelerator(
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._parts.prepared.holding(chosen).clip(chosen, value=clip_value)
 
-    def autocast(self, *, enabled: bool = True) -> torch.autocast | NoAutocast:
+    def autocast(
+        self, *, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> torch.autocast | NoAutocast:
         """Run the block, or the decorated function, in the run's precision, as prepared models do by themselves."""
-        return autocast(self._parts.policy, self.device, enabled=enabled)
+        return autocast(self._parts.policy, self.device, enabled=enabled, cache_enabled=cache_enabled)
 
     def record_autocast(self, model: nn.Module | None = None) -> RecordedAutocast:
         """Run the block as `autocast` does, and record which operations run in fp32 and which in half precision.

@@ -3,7 +3,10 @@
 from os import PathLike
 from typing import Any
 
+import torch.distributed as dist
+
 from drivetrain_accelerate.accelerator.checkpoint_methods import CheckpointMethods
+from drivetrain_accelerate.accelerator.handler_properties import HandlerProperties
 from drivetrain_accelerate.accelerator.rank_methods import RankMethods
 from drivetrain_accelerate.accelerator.result_methods import ResultMethods
 from drivetrain_accelerate.accelerator.run_options import (
@@ -16,17 +19,22 @@ from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
 from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
+from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from drivetrain_accelerate.plugins.translate_kwargs import check_group
+from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
+from drivetrain_state import best_device_kind
 
 _NOT_SAID = object()
 
 
-class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods):
+class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods, HandlerProperties):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 
     Args:
@@ -83,7 +91,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         parallelism_config: Any = None,
     ) -> None:
         deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
-        _refuse_unsupported(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
+        _check_unsupported(torch_tp_plugin, megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _NOT_SAID:
             data.split_batches = split_batches
@@ -106,7 +114,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         )
         super().__init__(options, _state_of(options))
         self.device_placement = device_placement
-        self.rng_types = rng_types
+        self.rng_types = rng_types or ["generator"]
         self.dataloader_config = data
         self.project_configuration = project
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -228,8 +236,6 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
 def _state_of(options: RunOptions) -> AcceleratorState:
     """Return the state of the run that all Accelerators of a process share; the first one's options set it."""
-    init = options.handlers.init
-    timeout = {} if init is None or init.timeout is None else {"timeout": init.timeout}
     return AcceleratorState(
         options.mixed_precision,
         options.cpu,
@@ -238,21 +244,35 @@ def _state_of(options: RunOptions) -> AcceleratorState:
         fsdp_plugin=options.fsdp_plugin,
         parallelism_config=options.parallelism_config,
         _from_accelerator=True,
-        **timeout,
+        **_group_arguments(options),
     )
 
 
-def _compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """Return the options of compilation that the two arguments say."""
+def _group_arguments(options: RunOptions) -> dict[str, Any]:
+    """Return what the program says of the process group, for `PartialState`.
+
+    Raises:
+        TranslationError: The group would be another one than drivetrain's.
+    """
+    init = options.handlers.init
+    if init is None or is_initialized() or dist.is_initialized():
+        return {}  # the group is there
+    check_group(init, "cpu" if options.cpu or asks_for_cpu() else best_device_kind())
+    return {} if init.timeout is None else {"timeout": init.timeout}
+
+
+def _compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin | None:
+    """Return the options of compilation that the two arguments say; None if neither does."""
     if plugin is not None and backend is not None:
         raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
-    return plugin or TorchDynamoPlugin(**({} if backend is None else {"backend": backend}))
+    return plugin if backend is None else TorchDynamoPlugin(backend=backend)
 
 
-def _refuse_unsupported(**plugins: Any) -> None:
-    for name, plugin in plugins.items():
-        if plugin is not None:
-            raise NotImplementedError(
-                f"{name}={plugin!r}: drivetrain has no such parallel dimension yet; train with data parallelism "
-                "(nothing to say), fsdp_plugin= or deepspeed_plugin="
-            )
+def _check_unsupported(torch_tp_plugin: TorchTensorParallelPlugin | None, megatron_lm_plugin: Any) -> None:
+    if torch_tp_plugin is not None:
+        check_tensor_parallel(torch_tp_plugin)
+    if megatron_lm_plugin is not None:
+        raise NotImplementedError(
+            f"megatron_lm_plugin={megatron_lm_plugin!r}: drivetrain has no such parallel dimension yet; train with "
+            "data parallelism (nothing to say), fsdp_plugin= or deepspeed_plugin="
+        )

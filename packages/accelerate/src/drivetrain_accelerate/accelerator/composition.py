@@ -1,17 +1,24 @@
 """Make drivetrain's Accelerator out of the arguments of Accelerate's: plan its settings, then compose it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain import Accelerator
 from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.plugins.translate_deepspeed import (
-    deepspeed_accumulation,
     deepspeed_precision_sections,
     deepspeed_sections,
 )
 from drivetrain_accelerate.plugins.translate_fp8 import fp8_recipe
-from drivetrain_accelerate.plugins.translate_kwargs import data_sections, ddp_sections, scaler_sections
+from drivetrain_accelerate.plugins.translate_kwargs import (
+    check_autocast,
+    check_project,
+    data_sections,
+    ddp_sections,
+    scaler_sections,
+)
+from drivetrain_accelerate.plugins.translate_parallelism import check_engine_dimensions, parallelism_sections
+from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_precision import Fp8Recipe
 
 
@@ -33,23 +40,35 @@ class CompositionPlan:
 
 
 def compose(
-    options: RunOptions, *, deepspeed_plugin: Any, num_processes: int, is_strict: bool = True
+    options: RunOptions, state: AcceleratorState, *, num_micro_batches: int, is_strict: bool = True
 ) -> Accelerator:
     """Return the Accelerator that carries a run out. Called on all ranks.
 
     Args:
         options: The arguments of the program.
-        deepspeed_plugin: The selected plugin of DeepSpeed; None without.
-        num_processes: The number of ranks.
+        state: The state that all Accelerators share, which says precision, device and plugins for all of them.
+        num_micro_batches: The number of micro-batches in one optimizer step.
         is_strict: Whether what Accelerate does wrong without a word is put right.
 
     Raises:
         TranslationError: An option cannot be honoured; the message says what to do instead.
     """
-    plan = plan_composition(
-        options, deepspeed_plugin=deepspeed_plugin, num_processes=num_processes, is_strict=is_strict
+    shared = replace(
+        options,
+        mixed_precision=state.said_precision,
+        cpu=state.device.type == "cpu",
+        accumulation=replace(options.accumulation, num_steps=num_micro_batches),
+        fsdp_plugin=state.fsdp_plugin,
+        parallelism_config=state.parallelism_config,
     )
-    mode: Any = options.mixed_precision
+    plan = plan_composition(
+        shared,
+        deepspeed_plugin=state.deepspeed_plugin,
+        num_processes=state.num_processes,
+        is_sharding_in_settings=state.is_sharding_in_settings,
+        is_strict=is_strict,
+    )
+    mode: Any = shared.mixed_precision
     return Accelerator(
         mixed_precision=mode,
         fp8_recipe=plan.fp8_recipe,
@@ -57,16 +76,36 @@ def compose(
         gradient_accumulation_steps=plan.num_micro_batches,
         project_dir=options.project.logging_dir,
         log_with=list(options.log_with) or None,
-        cpu=options.cpu or None,
+        cpu=shared.cpu or None,
         sections=plan.sections,
     )
 
 
 def plan_composition(
-    options: RunOptions, *, deepspeed_plugin: Any, num_processes: int, is_strict: bool = True
+    options: RunOptions,
+    *,
+    deepspeed_plugin: Any,
+    num_processes: int,
+    is_sharding_in_settings: bool = False,
+    is_strict: bool = True,
 ) -> CompositionPlan:
-    """Return the arguments of drivetrain's Accelerator; see `compose`."""
+    """Return the arguments of drivetrain's Accelerator.
+
+    Args:
+        options: The arguments of the program, with what all Accelerators share.
+        deepspeed_plugin: The selected plugin of DeepSpeed; None without.
+        num_processes: The number of ranks.
+        is_sharding_in_settings: Whether drivetrain's settings say how models are sharded, of which a plugin of FSDP
+            is then a view for programs.
+        is_strict: Whether what Accelerate does wrong without a word is put right.
+
+    Raises:
+        TranslationError: An option cannot be honoured; the message says what to do instead.
+    """
     handlers, fsdp = options.handlers, options.fsdp_plugin
+    check_project(options.project)
+    if handlers.autocast is not None:
+        check_autocast(handlers.autocast, options.mixed_precision or "no")
     num_micro_batches, backend = options.accumulation.num_steps or 1, None
     precision: dict[str, object] = {} if handlers.scaler is None else scaler_sections(handlers.scaler)
     if options.mixed_precision in ("fp16", "bf16") and deepspeed_plugin is None:
@@ -82,15 +121,15 @@ def plan_composition(
         # torch's FSDP and device meshes take seconds to import: only a run that asks for them does.
         from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
 
-        backend, sections["fsdp"] = "fsdp", fsdp_sections(fsdp)
+        backend = "fsdp"
+        if not is_sharding_in_settings:
+            sections["fsdp"] = fsdp_sections(fsdp)
         precision |= fsdp_precision_sections(fsdp, options.mixed_precision or "no", is_strict=is_strict)
     elif deepspeed_plugin is not None:
         backend, sections["deepspeed"] = "deepspeed", deepspeed_sections(deepspeed_plugin)
         precision |= deepspeed_precision_sections(deepspeed_plugin)
-        num_micro_batches = deepspeed_accumulation(deepspeed_plugin) or num_micro_batches
-    if options.parallelism_config is not None:
-        from drivetrain_accelerate.plugins.translate_parallelism import parallelism_sections
-
+        check_engine_dimensions(options.parallelism_config)
+    if options.parallelism_config is not None and fsdp is not None:
         sections["fsdp"] = {**sections.get("fsdp", {}), **parallelism_sections(options.parallelism_config)}
     if precision:
         sections["precision"] = precision

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.accelerator.basis import Basis
+from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import refuse_slicing
@@ -25,7 +25,7 @@ from drivetrain_backends import Scheduler, unwrap_compiled
 from drivetrain_data.sharded_loader import is_loader
 
 
-class PrepareMethods(Basis):
+class PrepareMethods(ComposedRun):
     """The prepared objects of a run, by kind and in the order of their preparation."""
 
     def __init__(self, *given: Any) -> None:
@@ -240,7 +240,7 @@ class PrepareMethods(Basis):
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return a prepared model compiled as the options say, or as it is."""
-        plugin = self.options.dynamo_plugin
+        plugin = self.state.dynamo_plugin
         arguments = None if plugin is None else compile_options(plugin)
         if plugin is None or arguments is None:
             return model

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drivetrain_accelerate.accelerator.basis import Basis
+from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.accelerator.real_rows import gather_first_rows, gather_real_rows
 from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.plugins.enums import DistributedType
@@ -17,7 +17,7 @@ from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over
 from drivetrain_accelerate.tensors.rank_collectives import reduce as reduce_over_ranks
 
 
-class RankMethods(Basis):
+class RankMethods(ComposedRun):
     """The ranks of the run: what each is, what each does alone, and what all exchange."""
 
     @property
@@ -144,6 +144,11 @@ class RankMethods(Basis):
     ) -> Any:
         """Pad nested tensors to the largest size over ranks in one dimension. Called on all ranks."""
         return pad_to_largest(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    @property
+    def flag_tensor(self) -> None:
+        """None: the flag of `set_trigger` is drivetrain's own."""
+        return None
 
     def set_trigger(self) -> None:
         """Raise this rank's flag, which `check_trigger` reports on all ranks."""

@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 from torch.profiler import profile as torch_profile
 
-from drivetrain_accelerate.accelerator.basis import Basis
+from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.plugins.kwargs_handlers import ProfileKwargs
 from drivetrain_accelerate.trackers.general_tracker import GeneralTracker
 from drivetrain_accelerate.trackers.tracker_choice import filter_trackers
 from drivetrain_accelerate.trackers.tracker_start import for_each_tracker, split_trackers, tracker_of
 
 
-class ResultMethods(Basis):
+class ResultMethods(ComposedRun):
     """The trackers of a run, its profiles and its end."""
 
     def __init__(self, *given: Any) -> None:

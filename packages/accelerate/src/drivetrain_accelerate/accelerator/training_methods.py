@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.accelerator.basis import Basis
+from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
-class TrainingMethods(Basis):
+class TrainingMethods(ComposedRun):
     """The part of an Accelerator that a training loop calls for each micro-batch."""
 
     @property
@@ -30,10 +30,7 @@ class TrainingMethods(Basis):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
-        self.options.accumulation.num_steps = gradient_accumulation_steps
-        if self._inner is not None:
-            self._inner.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_state.num_steps = gradient_accumulation_steps
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Generator[None]:
@@ -43,6 +40,7 @@ class TrainingMethods(Basis):
             *models: The models trained in it.
         """
         at_end = self.gradient_state.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        self.follow_num_steps()
         self.inner.window.is_open_ended = False
         with self.inner.accumulate(*models, last=at_end or None):
             self.gradient_state.sync_gradients = self.inner.sync_gradients
@@ -98,6 +96,7 @@ class TrainingMethods(Basis):
             raise ValueError(f"backward({', '.join(kwargs)}=): say the loss, and model= if there are several")
         gradients = self.gradient_state
         if not gradients.is_window_set:
+            self.follow_num_steps()
             self.inner.backward(loss, model=model)
             return
         window = self.inner.window
@@ -140,7 +139,7 @@ class TrainingMethods(Basis):
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Run the block in the run's precision, as prepared models do by themselves."""
         handler = autocast_handler or self.options.handlers.autocast or AutocastKwargs()
-        return self.inner.autocast(enabled=handler.enabled)
+        return self.inner.autocast(enabled=handler.enabled, cache_enabled=handler.cache_enabled)
 
     @contextmanager
     def maybe_context_parallel(

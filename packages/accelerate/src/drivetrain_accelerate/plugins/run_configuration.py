@@ -71,7 +71,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         num_steps: The number of micro-batches in one optimizer step.
         adjust_scheduler: Whether a scheduler's step counts only when the optimizer steps.
         sync_with_dataloader: Whether the last batch of a loader closes the window before it is full.
-        sync_each_batch: Whether gradients are reduced in every micro-batch, which needs less memory under FSDP.
+        sync_each_batch: Without effect: gradients are reduced once in a window, with the same sum.
     """
 
     num_steps: int | None = None

@@ -66,11 +66,11 @@ def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
         )
     config = deepcopy(plugin.deepspeed_config)
     zero = config.setdefault("zero_optimization", {})
-    _agree(plugin, zero, "stage", "zero_stage", plugin.zero_stage)
+    _agree(zero, "stage", "zero_stage", plugin.zero_stage)
     for place in _OFFLOADS:
         _add_offload(plugin, zero, place)
     if plugin.gradient_clipping not in (None, "auto"):
-        _agree(plugin, config, "gradient_clipping", "gradient_clipping", plugin.gradient_clipping)
+        _agree(config, "gradient_clipping", "gradient_clipping", plugin.gradient_clipping)
     for name in _OWN:
         config.pop(name, None)
     if config.get("steps_per_print") == float("inf"):
@@ -108,11 +108,11 @@ def deepspeed_accumulation(plugin: DeepSpeedPlugin) -> int | None:
 
 def _add_offload(plugin: DeepSpeedPlugin, zero: dict[str, Any], place: str) -> None:
     device, path = getattr(plugin, f"{place}_device"), getattr(plugin, f"{place}_nvme_path")
-    if device not in (None, "none", "auto"):
-        _agree(plugin, zero.setdefault(place, {}), "device", f"{place}_device", device)
-        if path not in (None, "none", "auto") and device == "nvme":
-            _agree(plugin, zero[place], "nvme_path", f"{place}_nvme_path", path)
-    elif path not in (None, "none", "auto") and zero.get(place, {}).get("device") != "nvme":
+    if _is_said(device):
+        _agree(zero.setdefault(place, {}), "device", f"{place}_device", device)
+        if _is_said(path) and device == "nvme":
+            _agree(zero[place], "nvme_path", f"{place}_nvme_path", path)
+    elif _is_said(path) and zero.get(place, {}).get("device") != "nvme":
         raise refusal(
             _OWNER,
             f"{place}_nvme_path",
@@ -124,9 +124,12 @@ def _add_offload(plugin: DeepSpeedPlugin, zero: dict[str, Any], place: str) -> N
         del zero[place]["nvme_path"]
 
 
-def _agree(plugin: DeepSpeedPlugin, section: dict[str, Any], name: str, field: str, value: object) -> None:
+def _is_said(value: str | None) -> bool:
+    return value not in (None, "none", "auto")
+
+
+def _agree(section: dict[str, Any], name: str, field: str, value: object) -> None:
     """Write a field's value where the configuration has none, and refuse another one there."""
-    del plugin
     given = section.get(name)
     if given in (None, "auto", "none") or given == value:
         section[name] = value

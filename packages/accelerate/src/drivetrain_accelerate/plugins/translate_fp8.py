@@ -1,5 +1,6 @@
 """Drivetrain's recipes for the options of training in fp8."""
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -72,8 +73,6 @@ def fp8_recipe(handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP
 
 
 def _torchao(handler: AORecipeKwargs) -> TorchaoRecipe:
-    from dataclasses import replace
-
     from torchao.float8 import Float8LinearConfig
 
     config: Any = handler.config

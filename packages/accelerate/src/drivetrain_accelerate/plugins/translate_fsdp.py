@@ -230,7 +230,7 @@ def _of_policy(
     policy: Any, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
 ) -> dict[str, object]:
     """Return the classes or the size of a policy, be it torch's function, a partial of it, or peft's combination."""
-    function = policy.func if isinstance(policy, partial) else policy
+    function = _function(policy)
     options: dict[str, Any] = policy.keywords if isinstance(policy, partial) else {}
     if function is transformer_auto_wrap_policy:
         names = plugin.transformer_cls_names_to_wrap
@@ -279,11 +279,10 @@ def _offload(plugin: FullyShardedDataParallelPlugin) -> dict[str, object]:
 
 def _check_casts(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
     """Refuse what a policy says about casts, beside dtypes, that is not the default."""
-    default = type(policy)()
-    names = {
-        MixedPrecision: ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"),
-        MixedPrecisionPolicy: ("cast_forward_inputs",),
-    }[type(policy)]
+    default = MixedPrecision() if isinstance(policy, MixedPrecision) else MixedPrecisionPolicy()
+    names = ["cast_forward_inputs"]
+    if isinstance(policy, MixedPrecision):
+        names += ["keep_low_precision_grads", "cast_root_forward_inputs"]
     for name in names:
         if getattr(policy, name) != getattr(default, name):
             raise TranslationError(

@@ -1,6 +1,5 @@
 """Drivetrain's settings for the options that `Accelerator` takes beside a backend's."""
 
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -84,9 +83,9 @@ DATA_FIELDS = Fields(
 PROJECT_FIELDS = Fields(
     translated=MappingProxyType(
         {
-            "project_dir": "run.project_dir",
-            "automatic_checkpoint_naming": "checkpoint.directory",
-            "total_limit": "checkpoint.keep_last",
+            "project_dir": "save_state(): the folder around `checkpoints`",
+            "automatic_checkpoint_naming": "save_state(): the names of folders",
+            "total_limit": "save_state(): the number of folders that stay",
         }
     ),
     refused=frozenset({"save_on_each_node"}),
@@ -94,6 +93,22 @@ PROJECT_FIELDS = Fields(
         {
             "logging_dir": "trackers get it from the program's tracker, not from settings",
             "iteration": "the number of the next checkpoint, which the Accelerator counts",
+        }
+    ),
+)
+ACCUMULATION_FIELDS = Fields(
+    translated=MappingProxyType(
+        {
+            "num_steps": "run.gradient_accumulation_steps",
+            "adjust_scheduler": "AcceleratedScheduler: its steps in an open window",
+            "sync_with_dataloader": "accumulate(last=)",
+        }
+    ),
+    refused=frozenset(),
+    without_effect=MappingProxyType(
+        {
+            "sync_each_batch": "the sum over a window is the same, reduced once; to hold less under FSDP, take "
+            "smaller micro-batches or offload"
         }
     ),
 )
@@ -154,8 +169,8 @@ def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
     return section
 
 
-def group_sections(handler: InitProcessGroupKwargs, device_type: str) -> dict[str, object]:
-    """Return the fields of the `state` section.
+def check_group(handler: InitProcessGroupKwargs, device_type: str) -> None:
+    """Refuse a process group that would be another one than drivetrain's; `PartialState` takes its timeout.
 
     Args:
         handler: The options of the process group.
@@ -185,13 +200,23 @@ def group_sections(handler: InitProcessGroupKwargs, device_type: str) -> dict[st
             "state",
             "processes meet at MASTER_ADDR and MASTER_PORT; leave it out, or make the group before the Accelerator",
         )
-    return {} if handler.timeout is None else {"timeout_seconds": handler.timeout.total_seconds()}
 
 
-def autocast_options(handler: AutocastKwargs) -> dict[str, object]:
-    """Return the arguments of `torch.autocast` beside device and dtype."""
-    options: dict[str, object] = {"enabled": handler.enabled}
-    return options if handler.cache_enabled is None else {**options, "cache_enabled": handler.cache_enabled}
+def check_autocast(handler: AutocastKwargs, mixed_precision: str) -> None:
+    """Refuse a run in half precision whose models would not compute in it.
+
+    Raises:
+        TranslationError: Autocast is off for all models.
+    """
+    if not handler.enabled and mixed_precision != "no":
+        raise refusal(
+            "AutocastKwargs",
+            "enabled",
+            False,
+            "run.mixed_precision",
+            f"models would not compute in mixed_precision={mixed_precision!r}; say mixed_precision='no', or pass the "
+            "handler to accelerator.autocast() around the part that is computed in full precision",
+        )
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any] | None:
@@ -225,11 +250,11 @@ def data_sections(configuration: DataLoaderConfiguration) -> dict[str, object]:
     }
 
 
-def checkpoint_sections(configuration: ProjectConfiguration) -> dict[str, object]:
-    """Return the fields of the `checkpoint` section.
+def check_project(configuration: ProjectConfiguration) -> None:
+    """Refuse what a project says about checkpoints that would not be heard.
 
     Raises:
-        TranslationError: Each node is to store what all share.
+        TranslationError: Each node is to store what all share, or checkpoints without names of their own are counted.
     """
     if configuration.save_on_each_node:
         raise refusal(
@@ -239,13 +264,7 @@ def checkpoint_sections(configuration: ProjectConfiguration) -> dict[str, object
             "checkpoint.directory",
             "a checkpoint is one folder that all nodes see; leave it out, and name a shared folder or a URL",
         )
-    section: dict[str, object] = {}
-    if configuration.automatic_checkpoint_naming:
-        if configuration.project_dir is not None:
-            section["directory"] = Path(configuration.project_dir) / "checkpoints"
-        if configuration.total_limit is not None:
-            section["keep_last"] = configuration.total_limit
-    elif configuration.total_limit is not None:
+    if configuration.total_limit is not None and not configuration.automatic_checkpoint_naming:
         raise refusal(
             "ProjectConfiguration",
             "total_limit",
@@ -253,7 +272,6 @@ def checkpoint_sections(configuration: ProjectConfiguration) -> dict[str, object
             "checkpoint.keep_last",
             "old checkpoints are known by their automatic names; say automatic_checkpoint_naming=True too",
         )
-    return section
 
 
 def _hook(handler: DistributedDataParallelKwargs) -> dict[str, object]:

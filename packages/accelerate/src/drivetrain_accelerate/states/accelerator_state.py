@@ -1,8 +1,11 @@
 """The ranks, the precision and the plugins of the first Accelerator, shared by all that ask."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.plugins.launched_plugin import add_unsaid_plugins
+from drivetrain_accelerate.plugins.shown_plugin import shown_plugin
 from drivetrain_accelerate.states.partial_state import PartialState
 
 _OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
@@ -26,6 +29,8 @@ class AcceleratorState(PartialState):
     Attributes:
         deepspeed_plugins: The plugins of DeepSpeed by name; None without.
         device_mesh: The mesh of the parallel dimensions; None without.
+        is_sharding_in_settings: Whether drivetrain's settings, and not a plugin, say how models are sharded.
+        said_precision: The precision that the first Accelerator or its launch says; None if neither does.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -35,6 +40,8 @@ class AcceleratorState(PartialState):
     dynamo_plugin: Any
     parallelism_config: Any
     device_mesh: Any
+    said_precision: str | None
+    is_sharding_in_settings: bool
 
     def __init__(
         self,
@@ -49,25 +56,30 @@ class AcceleratorState(PartialState):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
+        given = (dynamo_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config, fsdp_plugin)
+        plugins = {**dict(zip(_OWN, given, strict=True)), "deepspeed_plugin": deepspeed_plugin}
         if self.initialized:
             self._check_same(mixed_precision, cpu)
+            self._check_same_plugins(plugins)
             return
         if not _from_accelerator:
             raise ValueError(
                 "AcceleratorState() before any Accelerator(): there is no precision and no plugin yet; construct "
                 "`accelerator = Accelerator()` first, or ask PartialState() for the ranks"
             )
-        PartialState(cpu, **kwargs)
+        # An error leaves the state as empty as it was.
+        is_in_settings = add_unsaid_plugins(plugins, num_processes=PartialState(cpu, **kwargs).num_processes)
         self.__dict__.update(PartialState._shared_state)
-        self._mixed_precision = mixed_precision or "no"
-        plugins = deepspeed_plugin
-        self.deepspeed_plugins = (
-            plugins if plugins is None or isinstance(plugins, dict) else {"default": plugins}
-        )
+        self.is_sharding_in_settings = is_in_settings
+        self.said_precision = mixed_precision
+        # What was given, not the plugins themselves: a run fills them as it prepares its models.
+        self._given = plugins
+        self._shown = {name: shown_plugin(plugin) for name, plugin in plugins.items()}
+        engine = plugins["deepspeed_plugin"]
+        self.deepspeed_plugins = engine if engine is None or isinstance(engine, dict) else {"default": engine}
         for chosen in list((self.deepspeed_plugins or {}).values())[:1]:
             chosen.select(_from_accelerator_state=True)
-        given = (dynamo_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config, fsdp_plugin)
-        self.__dict__.update(zip(_OWN, given, strict=True))
+        self.__dict__.update({name: plugins[name] for name in _OWN})
         self.device_mesh = None
         self.distributed_type = self._chosen_type()
 
@@ -84,7 +96,7 @@ class AcceleratorState(PartialState):
     @property
     def mixed_precision(self) -> str:
         """The precision of forward and backward."""
-        return self._mixed_precision
+        return self.said_precision or "no"
 
     @property
     def fork_launched(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -137,11 +149,27 @@ class AcceleratorState(PartialState):
             ValueError: The precision or the device differs from that of the first one.
         """
         for name, given, kept in (
-            ("mixed_precision", mixed_precision, self._mixed_precision),
+            ("mixed_precision", mixed_precision, self.mixed_precision),
             ("cpu", cpu or None, self._cpu),
         ):
             if given is not None and given != kept:
                 raise ValueError(
                     f"{name}={given!r}: the first Accelerator of this process has {kept!r}, and they share a state; "
                     "say the same, or call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
+                )
+
+    def _check_same_plugins(self, plugins: Mapping[str, Any]) -> None:
+        """Refuse a plugin that says something else than that of the first Accelerator.
+
+        Raises:
+            ValueError: It differs, or the first one has none.
+        """
+        for name, plugin in plugins.items():
+            if plugin is None or plugin is self._given[name]:
+                continue
+            if shown_plugin(plugin) != self._shown[name]:
+                raise ValueError(
+                    f"{name}={plugin!r}: the first Accelerator of this process has "
+                    f"{'none' if self._shown[name] is None else 'another'}, and they share a state: leave it out, or "
+                    "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
                 )

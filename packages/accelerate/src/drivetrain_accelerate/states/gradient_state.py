@@ -54,6 +54,10 @@ class GradientState(SharedState):
         """The number of micro-batches in one optimizer step."""
         return self.plugin_kwargs.get("num_steps", 1)
 
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        self.plugin_kwargs["num_steps"] = num_steps
+
     @property
     def adjust_scheduler(self) -> bool:
         """True if a scheduler advances while gradients are accumulated."""

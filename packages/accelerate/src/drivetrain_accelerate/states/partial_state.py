@@ -62,7 +62,7 @@ class PartialState(SharedState):
         if self.initialized:
             return
         settings = _settings(kwargs)
-        context = connect(settings, device="cpu" if cpu or _asks_for_cpu() else None)
+        context = connect(settings, device="cpu" if cpu or asks_for_cpu() else None)
         topology = context.topology
         self._cpu = cpu
         self.context = context
@@ -200,7 +200,8 @@ def is_initialized() -> bool:
     return bool(PartialState._shared_state)  # pyright: ignore[reportPrivateUsage]
 
 
-def _asks_for_cpu() -> bool:
+def asks_for_cpu() -> bool:
+    """Return whether the launch says to compute on the CPU."""
     return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 

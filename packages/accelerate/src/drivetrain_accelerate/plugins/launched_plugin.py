@@ -1,0 +1,77 @@
+"""The plugins that a program leaves out, and that follow from its other options or from the launch."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from drivetrain.settings import RunSettings
+from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
+from drivetrain_accelerate.plugins.environment_words import truth_from
+from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
+from drivetrain_config import resolve
+
+
+def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int) -> bool:
+    """Add the plugins that follow from the others, from the parallel dimensions or from the launch.
+
+    Args:
+        plugins: The plugins by the names of an Accelerator's arguments; None for those that were left out.
+        num_processes: The number of ranks.
+
+    Returns:
+        Whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
+
+    Raises:
+        ValueError: The parallel dimensions cannot be honoured.
+    """
+    plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
+    dimensions = plugins["parallelism_config"]
+    if dimensions is not None:
+        check_dimensions(dimensions, num_processes=num_processes)
+    if plugins["fsdp_plugin"] is not None or plugins["deepspeed_plugin"] is not None:
+        return False
+    if dimensions is not None and dimensions.dp_shard_size > 1:
+        # torch's FSDP takes seconds to import: only a run that asks for it does.
+        from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+        )
+        return False
+    plugins |= launched_plugin()
+    return settings_backend() in _MADE
+
+
+def settings_backend() -> str | None:
+    """Return the backend that drivetrain's settings say; None if nobody said one."""
+    found = resolve(RunSettings, section="run")
+    is_said = found.sources["backend"].kind != "default" and found.value.backend != "auto"
+    return found.value.backend if is_said else None
+
+
+def launched_plugin() -> dict[str, Any]:
+    """Return the plugin that the launch says, by the name of an Accelerator's argument; nothing if it says none.
+
+    A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
+    """
+    backend = settings_backend() or next((name for name, each in _MADE.items() if truth_from(each[0])), None)
+    return {} if backend is None or backend not in _MADE else _MADE[backend][1]()
+
+
+def _fsdp() -> dict[str, Any]:
+    # torch's FSDP takes seconds to import: only a run that asks for it does.
+    from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin()}
+
+
+def _deepspeed() -> dict[str, Any]:
+    from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
+
+    return {"deepspeed_plugin": DeepSpeedPlugin()}
+
+
+# The backends that Accelerate has a plugin for, each with the variable that asks for it.
+_MADE: Mapping[str, tuple[str, Callable[[], dict[str, Any]]]] = MappingProxyType(
+    {"fsdp": ("ACCELERATE_USE_FSDP", _fsdp), "deepspeed": ("ACCELERATE_USE_DEEPSPEED", _deepspeed)}
+)

@@ -1,0 +1,254 @@
+"""Several Accelerators of one process, and what a launch says, beside the real Accelerate where it can run it."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from drivetrain_accelerate.plugins import kwargs_handlers
+from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
+from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs, InitProcessGroupKwargs
+from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
+from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
+from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
+from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_config import environ
+
+accelerate: Any = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states() -> Iterator[None]:
+    yield
+    forget()
+
+
+def forget() -> None:
+    for states in (AcceleratorState, accelerate.state.AcceleratorState):
+        states._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
+    for gradients in (GradientState, accelerate.state.GradientState):
+        gradients._reset_state()  # pyright: ignore[reportPrivateUsage]
+
+
+class Noting(torch.nn.Module):
+    """A layer that notes the dtype in which it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(inputs)
+        self.seen.append(outputs.dtype)
+        return outputs
+
+
+@pytest.mark.parametrize("kind", [Accelerator, accelerate.Accelerator])
+def test_a_second_accelerator_computes_in_the_precision_that_it_reports(kind: Any) -> None:
+    kind(cpu=True, mixed_precision="bf16")
+    second = kind()
+    model = Noting()
+    second.prepare(model)(torch.ones(1, 2))
+    assert second.mixed_precision == "bf16"
+    assert model.seen == [torch.bfloat16]
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    return type(next(model.parameters())).__name__ == "DTensor"
+
+
+def test_a_second_accelerator_shards_as_it_reports() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    Accelerator(cpu=True, fsdp_plugin=plugin)
+    second = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))  # the same options
+    assert second.distributed_type == DistributedType.FSDP
+    assert is_sharded(second.prepare(torch.nn.Linear(2, 1)))
+    plugin.auto_wrap_policy = None  # programs change their plugins
+    Accelerator(fsdp_plugin=plugin)
+    with pytest.raises(ValueError, match="the first Accelerator of this process has none"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+    second.end_training()
+
+
+def windows_of_two_accelerators(kind: Any) -> tuple[list[int], list[bool]]:
+    first = kind(cpu=True, gradient_accumulation_steps=2)
+    layer = torch.nn.Linear(2, 1)
+    model, _ = first.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    second = kind(gradient_accumulation_steps=4)
+    synced: list[bool] = []
+    for _ in range(8):
+        with first.accumulate(model):
+            first.backward(model(torch.ones(1, 2)).sum())
+            synced.append(first.sync_gradients)
+    return [each.gradient_accumulation_steps for each in (first, second)], synced
+
+
+def test_the_last_accelerator_says_the_number_of_micro_batches_for_all() -> None:
+    ours = windows_of_two_accelerators(Accelerator)
+    forget()
+    assert ours == windows_of_two_accelerators(accelerate.Accelerator)
+    assert ours == ([4, 4], [False, False, False, True] * 2)
+
+
+def test_a_launch_with_fsdp_is_in_the_state() -> None:
+    with environ.exported(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false"):
+        accelerator = Accelerator(cpu=True)
+        assert is_sharded(accelerator.prepare(torch.nn.Linear(2, 1)))
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert accelerator.state.fsdp_plugin.reshard_after_forward is False
+    assert "shard_grad_op" in str(accelerator.inner.plan)
+    accelerator.end_training()
+
+
+def test_a_launch_with_deepspeed_is_in_the_state() -> None:
+    with environ.exported(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="1"):
+        accelerator = Accelerator(cpu=True)
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert accelerator.deepspeed_plugin.zero_stage == 1
+
+
+def test_what_drivetrains_settings_say_comes_before_accelerates_variables() -> None:
+    with environ.exported(ACCELERATE_USE_FSDP="true", DRIVETRAIN_RUN__BACKEND="single"):
+        assert Accelerator(cpu=True).state.fsdp_plugin is None
+
+
+def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, Any]) -> tuple[str, str, bool]:
+    parallelism = ParallelismConfig(**dimensions) if dimensions else None
+    with environ.exported(**variables):
+        accelerator = Accelerator(cpu=True, parallelism_config=parallelism)
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+    found = (
+        accelerator.distributed_type.value,
+        type(accelerator.state.fsdp_plugin).__name__,
+        is_sharded(model),
+    )
+    accelerator.free_memory()
+    forget()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "dimensions"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, {}),
+        ({"DRIVETRAIN_RUN__BACKEND": "fsdp"}, {}),
+        ({}, {"dp_shard_size": 2}),
+    ],
+)
+def test_ranks_shard_as_the_launch_or_the_dimensions_say(
+    run_ranks: Any, variables: dict[str, str], dimensions: dict[str, Any]
+) -> None:
+    expected = ("FSDP", "FullyShardedDataParallelPlugin", True)
+    assert run_ranks(sharding_on_each_rank, variables, dimensions) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_ranks_keep_replicas_that_the_dimensions_say(run_ranks: Any) -> None:
+    found = run_ranks(sharding_on_each_rank, {}, {"dp_replicate_size": 2})
+    assert found == [("MULTI_CPU", "NoneType", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)}, "tp_size=2"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "splits matrices"),
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 2, and there are 1 processes"),
+        ({"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]}, "communicate by gloo"),
+        ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "all nodes see"),
+        ({"project_config": ProjectConfiguration(total_limit=2)}, "automatic_checkpoint_naming=True"),
+        (
+            {"mixed_precision": "bf16", "kwargs_handlers": [AutocastKwargs(enabled=False)]},
+            "would not compute in mixed_precision='bf16'",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Accelerator(cpu=True, **options).prepare(torch.nn.Linear(1, 1))
+    forget()
+
+
+def test_the_timeout_of_the_group_is_taken() -> None:
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+    assert Accelerator(cpu=True, kwargs_handlers=[handler]).init_handler is handler
+
+
+@pytest.mark.parametrize("kind", [Accelerator, accelerate.Accelerator])
+def test_autocast_keeps_casts_as_its_handler_says(kind: Any) -> None:
+    accelerator = kind(cpu=True, mixed_precision="bf16")
+    handlers = accelerate.utils if kind is accelerate.Accelerator else None
+    options = handlers.AutocastKwargs if handlers else AutocastKwargs
+    found: list[tuple[bool, bool]] = []
+    for handler in (options(), options(cache_enabled=False), options(enabled=False)):
+        with accelerator.autocast(handler):
+            found.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+    assert found == [(True, True), (True, False), (False, True)]
+
+
+HANDLER_NAMES = (
+    *("autocast_handler", "ddp_handler", "scaler_handler", "init_handler", "profile_handler"),
+    *("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler"),
+    *("has_fp8_handler", "fp8_enabled", "delayed_fp8_autocast", "native_amp", "has_lomo_optimizer"),
+    *("rng_types", "step", "scaler"),
+)
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16"])
+def test_handlers_and_what_follows_from_them_are_those_of_the_real_one(mode: str) -> None:
+    names = ("AutocastKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs", "ProfileKwargs")
+    found: list[dict[str, str]] = []
+    for kind, kinds in ((Accelerator, None), (accelerate.Accelerator, accelerate.utils)):
+        home: Any = kinds or kwargs_handlers
+        handlers = [getattr(home, name)() for name in names] if mode == "bf16" else []
+        accelerator: Any = kind(cpu=True, mixed_precision=mode, kwargs_handlers=handlers)
+        found.append({name: str(getattr(accelerator, name)) for name in HANDLER_NAMES})
+        forget()
+    assert found[0] == found[1]
+
+
+def test_a_handler_can_be_set_until_the_run_is_composed() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.autocast_handler = handler = AutocastKwargs(cache_enabled=False)
+    assert accelerator.autocast_handler is handler
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="composed from its handlers at the first prepare"):
+        accelerator.autocast_handler = AutocastKwargs()
+
+
+CONTRADICTED = [
+    ("FSDP_VERSION", "1", {"fsdp_version": 2}),
+    ("FSDP_OFFLOAD_PARAMS", "true", {"cpu_offload": False}),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "true", {"activation_checkpointing": False}),
+    ("FSDP_RESHARD_AFTER_FORWARD", "true", {"fsdp_version": 2, "reshard_after_forward": False}),
+    ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", {"state_dict_type": "FULL_STATE_DICT"}),
+    ("FSDP_MIN_NUM_PARAMS", "7", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 5}),
+    ("FSDP_USE_ORIG_PARAMS", "true", {"use_orig_params": False}),
+    ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", {"zero_stage": 1}),
+    ("ACCELERATE_GRADIENT_CLIPPING", "2.0", {"gradient_clipping": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("variable", "text", "given"), CONTRADICTED)
+def test_a_plugin_in_code_comes_before_a_variable_as_in_the_real_one(
+    variable: str, text: str, given: dict[str, Any]
+) -> None:
+    ours, theirs = (
+        (FullyShardedDataParallelPlugin, accelerate.FullyShardedDataParallelPlugin)
+        if variable.startswith("FSDP")
+        else (DeepSpeedPlugin, accelerate.DeepSpeedPlugin)
+    )
+    with environ.exported(**{variable: None}):
+        alone = vars(ours(**given))
+    with environ.exported(**{variable: text}):
+        beside, real = vars(ours(**given)), vars(theirs(**given))
+    for name in given:
+        assert str(beside[name]) == str(alone[name]) == str(real[name])
