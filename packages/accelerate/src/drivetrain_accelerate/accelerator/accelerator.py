@@ -22,6 +22,7 @@ from drivetrain_accelerate.plugins.run_configuration import (
     ProjectConfiguration,
 )
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+from drivetrain_accelerate.training.loss_scale import LossScaleView
 
 _NOT_SAID = object()
 
@@ -110,13 +111,19 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         self.dataloader_config = data
         self.project_configuration = project
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scaler: Any = None
         self.step = 0
 
     @property
     def mixed_precision(self) -> str:
         """The precision of forward and backward."""
         return self.state.mixed_precision
+
+    @property
+    def scaler(self) -> LossScaleView | None:
+        """The loss scale under fp16, which programs save and load; None in other precisions, and in engines."""
+        if self.mixed_precision != "fp16" or self.deepspeed_plugin is not None:
+            return None
+        return LossScaleView(lambda: self.inner, self.options.handlers.scaler)
 
     @property
     def deepspeed_plugin(self) -> Any:
