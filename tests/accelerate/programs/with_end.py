@@ -4,6 +4,7 @@ import json
 import sys
 
 import torch.distributed as dist
+
 from accelerate import Accelerator
 
 

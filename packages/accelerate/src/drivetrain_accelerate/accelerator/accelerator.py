@@ -111,7 +111,6 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         self.dataloader_config = data
         self.project_configuration = project
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.step = 0
 
     @property
     def mixed_precision(self) -> str:

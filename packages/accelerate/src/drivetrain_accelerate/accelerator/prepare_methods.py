@@ -177,6 +177,9 @@ class PrepareMethods(Basis):
             model: A prepared model; another one is returned without DDP's wrapper.
             keep_fp32_wrapper: Whether its forward goes on in the run's precision.
             keep_torch_compile: Whether torch.compile's wrapper stays around it.
+
+        Raises:
+            AttributeError: The argument is not a module.
         """
         found = self.inner.unwrap_model(model, keep_autocast=keep_fp32_wrapper)
         return found if keep_torch_compile else unwrap_compiled(found)
@@ -193,7 +196,11 @@ class PrepareMethods(Basis):
         return self.inner.get_state_dict(model, everywhere=True)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out the first batches of its epochs, without reading them."""
+        """Return a loader that leaves out the first batches of its epochs, without reading them.
+
+        Raises:
+            ValueError: The number is negative.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:
