@@ -205,7 +205,7 @@ class TrainingMethods(PrepareMethods):
 
     def _norm_so_far(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """Return the norm of what this rank has accumulated, of shape ()."""
-        scale = self.inner.loss_scale_state()
+        scale = self.inner.loss_scale_state() if self.state.mixed_precision == "fp16" else None
         norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
         return norm if scale is None else norm / scale["scale"]
 
