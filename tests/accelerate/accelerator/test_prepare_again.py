@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +59,77 @@ def test_a_loop_after_free_memory_goes_on_with_the_optimizer_and_the_masks_of_th
             found.append(outcome(accelerator))
     assert found[0] == pytest.approx(found[1])
     assert found[0][1::2] == [4, 3, 4, 3]
+
+
+def kept_after(accelerator: Any) -> list[Any]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model)
+    alone = accelerator.prepare(prepared) is prepared, accelerator.prepare_model(prepared) is prepared
+    again, stepped = accelerator.prepare(prepared, optimizer)
+    return [alone, again is prepared, stepped.optimizer is optimizer, len(accelerator._models)]
+
+
+def test_a_prepared_model_comes_back_as_it_is_and_pairs_with_a_later_optimizer() -> None:
+    for kind in BOTH:
+        with made(kind) as accelerator:
+            assert kept_after(accelerator) == [(True, True), True, True, 1]
+
+
+def rates(accelerator: Any, folder: Path) -> list[float]:
+    counted = Counted()
+    accelerator.register_for_checkpointing(counted)
+    model = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule: Any = None
+    found: list[float] = []
+    for _ in range(3):
+        accelerator.free_memory()
+        schedule = torch.optim.lr_scheduler.StepLR(getattr(optimizer, "optimizer", optimizer), 1)
+        prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        accelerator.backward(prepared(torch.ones(1, 1)).sum())
+        optimizer.step()
+        schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    counted.number = 3
+    accelerator.save_state(str(folder))
+    schedule.step()
+    counted.number = 0
+    accelerator.load_state(str(folder))
+    return [*found, schedule.get_last_lr()[0], counted.number]
+
+
+class Counted:
+    number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def test_free_memory_forgets_schedules_and_keeps_what_the_program_registered(tmp_path: Path) -> None:
+    found: list[list[float]] = []
+    for kind in BOTH:
+        with made(kind) as accelerator:
+            found.append(rates(accelerator, tmp_path / kind.__module__))
+    assert found[0] == pytest.approx(found[1])
+    assert found[0][-1] == 3
+
+
+def test_a_prepared_schedule_belongs_to_the_checkpoints_again_after_free_memory(tmp_path: Path) -> None:
+    with made(Accelerator) as accelerator:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        accelerator.free_memory()
+        model, optimizer, again = accelerator.prepare(model, optimizer, schedule)
+        assert again is schedule
+        accelerator.save_state(str(tmp_path))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        schedule.step()
+        accelerator.load_state(str(tmp_path))
+        assert schedule.get_last_lr() == [1.0]

@@ -163,3 +163,122 @@ def test_scalars() -> None:
     assert theirs[0].shape == restored[0].shape == ()
     assert theirs[1] == restored[1] == 2.0
     assert ours[0].tolist() == ours[1] == [2.0]
+
+
+def one_weight(accelerator: Any) -> Any:
+    """Return a prepared weight of 0 and its optimizer; the gradient of `-model(1)` is -1."""
+    given = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(given.weight)
+    return accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
+
+
+def weights_around_an_error(side: Side) -> list[float]:
+    found: list[float] = []
+    with side.accelerator(gradient_accumulation_steps=2) as accelerator:
+        model, optimizer = one_weight(accelerator)
+        for place in range(6):
+            try:
+                with accelerator.accumulate(model):
+                    if place == 1:
+                        raise MemoryError
+                    accelerator.backward(-model(torch.ones(1, 1)).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except MemoryError:
+                pass
+            found.append(model.weight.item())
+    return found
+
+
+def test_exceptions() -> None:
+    """an exception that leaves `accumulate`, after which the loop goes on"""
+    theirs, ours, restored = map(weights_around_an_error, SIDES)
+    assert theirs == [0, 0, 0, 1.5, 1.5, 2.5]
+    assert ours == restored == [0, 0, 0, 1, 1, 2]
+
+
+def test_zero_grad_first() -> None:
+    """`zero_grad` before the `backward` of each micro-batch"""
+    found: list[float] = []
+    for side in SIDES:
+        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
+            model, optimizer = one_weight(accelerator)
+            for _ in range(2):
+                with accelerator.accumulate(model):
+                    optimizer.zero_grad()
+                    accelerator.backward(-model(torch.ones(1, 1)).mean())
+                    optimizer.step()
+            found.append(model.weight.item())
+    assert found == [0.5, 1, 1]
+
+
+def test_clip_in_an_open_window() -> None:
+    """`clip_grad_norm_` in an open window"""
+    found: list[list[float]] = []
+    for side in SIDES:
+        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
+            model, optimizer = one_weight(accelerator)
+            norms: list[float] = []
+            for _ in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(-model(torch.ones(1, 1)).mean())
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.25).item())
+                    optimizer.step()
+            found.append([*norms, model.weight.item()])
+    assert found[0] == pytest.approx([0.5, 0.75, 0.25], rel=1e-4)
+    assert found[1] == found[2] == pytest.approx([0.5, 1.0, 0.25], rel=1e-4)
+
+
+def test_device_placement() -> None:
+    """`device_placement=False`"""
+    found: list[Any] = []
+    for side in SIDES:
+        with side.accelerator(device_placement=False) as accelerator:
+            given = nn.Linear(1, 1, device="meta")
+            found.append(said(lambda given=given, by=accelerator: by.prepare(given).weight.device.type))
+    assert found[0] == "meta"
+    assert all(each.startswith("ValueError") for each in found[1:]), found
+
+
+def test_unpaired_losses() -> None:
+    """`backward` of a model whose optimizer is not prepared, beside others that are"""
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            one_weight(accelerator)
+            alone = accelerator.prepare(nn.Linear(1, 1))
+            told = said(lambda by=accelerator, model=alone: by.backward(model(torch.ones(1, 1)).mean()))
+            assert (told is None) == (side is SIDES[0])
+            assert told is None or "prepared" in told, told
+
+
+def test_closures() -> None:
+    """`step(closure)`, as LBFGS needs it"""
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            given = nn.Linear(1, 1)
+            model, optimizer = accelerator.prepare(given, torch.optim.LBFGS(given.parameters()))
+
+            def closure(
+                model: Any = model, optimizer: Any = optimizer, by: Any = accelerator
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 1)).square().mean()
+                by.backward(loss)
+                return loss
+
+            told = said(lambda optimizer=optimizer, closure=closure: optimizer.step(closure))
+            assert str(told).startswith("ValueError") == (side is not SIDES[0]), told
+
+
+def test_foreign_parameters() -> None:
+    """`clip_grad_norm_` of parameters that no prepared model has"""
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            one_weight(accelerator)
+            foreign = nn.Linear(1, 1, bias=False)
+            foreign.weight.grad = torch.full((1, 1), 2.0)
+            told = said(lambda by=accelerator, foreign=foreign: by.clip_grad_norm_(foreign.parameters(), 1.0))
+            if side is SIDES[0]:
+                assert told == 2
+            else:
+                assert "no prepared model" in told

@@ -177,19 +177,27 @@ class Backend(Protocol):
         """
         ...
 
-    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+    def backward(
+        self, loss: Tensor, *, count: Tensor | float | None = None, retain_graph: bool = False
+    ) -> None:
         """Add the gradients of a loss without being told which model it trains.
 
         With one trained model, this is `Prepared.backward`. With several, the model is unknown if the backend owns
         backward or the loss has a count.
 
         Raises:
-            AccumulationError: The model is unknown, and the message asks for it; or no model is prepared.
+            AccumulationError: The model is unknown, and the message asks for it; or no model is prepared; or the
+                backend cannot keep the graph for another backward, as `retain_graph` asks.
         """
         ...
 
     def backward_of(
-        self, models: Sequence[Prepared], loss: Tensor, *, count: Tensor | float | None = None
+        self,
+        models: Sequence[Prepared],
+        loss: Tensor,
+        *,
+        count: Tensor | float | None = None,
+        retain_graph: bool = False,
     ) -> None:
         """Add the gradients of a loss that trains several models, each with its own optimizer.
 

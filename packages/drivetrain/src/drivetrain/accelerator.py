@@ -4,7 +4,7 @@
 together stand in a base class each.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from drivetrain.choose_trackers import LogWith, split_log_with
 from drivetrain.compose import compose
 from drivetrain.exports import Exports
 from drivetrain.foreign_names import ForeignNames, refuse_arguments
+from drivetrain.gradient_limits import GradientLimits
 from drivetrain.half_check import half_check_of
 from drivetrain.parts import Parts
 from drivetrain.prepare import prepare_objects
@@ -40,7 +41,16 @@ from drivetrain_state import ParallelDims, set_seed
 
 
 class Accelerator(
-    Ranks, Saving, Exports, Results, Measuring, Schedules, BatchSizes, SingleObjects, ForeignNames
+    Ranks,
+    Saving,
+    Exports,
+    Results,
+    GradientLimits,
+    Measuring,
+    Schedules,
+    BatchSizes,
+    SingleObjects,
+    ForeignNames,
 ):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
@@ -254,6 +264,7 @@ class Accelerator(
         count: Tensor | float | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         loader: ShardedLoader[Any] | None = None,
+        retain_graph: bool = False,
     ) -> None:
         """Accumulate the gradients of a loss. Called on all ranks.
 
@@ -264,6 +275,7 @@ class Accelerator(
                 A second loss over the same items passes 0.
             model: The model or models that the loss trains, where they cannot be inferred.
             loader: The loader of the batch, where two loaders are read side by side.
+            retain_graph: Whether the graph is kept for another backward, on one device and under DDP.
 
         Raises:
             AccumulationError: The call is outside accumulate() while gradients are accumulated; a window has both a
@@ -281,10 +293,11 @@ class Accelerator(
         progress.note("backward")
         try:
             if model is None:
-                parts.backend.backward(loss, count=count)
+                parts.backend.backward(loss, count=count, retain_graph=retain_graph)
             else:
                 owners = model if isinstance(model, Sequence) else [model]
-                parts.backend.backward_of([parts.prepared.of(one) for one in owners], loss, count=count)
+                trained = [parts.prepared.of(one) for one in owners]
+                parts.backend.backward_of(trained, loss, count=count, retain_graph=retain_graph)
         finally:
             progress.note("backward done")
 
@@ -294,22 +307,6 @@ class Accelerator(
         return any(
             optimizer.was_skipped for one in self._parts.prepared.models for optimizer in one.optimizers
         )
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> Tensor | None:
-        """Clip the gradients' global norm once the window is closed. Called on all ranks.
-
-        Returns:
-            The norm before clipping, shape (); None while the window is open.
-        """
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return self._parts.prepared.holding(chosen).clip(chosen, norm=max_norm, norm_type=norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip each gradient element to [-clip_value, clip_value] once the window is closed. Called on all ranks."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._parts.prepared.holding(chosen).clip(chosen, value=clip_value)
 
     def autocast(
         self, *, enabled: bool = True, cache_enabled: bool | None = None

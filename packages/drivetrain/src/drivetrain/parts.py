@@ -91,3 +91,12 @@ class HasParts:
     def loss_scale_state(self) -> Mapping[str, Any] | None:
         """Return the state of the loss scale, for the same; None if the run does not scale its loss."""
         return self._parts.backend.state_dict()["scaler"]
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `loss_scale_state`. Called on all ranks.
+
+        Raises:
+            ValueError: The run does not scale its loss, or the scale is out of range.
+        """
+        backend = self._parts.backend
+        backend.load_state_dict({**backend.state_dict(), "scaler": state})

@@ -78,6 +78,12 @@ class Registered:
                 raise ValueError(f"register_for_checkpointing({name}=...): the name is taken; choose another")
             kept[name] = obj
 
+    def remove(self, objects: Sequence[object]) -> None:
+        """Remove objects, under all of their names; those that are not registered are left out."""
+        for kept in (self.shared, self.per_rank):
+            for name in [name for name, held in kept.items() if any(held is one for one in objects)]:
+                del kept[name]
+
     def compare(self, states: Mapping[str, Any], context: Context) -> None:
         """Compare the registered objects over ranks. Called on all ranks.
 

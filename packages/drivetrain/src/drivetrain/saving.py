@@ -58,6 +58,10 @@ class Saving(HasParts):
         """
         self._registered.add(objects, named, per_rank=per_rank)
 
+    def unregister_from_checkpointing(self, *objects: object) -> None:
+        """Take objects out of later checkpoints; their names are free again. Called on all ranks."""
+        self._registered.remove(objects)
+
     def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
         """Register a hook to run before and after each save and load. Called on all ranks."""
         self._hooks.append(hook)

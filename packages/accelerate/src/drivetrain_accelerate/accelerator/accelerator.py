@@ -29,6 +29,7 @@ from drivetrain_accelerate.plugins.translate_kwargs import check_group
 from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
+from drivetrain_accelerate.training.loss_scale import LossScaleView
 from drivetrain_state import best_device_kind
 
 _NOT_SAID = object()
@@ -118,13 +119,18 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         self.dataloader_config = data
         self.project_configuration = project
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scaler: Any = None
-        self.step = 0
 
     @property
     def mixed_precision(self) -> str:
         """The precision of forward and backward."""
         return self.state.mixed_precision
+
+    @property
+    def scaler(self) -> LossScaleView | None:
+        """The loss scale under fp16, which programs save and load; None in other precisions, and in engines."""
+        if self.mixed_precision != "fp16" or self.deepspeed_plugin is not None:
+            return None
+        return LossScaleView(lambda: self.inner, self.options.handlers.scaler)
 
     @property
     def deepspeed_plugin(self) -> Any:

@@ -34,6 +34,7 @@ class PrepareMethods(ComposedRun):
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[DataLoaderAdapter] = []
+        self._evaluated: list[nn.Module] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; other objects come back as they are.
@@ -48,10 +49,10 @@ class PrepareMethods(ComposedRun):
             The prepared objects in the order given; a single object is returned by itself.
         """
         del device_placement
-        given, followers = self._made(args)
-        trained = [each for each in given if _is_trained(each)]
-        found: dict[int, Any] = dict(zip(map(id, trained), self._prepared(trained), strict=True))
-        found |= {id(each): self._follow(each) for each in followers}
+        given, followers = self._replace_stand_ins(args)
+        trained = [each for each in given if self._is_new(each)]
+        found: dict[int, Any] = dict(zip(map(id, trained), self._prepare_trained(trained), strict=True))
+        found |= {id(each): self._follow_engine_schedule(each) for each in followers}
         results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in given)
         return results[0] if len(results) == 1 else results
 
@@ -64,14 +65,23 @@ class PrepareMethods(ComposedRun):
             model: The model to prepare.
             device_placement: Not used: the model goes to the device of its process.
             evaluation_mode: Whether it is not trained: it then goes to its device, computes in the run's precision,
-                and nothing wraps it.
+                and nothing wraps it. Checkpoints hold its weights all the same.
         """
         del device_placement
-        if evaluation_mode and not self.is_sharded:
-            self._models.append(self.inner.prepare_evaluation(model))
+        if not self._is_new(model):
             return model
-        (prepared,) = self._prepared([model])
+        if evaluation_mode and not self.is_sharded:
+            return self._add_evaluated(self.inner.prepare_evaluation(model))
+        (prepared,) = self._prepare_trained([model])
         return prepared
+
+    def _add_evaluated(self, model: nn.Module) -> nn.Module:
+        """Add a model that is not trained, and save it with the run here: drivetrain saves what it trains."""
+        self._models.append(model)
+        self._evaluated.append(model)
+        named: dict[str, Any] = {f"evaluation_model_{len(self._evaluated)}": model}
+        self.inner.register_for_checkpointing(**named)
+        return model
 
     @property
     def is_sharded(self) -> bool:
@@ -106,15 +116,15 @@ class PrepareMethods(ComposedRun):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
         """Prepare an optimizer whose model is prepared already."""
         del device_placement
-        if not _is_trained(optimizer):
+        if not self._is_new(optimizer):
             return optimizer  # pyright: ignore[reportReturnType] it is a prepared one
-        (prepared,) = self._prepared([optimizer])
+        (prepared,) = self._prepare_trained([optimizer])
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler, which follows the steps of its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            return self._keep_scheduler(scheduler)
         return self._add_scheduler(
             AcceleratedScheduler(
                 scheduler,
@@ -124,15 +134,27 @@ class PrepareMethods(ComposedRun):
             )
         )
 
-    def _follow(self, scheduler: Any) -> AcceleratedScheduler:
+    def _keep_scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
+        """Return a prepared scheduler; after `free_memory` it belongs to the run again."""
+        if any(prepared is each for each in self._schedulers):
+            return prepared
+        if isinstance(prepared, DeepSpeedSchedulerWrapper):
+            self._advance_with_engine(prepared.scheduler)
+        return self._add_scheduler(prepared)
+
+    def _follow_engine_schedule(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler that DeepSpeed's configuration makes: each step of its optimizer advances it, once."""
+        return self._add_scheduler(DeepSpeedSchedulerWrapper(scheduler, self._advance_with_engine(scheduler)))
+
+    def _advance_with_engine(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+        """Have the steps of its optimizer advance a scheduler, and the engine's checkpoints hold it."""
         optimizers = self._optimizers_of(scheduler)
         for each in optimizers:
             each.schedules.append(scheduler)
         for model in self._models:
             if isinstance(model, EngineMethods) and any(model.trains(each.optimizer) for each in optimizers):
                 model.schedules.append(scheduler)
-        return self._add_scheduler(DeepSpeedSchedulerWrapper(scheduler, optimizers))
+        return optimizers
 
     def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
         """Return the optimizer of a scheduler; all of them if it does not say."""
@@ -155,22 +177,42 @@ class PrepareMethods(ComposedRun):
             model: A prepared model; another one is returned without DDP's wrapper.
             keep_fp32_wrapper: Whether its forward goes on in the run's precision.
             keep_torch_compile: Whether torch.compile's wrapper stays around it.
+
+        Raises:
+            AttributeError: The argument is not a module.
         """
         found = self.inner.unwrap_model(model, keep_autocast=keep_fp32_wrapper)
         return found if keep_torch_compile else unwrap_compiled(found)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks."""
+        """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks.
+
+        Raises:
+            ValueError: The model was not prepared by this Accelerator.
+        """
         del unwrap
+        if any(model is each for each in self._evaluated):
+            return {name: value.detach().cpu() for name, value in model.state_dict().items()}
         return self.inner.get_state_dict(model, everywhere=True)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out the first batches of its epochs, without reading them."""
+        """Return a loader that leaves out the first batches of its epochs, without reading them.
+
+        Raises:
+            ValueError: The number is negative.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects, release those given, and return a None for each."""
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+        if self._inner is not None:
+            self.inner.unregister_from_checkpointing(*self._schedulers, *self._evaluated)
+        for optimizer in self._optimizers:
+            optimizer.schedules.clear()
+        for model in self._models:
+            if isinstance(model, EngineMethods):
+                model.schedules.clear()
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._evaluated):
             kept.clear()
         self.gradient_state.is_window_set = False
         self.gradient_state.sync_gradients = True
@@ -180,7 +222,7 @@ class PrepareMethods(ComposedRun):
         """Do the same as `free_memory`."""
         return self.free_memory(*objects)
 
-    def _made(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _replace_stand_ins(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return objects with what a DeepSpeed configuration describes in place of stand-ins, and its schedules."""
         plugin = self.state.deepspeed_plugin
         if plugin is None:
@@ -203,7 +245,7 @@ class PrepareMethods(ComposedRun):
             _drop_empty_groups(made.get(id(each), each))
         return [made.get(id(each), each) for each in given], list(schedules.values())
 
-    def _prepared(self, trained: list[Any]) -> list[Any]:
+    def _prepare_trained(self, trained: list[Any]) -> list[Any]:
         """Prepare models and optimizers together, since backends replace parameters.
 
         An optimizer may come before its model, as wrappers of optimizers have it: it is prepared with the model.
@@ -223,12 +265,12 @@ class PrepareMethods(ComposedRun):
             each.pair(one)
         by_object = dict(zip(map(id, now), prepared[: len(now)], strict=True))
         return [
-            self._kept(given, by_object.get(id(each), each))
+            self._add_prepared(given, by_object.get(id(each), each))
             for given, each in zip(trained, plain, strict=True)
         ]
 
-    def _kept(self, given: Any, prepared: Any) -> Any:
-        """Remember a prepared model or optimizer, and return it in the form that programs know."""
+    def _add_prepared(self, given: Any, prepared: Any) -> Any:
+        """Add a prepared model or optimizer to those of the run; return it in the form that programs know."""
         if isinstance(prepared, Optimizer):
             stepped = given if isinstance(given, AcceleratedOptimizer) else AcceleratedOptimizer(prepared)
             stepped.pair(prepared)
@@ -247,8 +289,21 @@ class PrepareMethods(ComposedRun):
         compiled: Any = compile_regions if compiles_regions(plugin) else torch.compile
         return compiled(model, **arguments)
 
+    def _is_new(self, obj: Any) -> bool:
+        """Return whether an object is a model or optimizer that is not prepared.
+
+        After `free_memory`, a prepared optimizer is new again.
+        """
+        if isinstance(obj, AcceleratedOptimizer):
+            return obj.is_released
+        if isinstance(obj, nn.Module):
+            return not any(obj is each for each in self._models)
+        return isinstance(obj, Optimizer)
+
     def _prepare_other(self, obj: Any) -> Any:
-        if isinstance(obj, DataLoaderAdapter | AcceleratedScheduler | AcceleratedOptimizer):
+        if isinstance(obj, AcceleratedScheduler):
+            return self._keep_scheduler(obj)
+        if isinstance(obj, DataLoaderAdapter | AcceleratedOptimizer):
             return obj
         if is_loader(obj):
             return self.prepare_data_loader(obj)
@@ -272,10 +327,3 @@ def _parameters_of(objects: Sequence[Any]) -> Iterator[nn.Parameter]:
 def _trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     """Return whether an optimizer holds one of the parameters, which are given by identity."""
     return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
-
-
-def _is_trained(obj: Any) -> bool:
-    """Return whether an object is to be prepared; after `free_memory`, a prepared optimizer is so again."""
-    if isinstance(obj, AcceleratedOptimizer):
-        return obj.is_released
-    return isinstance(obj, nn.Module | Optimizer)

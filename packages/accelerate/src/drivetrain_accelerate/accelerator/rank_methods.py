@@ -18,7 +18,15 @@ from drivetrain_accelerate.tensors.rank_collectives import reduce as reduce_over
 
 
 class RankMethods(ComposedRun):
-    """The ranks of the run: what each is, what each does alone, and what all exchange."""
+    """The ranks of the run: what each is, what each does alone, and what all exchange.
+
+    Attributes:
+        flag_tensor: The flag of this rank, of shape (); None until `set_trigger` or `check_trigger` is called.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.flag_tensor: torch.Tensor | None = None
 
     @property
     def use_distributed(self) -> bool:
@@ -145,15 +153,12 @@ class RankMethods(ComposedRun):
         """Pad nested tensors to the largest size over ranks in one dimension. Called on all ranks."""
         return pad_to_largest(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
-    @property
-    def flag_tensor(self) -> None:
-        """None: the flag of `set_trigger` is drivetrain's own."""
-        return None
-
     def set_trigger(self) -> None:
         """Raise this rank's flag, which `check_trigger` reports on all ranks."""
         self.inner.set_trigger()
+        self.flag_tensor = torch.tensor(1, device=self.state.device)
 
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Called on all ranks."""
+        self.flag_tensor = torch.tensor(0, device=self.state.device)
         return self.inner.check_trigger()

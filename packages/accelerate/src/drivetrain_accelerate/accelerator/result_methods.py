@@ -94,6 +94,7 @@ class ResultMethods(ComposedRun):
         if self._inner is not None:
             self._inner.end_training()
             self._inner = None
+        self.state.context.close()  # which made the group, unless the program did
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[torch_profile]:

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.accelerator.composed_run import ComposedRun
+from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
-class TrainingMethods(ComposedRun):
-    """The part of an Accelerator that a training loop calls for each micro-batch."""
+class TrainingMethods(PrepareMethods):
+    """The part of an Accelerator that a training loop calls for each micro-batch.
+
+    Attributes:
+        step: The number of micro-batches since the start or the end of a loader, as programs read it.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.step = 0
+        self._is_accumulating = False
 
     @property
     def sync_gradients(self) -> bool:
@@ -37,15 +46,26 @@ class TrainingMethods(ComposedRun):
         """Run a micro-batch: gradients are reduced and optimizers step when its window closes.
 
         Args:
-            *models: The models trained in it.
+            *models: The models trained in it. An exception that leaves the block drops the gradients of its window
+                so far, and the loop may go on with the next micro-batch.
         """
         at_end = self.gradient_state.sync_with_dataloader and self.gradient_state.end_of_dataloader
         self.follow_num_steps()
-        self.inner.window.is_open_ended = False
-        with self.inner.accumulate(*models, last=at_end or None):
-            self.gradient_state.sync_gradients = self.inner.sync_gradients
-            self.gradient_state.is_window_set = False
-            yield
+        window = self.inner.window
+        window.is_open_ended, window.keeps_divisor = False, not self.is_strict
+        self.step = 0 if at_end else self.step + 1
+        try:
+            with self.inner.accumulate(*models, last=at_end or None):
+                self.gradient_state.sync_gradients = self.inner.sync_gradients
+                self.gradient_state.is_window_set = False
+                self._is_accumulating = True
+                yield
+        except BaseException:
+            for optimizer in self._optimizers:
+                optimizer.drop_gradients()
+            raise
+        finally:
+            self._is_accumulating = False
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
@@ -71,9 +91,19 @@ class TrainingMethods(ComposedRun):
 
         Args:
             joinables: The models trained in it.
-            even_batches: Whether the loaders fill their tails; None leaves them as they are.
+            even_batches: Whether the loaders fill their tails, as said when they were prepared; None, the same.
+
+        Raises:
+            ValueError: The loaders of several ranks were prepared otherwise.
         """
-        del joinables, even_batches  # drivetrain's loaders give all ranks equally many steps
+        del joinables  # drivetrain's loaders give all ranks equally many steps
+        fills = self.options.data.even_batches
+        if even_batches not in (None, fills) and self.state.num_processes > 1:
+            raise ValueError(
+                f"join_uneven_inputs(even_batches={even_batches}): a loader's samples are divided when it is "
+                f"prepared; say DataLoaderConfiguration(even_batches={even_batches}), and prepare the loaders of "
+                f"this loop after setting accelerator.even_batches = {even_batches}"
+            )
         yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -82,31 +112,60 @@ class TrainingMethods(ComposedRun):
         Args:
             loss: The mean over this rank's micro-batch, of shape (). In a window of several micro-batches the mean
                 over them is taken, unless the program itself says which of them closes the window (see
-                `GradientState`): then its losses are added as they are.
-            **kwargs: `model`, whose loss it is: said where DeepSpeed trains several. `scale_wrt_gas` concerns
-                DeepSpeed's own division and changes nothing here. Others, such as the `learning_rate` of LOMO's
-                optimizers, are refused.
+                `GradientState`): then its losses are added as they are. Outside `accumulate` it is divided by the
+                number of micro-batches in a step, and the program steps when it has added them up.
+            **kwargs: `retain_graph`, whether the graph is kept for another backward, on one device and under DDP;
+                `model`, whose loss it is: said where DeepSpeed trains several. `scale_wrt_gas` concerns DeepSpeed's
+                own division and changes nothing here. Others, such as the `learning_rate` of LOMO's optimizers, are
+                refused.
 
         Raises:
             ValueError: An argument is not supported.
+            AccumulationError: The graph cannot be kept, as under FSDP and DeepSpeed.
+            PairingError: The loss trains a model whose optimizer is not prepared, while others are, or on several
+                processes.
         """
         kwargs.pop("scale_wrt_gas", None)
         model: nn.Module | None = kwargs.pop("model", None)
+        retain_graph = bool(kwargs.pop("retain_graph", None))
         if kwargs:
-            raise ValueError(f"backward({', '.join(kwargs)}=): say the loss, and model= if there are several")
-        gradients = self.gradient_state
-        if not gradients.is_window_set:
+            raise ValueError(
+                f"backward({', '.join(kwargs)}=): say the loss, model= if there are several, and retain_graph="
+            )
+        if not self.gradient_state.is_window_set:
             self.follow_num_steps()
-            self.inner.backward(loss, model=model)
-            return
-        window = self.inner.window
+        if self._leaves_steps_alone:
+            (loss / self.gradient_state.num_steps).backward(retain_graph=retain_graph)
+        elif self.gradient_state.is_window_set:
+            self._backward_in_window(loss, model, retain_graph=retain_graph)
+        elif self._is_accumulating or self.gradient_state.num_steps == 1 or self.is_sharded:
+            self.inner.backward(loss, model=model, retain_graph=retain_graph)
+        else:
+            # The program counts its micro-batches itself: each divided loss is a window that a step may follow.
+            self.inner.window.keeps_divisor = True
+            with self.inner.accumulate(last=True):
+                self.inner.backward(loss, model=model, retain_graph=retain_graph)
+
+    @property
+    def _leaves_steps_alone(self) -> bool:
+        """True if one process trains without any optimizer that was prepared with its model.
+
+        Nothing is to be reduced or scaled then, and torch's own backward does all.
+        """
+        are_waiting = all(each.is_waiting for each in self._optimizers)
+        return are_waiting and self.state.num_processes == 1 and self.state.mixed_precision != "fp16"
+
+    def _backward_in_window(self, loss: Tensor, model: nn.Module | None, *, retain_graph: bool) -> None:
+        """Add the gradients of a loss to a window that the program itself opens and closes."""
+        gradients, window = self.gradient_state, self.inner.window
         is_first = window.closing
         if is_first:
             window.is_open_ended = True
         is_alone = is_first and gradients.sync_gradients
         with self.inner.accumulate(last=gradients.sync_gradients):
             # Several losses are a sum, whose mean over the ranks is taken: the first stands for one item of its rank.
-            self.inner.backward(loss, count=None if is_alone else float(is_first), model=model)
+            count = None if is_alone else float(is_first)
+            self.inner.backward(loss, count=count, model=model, retain_graph=retain_graph)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Refuse: gradients are unscaled by the clip or step of a closed window, once.
@@ -123,9 +182,32 @@ class TrainingMethods(ComposedRun):
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
-    ) -> Tensor | None:
-        """Clip the gradients' global norm once the window is closed, and return it. Called on all ranks."""
-        return self.inner.clip_grad_norm_(parameters, max_norm, float(norm_type))
+    ) -> Tensor:
+        """Clip the gradients' global norm once the window is closed. Called on all ranks.
+
+        Args:
+            parameters: Parameters of one prepared model.
+            max_norm: The largest norm.
+            norm_type: The order of the norm.
+
+        Returns:
+            The norm before clipping, of shape (). In an open window, in which nothing is clipped, that of the
+            gradients which this rank has accumulated so far.
+
+        Raises:
+            ValueError: No prepared model trains the parameters.
+        """
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._leaves_steps_alone:
+            return nn.utils.clip_grad_norm_(chosen, max_norm, float(norm_type))
+        norm = self.inner.clip_grad_norm_(chosen, max_norm, float(norm_type))
+        return self._norm_so_far(chosen, float(norm_type)) if norm is None else norm
+
+    def _norm_so_far(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of what this rank has accumulated, of shape ()."""
+        scale = self.inner.loss_scale_state() if self.state.mixed_precision == "fp16" else None
+        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
+        return norm if scale is None else norm / scale["scale"]
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient element to [-clip_value, clip_value] once the window is closed."""

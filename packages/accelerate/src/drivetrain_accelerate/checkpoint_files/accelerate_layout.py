@@ -1,13 +1,11 @@
 """Write the state of a run as Accelerate does, for programs that load it with the real package."""
 
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain_accelerate.checkpoint_files.custom_state import save_custom_state
 from drivetrain_accelerate.checkpoint_files.run_files import save_accelerator_state
-from drivetrain_accelerate.plugins.kwargs_handlers import GradScalerKwargs
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
@@ -35,7 +33,6 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
             "save_fsdp_optimizer() of accelerate.utils, which write them in Accelerate's layout"
         )
     kept = accelerator.saved_objects()
-    scale = accelerator.inner.loss_scale_state()
     folder = save_accelerator_state(
         str(output_dir),
         [accelerator.get_state_dict(model) for model in kept.models],
@@ -44,27 +41,9 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
         [],
         accelerator.process_index,
         accelerator.inner.window.begun,
-        scaler=None if scale is None else _Scale(scale, accelerator.options.handlers.scaler),
+        scaler=accelerator.scaler,
     )
     for number, obj in enumerate(kept.custom):
         save_custom_state(obj, str(folder), number)
     accelerator.wait_for_everyone()
     return folder
-
-
-class _Scale:
-    """The loss scale in the form of torch's GradScaler."""
-
-    def __init__(self, saved: Mapping[str, Any], handler: GradScalerKwargs | None) -> None:
-        self._saved = saved
-        self._handler = handler or GradScalerKwargs()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that `GradScaler.load_state_dict` takes."""
-        return {
-            "scale": float(self._saved["scale"]),
-            "growth_factor": self._handler.growth_factor,
-            "backoff_factor": self._handler.backoff_factor,
-            "growth_interval": self._handler.growth_interval,
-            "_growth_tracker": int(self._saved["growth_tracker"]),
-        }

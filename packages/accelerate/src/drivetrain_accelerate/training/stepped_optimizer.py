@@ -83,6 +83,10 @@ class AcceleratedOptimizer(Optimizer):
         if self.gradient_state.sync_gradients:
             self._prepared.zero_grad(set_to_none=set_to_none is None or set_to_none)
 
+    def drop_gradients(self) -> None:
+        """Clear the gradients of a window in which a micro-batch has failed."""
+        self._prepared.zero_grad()
+
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step if the window is closed. Called on all ranks.
 

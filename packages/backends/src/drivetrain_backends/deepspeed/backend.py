@@ -108,7 +108,9 @@ class DeepSpeedBackend(TorchBackend):
             self._undo.pop_all()
         return prepared
 
-    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+    def backward(
+        self, loss: Tensor, *, count: Tensor | float | None = None, retain_graph: bool = False
+    ) -> None:
         """Add the gradients of a loss of the only trained model; see `Backend.backward`.
 
         Raises:
@@ -125,7 +127,7 @@ class DeepSpeedBackend(TorchBackend):
                 f"backward(loss) with {len(self._trained)} models that have optimizers: a DeepSpeed engine runs the "
                 "backward of its own model; say whose loss it is, backward(loss, model=...)"
             )
-        self._tracker.backward(loss, count, self._trained)
+        self._tracker.backward(loss, count, self._trained, retain_graph=retain_graph)
 
     def join(self, models: Sequence[nn.Module]) -> NoReturn:
         """Refuse to join; see `Backend.join`.

@@ -125,12 +125,17 @@ class EngineReducer:
                 handle.remove()
             removed.forget()
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
         """Run the engine's backward; see `GradientReducer.backward`.
 
         Raises:
-            AccumulationError: The loss trains several models, or one without an engine.
+            AccumulationError: The loss trains several models, or one without an engine; or the graph is to be kept.
         """
+        if retain_graph:
+            raise AccumulationError(
+                "backward(retain_graph=True): DeepSpeed's engine has moved the gradients after the first; "
+                "add the losses of one forward up and call backward() once"
+            )
         if len(models) != 1 or models[0] not in self._models:
             raise AccumulationError(
                 f"backward() of a loss of {' and '.join(type(m).__name__ for m in models)}: a DeepSpeed engine "

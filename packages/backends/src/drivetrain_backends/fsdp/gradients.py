@@ -51,12 +51,17 @@ class ShardedGradients(ParameterGradients):
         self.held: set[nn.Module] = set()
         self.hooks: dict[nn.Module, ParameterHooks] = {}
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
         """Run torch's backward; see `GradientReducer.backward`.
 
         Raises:
-            AccumulationError: An earlier backward failed midway.
+            AccumulationError: An earlier backward failed midway, or the graph is to be kept.
         """
+        if retain_graph:
+            raise AccumulationError(
+                "backward(retain_graph=True): FSDP frees the gathered parameters that a second one would need; "
+                "add the losses of one forward up and call backward() once"
+            )
         for model in models:
             if self._sharded[model].in_backward():
                 raise AccumulationError(

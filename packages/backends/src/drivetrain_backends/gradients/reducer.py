@@ -20,12 +20,16 @@ class GradientReducer(Protocol):
     scaler: LossScaler | None
     is_joined: bool
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
         """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
 
         Args:
             loss: The loss to differentiate.
             models: The users' modules that the caller says the loss trains.
+            retain_graph: Whether the graph is kept for another backward.
+
+        Raises:
+            AccumulationError: The graph cannot be kept.
         """
         ...
 
@@ -60,10 +64,10 @@ class ParameterGradients:
         self.scaler = scaler
         self.is_joined = False
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
         """Run torch's backward, on the scaled loss for fp16; see `GradientReducer.backward`."""
         del models
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(retain_graph=retain_graph)
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the parameters; see `GradientReducer.leaves`."""

@@ -79,7 +79,14 @@ class GradientTracker:
         number = self.window.number
         return any(group.losses.is_counted and group.last_window == number for group in self.groups)
 
-    def backward(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        count: Tensor | float | None,
+        owners: Sequence[GradientGroup],
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradients of a loss of some groups.
 
         Raises:
@@ -95,12 +102,19 @@ class GradientTracker:
         if is_plain and len(owners) == 1 and count is None and not self.first_losses.num_left:
             # Most steps: for a small model, the other checks would take as long as the backward.
             owners[0].add_loss(None)
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
         else:
-            self._add(loss, count, owners)
+            self._add(loss, count, owners, retain_graph=retain_graph)
         self.last_backward = window.begun
 
-    def _add(self, loss: Tensor, count: Tensor | float | None, owners: Sequence[GradientGroup]) -> None:
+    def _add(
+        self,
+        loss: Tensor,
+        count: Tensor | float | None,
+        owners: Sequence[GradientGroup],
+        *,
+        retain_graph: bool,
+    ) -> None:
         window, reducer = self.window, self.reducer
         if self.first_losses.num_left:
             self.first_losses.follow(loss, {group: reducer.leaves(group.models) for group in self.groups})
@@ -118,7 +132,8 @@ class GradientTracker:
         elif window.num_micro_batches > 1:
             loss = loss / window.num_micro_batches
         before = [versions_of(group.parameters()) for group in final] if final else ()
-        reducer.backward(loss, [model for group in owners for model in group.models])
+        trained = [model for group in owners for model in group.models]
+        reducer.backward(loss, trained, retain_graph=retain_graph)
         if final:
             _check_unreached(final, before)
         for group in self.groups:

@@ -179,7 +179,9 @@ class TorchBackend:
         plain = [*(p.unwrap() for p in self._prepared), *models]
         return [(optimizer, plain[owners(optimizer, plain)[0]]) for optimizer in optimizers]
 
-    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+    def backward(
+        self, loss: Tensor, *, count: Tensor | float | None = None, retain_graph: bool = False
+    ) -> None:
         """Add the gradients of a loss that may flow through any of the prepared models; see `Backend.backward`."""
         if not self._prepared:
             raise AccumulationError(
@@ -191,14 +193,19 @@ class TorchBackend:
                 f"backward(count=...) with {len(owners)} models that have optimizers of their own: say with model= "
                 "whose items are counted; model=(a, b) where the loss trains both"
             )
-        self._tracker.backward(loss, count, owners)
+        self._tracker.backward(loss, count, owners, retain_graph=retain_graph)
 
     def backward_of(
-        self, models: Sequence[Any], loss: Tensor, *, count: Tensor | float | None = None
+        self,
+        models: Sequence[Any],
+        loss: Tensor,
+        *,
+        count: Tensor | float | None = None,
+        retain_graph: bool = False,
     ) -> None:
         """Add the gradients of a loss that trains several models; see `Backend.backward_of`."""
         chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
-        self._tracker.backward(loss, count, list(dict.fromkeys(chosen)))
+        self._tracker.backward(loss, count, list(dict.fromkeys(chosen)), retain_graph=retain_graph)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Do nothing, because a single device needs no join; see `Backend.join`."""

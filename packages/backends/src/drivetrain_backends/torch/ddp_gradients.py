@@ -62,7 +62,7 @@ class ReplicatedGradients(ParameterGradients):
         self._rebuilt: set[Replica] = set()
         self._has_told = False
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module]) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
         """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
         before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
         on_computed = self.on_computed
@@ -70,11 +70,11 @@ class ReplicatedGradients(ParameterGradients):
             # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
             handle = loss.register_hook(partial(_call_before_reducer, on_computed))
             try:
-                super().backward(loss, models)
+                super().backward(loss, models, retain_graph=retain_graph)
             finally:
                 handle.remove()
         else:
-            super().backward(loss, models)
+            super().backward(loss, models, retain_graph=retain_graph)
         for replica, versions in before:
             replica.record_backward(versions)
 

@@ -1,0 +1,66 @@
+"""The loss scale of fp16, which drivetrain keeps, with the methods of torch's GradScaler that programs call."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from drivetrain import Accelerator
+from drivetrain_accelerate.plugins.kwargs_handlers import GradScalerKwargs
+
+
+class LossScaleView:
+    """The loss scale of a run, to be read, saved and loaded; drivetrain scales, unscales and updates by itself.
+
+    Args:
+        accelerator: A function that returns drivetrain's Accelerator.
+        handler: The factors by which the scale moves; the defaults if None.
+    """
+
+    def __init__(self, accelerator: Callable[[], Accelerator], handler: GradScalerKwargs | None) -> None:
+        self._accelerator = accelerator
+        self._handler = handler or GradScalerKwargs()
+
+    def is_enabled(self) -> bool:
+        """Return True: without fp16 there is no view."""
+        return True
+
+    def get_scale(self) -> float:
+        """Return the number that the next loss is multiplied by. Synchronises with the device."""
+        return float(self._saved()["scale"])
+
+    def get_growth_factor(self) -> float:
+        """Return the factor by which the scale rises after a long run without overflow."""
+        return self._handler.growth_factor
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor by which the scale falls after an overflow."""
+        return self._handler.backoff_factor
+
+    def get_growth_interval(self) -> int:
+        """Return the number of steps without overflow after which the scale rises."""
+        return self._handler.growth_interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that `GradScaler.load_state_dict` takes. Synchronises with the device."""
+        saved = self._saved()
+        return {
+            "scale": float(saved["scale"]),
+            "growth_factor": self._handler.growth_factor,
+            "backoff_factor": self._handler.backoff_factor,
+            "growth_interval": self._handler.growth_interval,
+            "_growth_tracker": int(saved["growth_tracker"]),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the scale of a saved run, here or of a GradScaler; the factors stay those of this run.
+
+        Raises:
+            ValueError: The scale is below the run's smallest.
+        """
+        self._accelerator().load_loss_scale_state(
+            {"scale": state_dict["scale"], "growth_tracker": state_dict["_growth_tracker"]}
+        )
+
+    def _saved(self) -> Mapping[str, Any]:
+        saved = self._accelerator().loss_scale_state()
+        assert saved is not None  # the run computes in fp16
+        return saved

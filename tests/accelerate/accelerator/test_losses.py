@@ -1,0 +1,136 @@
+"""Losses of programs that count micro-batches, keep graphs or prepare no optimizer; beside the real one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate_sides import SIDES
+
+pytest.importorskip("accelerate")
+
+
+def prepared(accelerator: Any, *, with_optimizer: bool = True) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return (
+        accelerator.prepare(model, optimizer) if with_optimizer else (accelerator.prepare(model), optimizer)
+    )
+
+
+def weights_of(model: Any) -> list[float]:
+    return [each.item() for parameter in model.parameters() for each in parameter.flatten()]
+
+
+def keeps_a_graph(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator)
+    for _ in range(2):
+        loss = model(torch.ones(1, 2)).square().mean()
+        accelerator.backward(loss, retain_graph=True)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(accelerator.unwrap_model(model))
+
+
+def counts_itself(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator)
+    for place in range(1, 7):
+        accelerator.backward(model(torch.ones(1, 2) * place).square().mean() * 0.01)
+        if place % 2 == 0 or place == 5:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(accelerator.unwrap_model(model))
+
+
+def prepares_no_optimizer(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator, with_optimizer=False)
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 2)).square().mean())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*weights_of(model), norm.item()]
+
+
+def prepares_nothing(accelerator: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    assert model.weight.grad is not None
+    return model.weight.grad.flatten().tolist()
+
+
+def counts_steps(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator)
+    found = [accelerator.step]
+    for batch in accelerator.prepare(DataLoader(torch.ones(6, 2))):  # pyright: ignore[reportArgumentType]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(accelerator.step)
+    return found
+
+
+def raises_a_flag(accelerator: Any) -> list[Any]:
+    is_unset = accelerator.flag_tensor is None
+    accelerator.set_trigger()
+    raised = accelerator.flag_tensor.item()
+    return [is_unset, raised, accelerator.check_trigger(), accelerator.flag_tensor.item()]
+
+
+@pytest.mark.parametrize(
+    ("found_by", "num_micro_batches"),
+    [
+        (keeps_a_graph, 1),
+        (counts_itself, 2),
+        (prepares_no_optimizer, 1),
+        (prepares_nothing, 1),
+        (prepares_nothing, 4),
+        (counts_steps, 4),
+        (raises_a_flag, 1),
+    ],
+)
+def test_one_process_finds_what_the_real_one_finds(found_by: Any, num_micro_batches: int) -> None:
+    found: list[list[Any]] = []
+    for side in SIDES:
+        with side.accelerator(gradient_accumulation_steps=num_micro_batches) as accelerator:
+            found.append(found_by(accelerator))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def on_each_rank() -> tuple[list[list[float]], str]:
+    found: list[list[float]] = []
+    told = ""
+    for side in SIDES[:2]:
+        for found_by, number in ((keeps_a_graph, 1), (counts_itself, 2)):
+            with side.accelerator(gradient_accumulation_steps=number) as accelerator:
+                found.append(found_by(accelerator))
+    with SIDES[1].accelerator() as accelerator, accelerator.join_uneven_inputs([], even_batches=True):
+        pass
+    with SIDES[1].accelerator() as accelerator:
+        try:
+            with accelerator.join_uneven_inputs([], even_batches=False):
+                pass
+        except ValueError as error:
+            told = str(error)
+    plugin = SIDES[1]("accelerate.FullyShardedDataParallelPlugin")()
+    with SIDES[1].accelerator(fsdp_plugin=plugin) as accelerator:
+        try:
+            keeps_a_graph(accelerator)
+        except RuntimeError as error:
+            told += str(error)
+    return found, told
+
+
+@pytest.mark.slow
+def test_two_processes_do_too_and_loaders_cannot_be_divided_anew(run_ranks: Any) -> None:
+    for found, told in run_ranks(on_each_rank):
+        assert found[2] == pytest.approx(found[0], rel=1e-5)
+        assert found[3] == pytest.approx(found[1], rel=1e-5)
+        assert "even_batches=False" in told
+        assert "FSDP frees the gathered parameters" in told
