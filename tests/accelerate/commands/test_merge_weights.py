@@ -61,14 +61,15 @@ def test_the_sharded_weights_are_removed_if_told(tmp_path: Path, sharded: Path) 
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_checkpoint_of_drivetrain_is_exported(tmp_path: Path) -> None:
+def test_a_checkpoint_of_drivetrain_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from drivetrain import Accelerator
 
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     model = accelerator.prepare(torch.nn.Linear(4, 2))
     accelerator.save_state(tmp_path / "state")
     (folder,) = (tmp_path / "state").glob("step-*")
-    run(MergeWeightsArguments(checkpoint_directory=folder, output_path=tmp_path / "out"))
+    run(MergeWeightsArguments(checkpoint_directory=tmp_path / "state", output_path=tmp_path / "out"))
+    assert capsys.readouterr().out == f"the weights of {folder} are in {tmp_path / 'out'}\n"
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(merged["weight"], model.weight)
     with pytest.raises(LaunchError, match="--unsafe_serialization: exports of drivetrain's checkpoints are"):

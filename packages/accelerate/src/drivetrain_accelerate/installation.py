@@ -101,7 +101,7 @@ def _said_too_late(real: ModuleType) -> str:
     holders = sorted(
         name
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] != _NAME and _holds(module, real)
+        if name.partition(".")[0] not in (_NAME, "__mp_main__") and _holds(module, real)
     )
     shown = f" by {', '.join(holders[:3])}" if holders else ""
     return (
@@ -117,7 +117,8 @@ def _holds(module: object, real: ModuleType) -> bool:
     return any(
         value is real
         or (
-            isinstance(value, type | FunctionType)
+            # By its type alone: torch has objects that warn when `isinstance` asks for their class.
+            issubclass(type(value), (type, FunctionType))
             and str(getattr(value, "__module__", "")).partition(".")[0] == _NAME
         )
         for value in values

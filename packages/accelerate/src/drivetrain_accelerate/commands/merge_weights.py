@@ -72,7 +72,8 @@ def main() -> None:
 
 
 def _merge(arguments: MergeWeightsArguments) -> None:
-    folder, output = Path(arguments.checkpoint_directory), Path(arguments.output_path)
+    given, output = Path(arguments.checkpoint_directory), Path(arguments.output_path)
+    folder = _checkpoint_in(given)
     if (folder / _TORCHS).is_file():
         _export(_weights_of_torch(folder), output, is_pickled=arguments.unsafe_serialization)
     elif (folder / MANIFEST).is_file():
@@ -82,9 +83,16 @@ def _merge(arguments: MergeWeightsArguments) -> None:
             )
         merge_shards(folder, output)
     else:
-        raise ValueError(f"{folder}: {_what_is_there(folder)}")
+        raise ValueError(f"{given}: {_what_is_there(given)}")
     if arguments.remove_checkpoint_dir:
         rmtree(folder)
+    sys.stdout.write(f"the weights of {folder} are in {output}\n")
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    """Return the checkpoint that a folder of `save_state` holds, if it is the only one; else the folder itself."""
+    steps = step_folders(folder) if folder.is_dir() else []
+    return Path(steps[0]) if len(steps) == 1 else folder
 
 
 def _what_is_there(folder: Path) -> str:
@@ -92,7 +100,7 @@ def _what_is_there(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder"
     if steps := step_folders(folder):
-        return f"holds several checkpoints; name one, such as {folder / list(steps)[-1]}"
+        return f"holds several checkpoints; name one, such as {steps[-1]}"
     if inner := sorted(found.parent.name for found in folder.glob(f"*/{_TORCHS}")):
         return f"holds no weights itself; name {folder / inner[0]}"
     return f"holds neither {MANIFEST} of a drivetrain checkpoint nor {_TORCHS} of sharded weights of FSDP"

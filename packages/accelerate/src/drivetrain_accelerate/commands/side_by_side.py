@@ -17,6 +17,10 @@ from drivetrain_launcher.errors import LaunchError
 
 _RECORDED = "drivetrain_accelerate.commands.comparison.recorded_run"
 _LAST_LINES = 15
+_WHY = (
+    "a loader that shuffles reads in drivetrain's own order, the same on any number of processes: compare with "
+    "shuffle=False; of what else differs by intention, docs/howto/drop_in.md has a table\n"
+)
 
 Side = Literal["real", "ours"]
 
@@ -76,6 +80,8 @@ def run(arguments: ComparisonArguments) -> int:
     sys.stdout.write(
         f"{table_of(rows, arguments.tolerance)}\n{verdict} (tolerance {arguments.tolerance:g})\n"
     )
+    if different:
+        sys.stdout.write(_WHY)
     return 1 if different else 0
 
 
