@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from examples.launching import EXAMPLES
+from example_launching import EXAMPLES
 from processes import Completed, run_script
 
 

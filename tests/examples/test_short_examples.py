@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from examples.launching import launch
+from example_launching import launch
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.parametrize("num_processes", [1, 2])]
 

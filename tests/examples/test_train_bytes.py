@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.launching import launch
+from example_launching import launch
 
 pytestmark = pytest.mark.timeout(400)
 

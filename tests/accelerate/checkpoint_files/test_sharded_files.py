@@ -1,5 +1,6 @@
 """Files of sharded models, written and read here and by the installed Accelerate."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +40,17 @@ def weights(model: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """The same kernels in both packages; other tests keep theirs."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 def exchanged(folder: str, kind: str, direction: str) -> tuple[list[float], list[float]]:
     """Train, write, read in the other package, and train there; return the weights of both after the same steps."""
-    torch.use_deterministic_algorithms(True)
     plugin = {
         Accelerator: SimpleNamespace(state_dict_type=kind),
         RealAccelerator: FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind),
@@ -73,7 +82,9 @@ def exchanged(folder: str, kind: str, direction: str) -> tuple[list[float], list
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of the real one
 @pytest.mark.parametrize("direction", ["ours to real", "real to ours"])
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
-def test_files_are_exchanged_with_the_real_one(tmp_path: Path, kind: str, direction: str) -> None:
+def test_files_are_exchanged_with_the_real_one(
+    tmp_path: Path, deterministic: None, kind: str, direction: str
+) -> None:
     mine, theirs = exchanged(str(tmp_path), kind, direction)
     assert mine == pytest.approx(theirs, rel=1e-6)
     names = {path.name for path in tmp_path.iterdir()}
