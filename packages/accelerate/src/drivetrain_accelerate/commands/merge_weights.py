@@ -92,7 +92,7 @@ def _merge(arguments: MergeWeightsArguments) -> None:
 def _checkpoint_in(folder: Path) -> Path:
     """Return the checkpoint that a folder of `save_state` holds, if it is the only one; else the folder itself."""
     steps = step_folders(folder) if folder.is_dir() else []
-    return Path(steps[0]) if len(steps) == 1 else folder
+    return Path(str(steps[0])) if len(steps) == 1 else folder
 
 
 def _what_is_there(folder: Path) -> str:
