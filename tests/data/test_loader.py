@@ -454,3 +454,51 @@ def test_a_dataset_that_has_grown_is_not_read_in_part() -> None:
     data.append(torch.tensor(4))
     with pytest.raises(ValueError, match="had 4 samples when its loader was sharded, and has 5 now"):
         next(iter(loader))
+
+
+def uneven(shard: int, *, shuffle: bool = False, **options: Any) -> ShardedLoader[Any]:
+    base = DataLoader(torch.arange(10), batch_size=4, shuffle=shuffle, **options)
+    return shard_loader(base, Shard(shard, 2), even="pad")
+
+
+def test_tails_are_treated_otherwise_in_a_block() -> None:
+    loaders = [uneven(shard) for shard in range(2)]
+    padded = [samples(loader) for loader in loaders]
+    assert [len(each) for each in padded] == [8, 8]
+    treated: list[list[int]] = []
+    for loader in loaders:
+        with loader.treating_tails("uneven"):
+            treated.append(samples(loader))
+    assert sorted(sum(treated, [])) == list(range(10))
+    assert [samples(loader) for loader in loaders] == padded
+    assert [loader.epoch for loader in loaders] == [2, 2]
+
+
+def test_an_order_goes_on_where_tails_are_treated_otherwise() -> None:
+    expected, loader = uneven(0, shuffle=True), uneven(0, shuffle=True)
+    orders = [samples(expected) for _ in range(4)]
+    for number, order in enumerate(orders):
+        if number % 2:
+            with loader.treating_tails("uneven"):
+                assert samples(loader) == order[:5]
+        else:
+            assert samples(loader) == order
+    state = uneven(0, shuffle=True)
+    for batch in state:
+        assert batch.tolist() == orders[0][:4]
+        break
+    resumed = uneven(0, shuffle=True)
+    resumed.load_state_dict(state.state_dict())
+    with resumed.treating_tails("uneven"):
+        assert samples(resumed) == orders[0][4:5]
+    assert samples(resumed) == orders[1]
+
+
+def test_tails_cannot_be_treated_otherwise_inside_a_loop_and_dropped_ones_stay_dropped() -> None:
+    loader, dropped = uneven(0), uneven(0, drop_last=True)
+    with pytest.raises(RuntimeError, match="a loop over this loader is running"):
+        for _ in loader:
+            with loader.treating_tails("uneven"):
+                pass
+    with dropped.treating_tails("uneven"):
+        assert len(samples(dropped)) == 4

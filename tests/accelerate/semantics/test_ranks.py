@@ -71,12 +71,17 @@ def of_loaders(accelerator: Any) -> Numbers:
     tail: list[Any] = []
     numbers: Any = range(11)
     shuffled = accelerator.prepare(DataLoader(numbers, batch_size=2, shuffle=True))
+    joined: list[Any] = []
+    plain = accelerator.prepare(DataLoader(numbers, batch_size=4))
+    for even_batches in (False, None):
+        with accelerator.join_uneven_inputs([], even_batches=even_batches):
+            joined.append([sample for batch in plain for sample in batch.tolist()])
     order = [accelerator.gather_for_metrics(batch).tolist() for batch in shuffled]
     for batch in accelerator.prepare(DataLoader(numbers, batch_size=4)):
         means = torch.full((4,), float(rank + 1))  # a row for each sample of a full batch
         gathered = accelerator.gather_for_metrics(means).tolist()
         tail = [batch.tolist(), accelerator.gather_for_metrics(batch).tolist(), gathered]
-    return {"tail": tail, "order": order}
+    return {"tail": tail, "order": order, "joined": joined}
 
 
 def of_tails(side: Side, accelerator: Any) -> Numbers:
@@ -228,6 +233,15 @@ def test_objects(on_first: dict[str, Numbers]) -> None:
     theirs, ours, restored = ([on_first[side.name][row] for row in ("dict", "word")] for side in SIDES)
     assert theirs == restored == [["a", "b", "a", "b"]] * 2
     assert all("give it a list" in each for each in ours)
+
+
+def test_joined(by_rank: list[dict[str, Numbers]]) -> None:
+    """`join_uneven_inputs(even_batches=False)` on CPUs"""
+    theirs, ours, restored = values(by_rank, "joined")
+    assert [len(each) for each in theirs[0]] == [8, 8]
+    assert ours == restored
+    assert sorted(ours[0][0] + ours[1][0]) == list(range(11))
+    assert [each[1] for each in ours] == [each[1] for each in theirs]
 
 
 def test_uneven(by_rank: list[dict[str, Numbers]]) -> None:

@@ -1,7 +1,7 @@
 """A sharded loader as a training loop sees it: one shard's batches on its device, each with its plan."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -9,6 +9,7 @@ from drivetrain_data.active_loaders import LoaderTracker
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
+from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
@@ -60,6 +61,7 @@ class ShardedLoader(Generic[Batch]):
         self.current: BatchPlan | None = None
         self.seed_source = seed_source
         self._source = source
+        self._sources: dict[UnevenPolicy, BatchSource] = {source.sharding.even: source}
         self._dispatch = dispatch
         self._copies = copies
         self._activity = activity
@@ -166,6 +168,38 @@ class ShardedLoader(Generic[Batch]):
         if epoch != self._epoch or self._begun:
             self._moves += 1
             self._start(epoch, position=0)
+
+    @contextmanager
+    def treating_tails(self, even: UnevenPolicy) -> Generator[None]:
+        """Treat the tails of the loops in the block otherwise. Called on all ranks, outside a loop.
+
+        Args:
+            even: The treatment, as `shard_loader` takes it; a loader that drops its tails goes on to.
+
+        Raises:
+            RuntimeError: A loop over the loader is running.
+            ValueError: The loader's batches cannot be treated so.
+        """
+        if self.current is not None:
+            raise RuntimeError(f"treating_tails({even!r}): a loop over this loader is running; leave it first")
+        before = self._source
+        if even not in self._sources:
+            self._sources[even] = before.with_even(even)
+        self._read_from(self._sources[even])
+        try:
+            yield
+        finally:
+            if self.current is not None:
+                self._end_loop()
+            self._read_from(before)
+
+    def _read_from(self, source: BatchSource) -> None:
+        """Read the next loop from another source of the same data, from the same position."""
+        epoch, position = (self._epoch + 1, 0) if self._begun else (self._epoch, self._position)
+        if source is not self._source:
+            source.seed = self._source.seed
+            source.load_extra_state(epoch, self._source.extra_state(epoch, position))
+            self._source = source
 
     def mark_stepped(self) -> None:
         """Record that an optimizer has stepped on every batch received so far.

@@ -1,13 +1,14 @@
 """The methods of an Accelerator inside a training loop: windows, backward, clipping, autocast."""
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
+from drivetrain_accelerate.loaders.loader_adapter import sharded_of
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
@@ -91,20 +92,17 @@ class TrainingMethods(PrepareMethods):
 
         Args:
             joinables: The models trained in it.
-            even_batches: Whether the loaders fill their tails, as said when they were prepared; None, the same.
+            even_batches: Whether the prepared loaders fill their tails in the block; None, as when prepared.
 
-        Raises:
-            ValueError: The loaders of several ranks were prepared otherwise.
+        A loop that is running at the block's begin goes on as it began.
         """
         del joinables  # drivetrain's loaders give all ranks equally many steps
-        fills = self.options.data.even_batches
-        if even_batches not in (None, fills) and self.state.num_processes > 1:
-            raise ValueError(
-                f"join_uneven_inputs(even_batches={even_batches}): a loader's samples are divided when it is "
-                f"prepared; say DataLoaderConfiguration(even_batches={even_batches}), and prepare the loaders of "
-                f"this loop after setting accelerator.even_batches = {even_batches}"
-            )
-        yield
+        with ExitStack() as stack:
+            for loader in self._dataloaders if self.state.num_processes > 1 else ():
+                if even_batches is not None and sharded_of(loader.sharded).current is None:
+                    treated = sharded_of(loader.sharded).treating_tails("pad" if even_batches else "uneven")
+                    stack.enter_context(treated)
+            yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of a loss. Called on all ranks.

@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from drivetrain_data.sampling.partition import num_steps
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
+from drivetrain_data.settings import UnevenPolicy
 
 
 class StepOrigin(NamedTuple):
@@ -29,6 +31,8 @@ Reading: TypeAlias = tuple[BatchPlan, Any, StepOrigin | None]
 class BatchSource(ABC):
     """A base class of sources of a shard's batches and their plans. Every rank has one and makes the same calls.
 
+    Subclasses are constructed from a loader and a sharding.
+
     1. `move_to` chooses an epoch and a position, on all ranks; `open` reads from there, on those that read.
     2. `note_received` follows each step that has an origin, once the loop has received the step.
     3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
@@ -42,10 +46,22 @@ class BatchSource(ABC):
 
     def __init__(self, loader: Any, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
         self.dataset: Any = getattr(loader, "dataset", None)
+        self._users_loader = loader
         self.sharding = sharding
         self.stride = stride
         self.batch_size = batch_size
         self._seed = sharding.seed
+
+    def with_even(self, even: UnevenPolicy) -> Self:
+        """Return a source of the same batches that treats tails otherwise; a loader that drops them goes on to.
+
+        Raises:
+            ValueError: The loader's batches cannot be treated so.
+        """
+        if self.sharding.even in ("drop", even):
+            return self
+        make: Any = type(self)
+        return make(self._users_loader, replace(self.sharding, even=even))
 
     @property
     def seed(self) -> int:

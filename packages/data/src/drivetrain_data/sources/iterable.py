@@ -64,7 +64,6 @@ class IterableSource(BatchSource):
         snapshotter = Snapshotter(self.dataset if self._reads_here else None, trusted=self._left_out is None)
         self._collate = ShardCollate(loader.collate_fn, size, sharding, snapshotter)
         self._generator = Generator()
-        self._users_loader = loader
         self._loader = self._build()
         self._own_draws = self._saved_draws = own_draws(self.dataset)
         self._received = ReadPosition.beginning(0, self._num_workers)
