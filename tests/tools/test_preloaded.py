@@ -34,7 +34,7 @@ def run(python: str, *arguments: str, **options: object) -> subprocess.Completed
     )
 
 
-def same(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+def assert_same(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run both; they print the same and end alike."""
     fresh, forked = (run(each, *arguments, **options) for each in (sys.executable, python))
     assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
@@ -55,21 +55,21 @@ def test_a_script_has_its_arguments_folder_input_and_variables(python: str, tmp_
         "print(os.environ['TEST_X'], 'no' if 'RANK' in os.environ else 'yes')"
     )
     variables = {name: value for name, value in environment().items() if name != "RANK"} | {"TEST_X": "x"}
-    done = same(python, str(script), "a", "-b", cwd=tmp_path, input="said", env=variables)
+    done = assert_same(python, str(script), "a", "-b", cwd=tmp_path, input="said", env=variables)
     assert done.stdout.endswith("said\nx yes\n")
 
 
 def test_modules_and_code_run_as_well(python: str, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("import sys; print(sys.argv[1:], sys.path[0], __name__)")
-    same(python, "-m", "module", "a", cwd=tmp_path)
-    same(python, "-c", "import sys; print(sys.argv, __name__)", "a")
-    same(python, "-u", "-c", "import os; print('written', end=''); os._exit(3)")
+    assert_same(python, "-m", "module", "a", cwd=tmp_path)
+    assert_same(python, "-c", "import sys; print(sys.argv, __name__)", "a")
+    assert_same(python, "-u", "-c", "import os; print('written', end=''); os._exit(3)")
 
 
 def test_variables_of_a_search_path_are_searched(python: str, tmp_path: Path) -> None:
     (tmp_path / "found.py").write_text("print('found')")
     assert (
-        same(python, "-c", "import found", env={**environment(), "PYTHONPATH": str(tmp_path)}).stdout
+        assert_same(python, "-c", "import found", env={**environment(), "PYTHONPATH": str(tmp_path)}).stdout
         == "found\n"
     )
 
@@ -85,13 +85,13 @@ def test_variables_of_a_search_path_are_searched(python: str, tmp_path: Path) ->
     ],
 )
 def test_a_process_ends_as_it_does_in_python(python: str, end: str) -> None:
-    same(python, "-c", end)
+    assert_same(python, "-c", end)
 
 
 def test_what_was_registered_runs_at_the_end(python: str) -> None:
     code = "import atexit, threading, time\natexit.register(print, 'last')\n"
     code += "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
-    assert same(python, "-c", code).stdout == "thread\nlast\n"
+    assert assert_same(python, "-c", code).stdout == "thread\nlast\n"
 
 
 @pytest.fixture

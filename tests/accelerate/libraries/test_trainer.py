@@ -21,7 +21,7 @@ def trained(folder: Path, *arguments: str, ours: bool, num_processes: int = 1) -
     return run_program("with_trainer", str(folder), *arguments, ours=ours, num_processes=num_processes)
 
 
-def same(found: Any, expected: Any) -> None:
+def assert_same(found: Any, expected: Any) -> None:
     """Compare what two runs found, up to the rounding of sums in another order."""
     assert [sorted(entry) for entry in found["history"]] == [sorted(entry) for entry in expected["history"]]
     for entry, other in zip(found["history"], expected["history"], strict=True):
@@ -32,14 +32,14 @@ def same(found: Any, expected: Any) -> None:
 
 
 def test_one_process_trains_evaluates_and_predicts_as_with_the_real_one(tmp_path: Path) -> None:
-    same(trained(tmp_path / "ours", ours=True), trained(tmp_path / "real", ours=False))
+    assert_same(trained(tmp_path / "ours", ours=True), trained(tmp_path / "real", ours=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--bf16",), ("--accumulate", "1")])
 def test_two_processes_do_too(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     ours = trained(tmp_path / "ours", *arguments, ours=True, num_processes=2)
-    same(ours, trained(tmp_path / "real", *arguments, ours=False, num_processes=2))
+    assert_same(ours, trained(tmp_path / "real", *arguments, ours=False, num_processes=2))
 
 
 @pytest.mark.slow
@@ -48,14 +48,16 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(tmp_path: Path, 
     whole = trained(tmp_path / "ours", ours=True, num_processes=num_processes)
     checkpoint = str(tmp_path / "ours" / "checkpoint-4")
     rest = trained(tmp_path / "rest", "--resume", checkpoint, ours=True, num_processes=num_processes)
-    same(rest, whole)
+    assert_same(rest, whole)
 
 
 @pytest.mark.slow
 def test_one_process_goes_on_from_a_checkpoint_of_two_as_with_the_real_one(tmp_path: Path) -> None:
     trained(tmp_path / "two", ours=True, num_processes=2)
     resume = ("--resume", str(tmp_path / "two" / "checkpoint-4"))
-    same(trained(tmp_path / "ours", *resume, ours=True), trained(tmp_path / "real", *resume, ours=False))
+    assert_same(
+        trained(tmp_path / "ours", *resume, ours=True), trained(tmp_path / "real", *resume, ours=False)
+    )
 
 
 def zero(stage: int, **more: Any) -> tuple[str, str]:
@@ -93,9 +95,9 @@ def test_a_divided_model_trains_as_replicas_do_and_goes_on_at_another_number_of_
     tmp_path: Path, replicated: tuple[Any, Any], name: str
 ) -> None:
     whole, rest = replicated
-    same(trained(tmp_path, *DIVIDED[name], ours=True, num_processes=2), whole)
+    assert_same(trained(tmp_path, *DIVIDED[name], ours=True, num_processes=2), whole)
     resume = ("--resume", str(tmp_path / "checkpoint-4"))
-    same(trained(tmp_path / "rest", *DIVIDED[name], *resume, ours=True, num_processes=3), rest)
+    assert_same(trained(tmp_path / "rest", *DIVIDED[name], *resume, ours=True, num_processes=3), rest)
 
 
 @pytest.mark.slow
@@ -104,9 +106,9 @@ def test_adapters_train_on_a_divided_base_and_go_on(tmp_path: Path, name: str) -
     pytest.importorskip("peft", reason="the adapters are its")
     options = ("--lora", *DIVIDED[name])
     whole = trained(tmp_path / "whole", *options, ours=True, num_processes=2)
-    same(whole, trained(tmp_path / "replicas", "--lora", ours=True, num_processes=2))
+    assert_same(whole, trained(tmp_path / "replicas", "--lora", ours=True, num_processes=2))
     resume = ("--resume", str(tmp_path / "whole" / "checkpoint-4"))
-    same(trained(tmp_path / "rest", *options, *resume, ours=True, num_processes=2), whole)
+    assert_same(trained(tmp_path / "rest", *options, *resume, ours=True, num_processes=2), whole)
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_the_optimizer_and_schedule_of_a_configuration_go_on_from_a_checkpoint(t
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < rates[1]
     resume = ("--resume", str(tmp_path / "whole" / "checkpoint-4"))
-    same(trained(tmp_path / "rest", *config, *resume, ours=True, num_processes=2), whole)
+    assert_same(trained(tmp_path / "rest", *config, *resume, ours=True, num_processes=2), whole)
 
 
 @pytest.mark.slow
@@ -132,4 +134,4 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "killed" / "checkpoint-4" / "trainer_state.json").is_file()
     resume = ("--resume", str(tmp_path / "killed" / "checkpoint-4"))
-    same(trained(tmp_path / "rest", *resume, ours=True), whole)
+    assert_same(trained(tmp_path / "rest", *resume, ours=True), whole)

@@ -27,7 +27,7 @@ def values(found: Any, place: str = "") -> dict[str, Any]:
     return {at: value for key, each in items for at, value in values(each, f"{place}/{key}").items()}
 
 
-def same(found: Any, expected: Any) -> None:
+def assert_same(found: Any, expected: Any) -> None:
     """Compare what two runs found, numbers up to the rounding of sums in another order."""
     ours, theirs = values(found), values(expected)
     numbers = {place: value for place, value in theirs.items() if isinstance(value, float)}
@@ -38,7 +38,7 @@ def check_equal(name: str, folder: Path, *arguments: str, num_processes: int = 1
     """Run a program on both, compare what it found, and return it."""
     ours = run_program(name, str(folder / "ours"), *arguments, ours=True, num_processes=num_processes)
     real = run_program(name, str(folder / "real"), *arguments, ours=False, num_processes=num_processes)
-    same(ours, real)
+    assert_same(ours, real)
     return ours
 
 
@@ -77,7 +77,7 @@ def test_an_adapters_run_goes_on_from_its_checkpoint(tmp_path: Path, num_process
     whole = run_program("with_peft", str(tmp_path / "whole"), ours=True, num_processes=num_processes)
     resume = ("--resume", str(tmp_path / "whole" / "checkpoint-4"))
     rest = run_program("with_peft", str(tmp_path / "rest"), *resume, ours=True, num_processes=num_processes)
-    same(rest, whole)
+    assert_same(rest, whole)
 
 
 @needs("peft", "bitsandbytes", "torchao")

@@ -68,7 +68,7 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def both(name: str, ours: Any, *args: Any, **kwargs: Any) -> None:
+def assert_both(name: str, ours: Any, *args: Any, **kwargs: Any) -> None:
     """Check that Accelerate's function and ours return the same, or raise an error of the same class."""
     results: list[str] = []
     for function in (getattr(real, name), ours):
@@ -82,15 +82,17 @@ def both(name: str, ours: Any, *args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("data", NESTED.values(), ids=NESTED.keys())
 def test_functions_of_nested_data_return_what_accelerate_returns(data: Any) -> None:
-    both("recursively_apply", nested_tensors.recursively_apply, lambda leaf: leaf + 1, data)
-    both("recursively_apply", nested_tensors.recursively_apply, torch.clone, data, error_on_other_type=True)
-    both("send_to_device", nested_tensors.send_to_device, data, "meta")
-    both("send_to_device", nested_tensors.send_to_device, data, "cpu", non_blocking=True)
-    both("find_device", nested_tensors.find_device, data)
-    both("get_data_structure", shapes.get_data_structure, data)
-    both("get_shape", shapes.get_shape, data)
-    both("listify", shapes.listify, data)
-    both("convert_to_fp32", fp32_outputs.convert_to_fp32, data)
+    assert_both("recursively_apply", nested_tensors.recursively_apply, lambda leaf: leaf + 1, data)
+    assert_both(
+        "recursively_apply", nested_tensors.recursively_apply, torch.clone, data, error_on_other_type=True
+    )
+    assert_both("send_to_device", nested_tensors.send_to_device, data, "meta")
+    assert_both("send_to_device", nested_tensors.send_to_device, data, "cpu", non_blocking=True)
+    assert_both("find_device", nested_tensors.find_device, data)
+    assert_both("get_data_structure", shapes.get_data_structure, data)
+    assert_both("get_shape", shapes.get_shape, data)
+    assert_both("listify", shapes.listify, data)
+    assert_both("convert_to_fp32", fp32_outputs.convert_to_fp32, data)
 
 
 def test_arguments_and_the_test_of_leaves_are_handed_on() -> None:
@@ -98,8 +100,8 @@ def test_arguments_and_the_test_of_leaves_are_handed_on() -> None:
         return leaf + other + more
 
     data = [tensor(1), (2, "x")]
-    both("recursively_apply", nested_tensors.recursively_apply, add, data, 5, more=7)
-    both(
+    assert_both("recursively_apply", nested_tensors.recursively_apply, add, data, 5, more=7)
+    assert_both(
         "recursively_apply",
         nested_tensors.recursively_apply,
         add,
@@ -112,7 +114,7 @@ def test_arguments_and_the_test_of_leaves_are_handed_on() -> None:
 @pytest.mark.parametrize("skip_keys", ["a", ["a", "c"], ("a",), None])
 def test_skipped_keys_stay_where_they_are(skip_keys: Any) -> None:
     data = {"a": tensor([1.0]), "b": [{"a": tensor(1), "c": tensor(1)}], "d": Plain(), "e": NonBlocking()}
-    both("send_to_device", nested_tensors.send_to_device, data, "meta", True, skip_keys)
+    assert_both("send_to_device", nested_tensors.send_to_device, data, "meta", True, skip_keys)
 
 
 def test_keys_of_an_encoding_are_skipped_too() -> None:

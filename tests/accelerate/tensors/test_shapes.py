@@ -23,7 +23,7 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def both(name: str, *args: Any, **kwargs: Any) -> None:
+def assert_both(name: str, *args: Any, **kwargs: Any) -> None:
     theirs = outcome(getattr(real, name), *args, **kwargs)
     assert outcome(getattr(shapes, name), *args, **kwargs) == theirs
 
@@ -46,8 +46,8 @@ def both(name: str, *args: Any, **kwargs: Any) -> None:
     ids=str,
 )
 def test_the_batch_size_is_that_of_the_first_leaf(data: Any) -> None:
-    both("find_batch_size", data)
-    both("ignorant_find_batch_size", data)
+    assert_both("find_batch_size", data)
+    assert_both("ignorant_find_batch_size", data)
 
 
 def test_a_tensor_without_dimensions_has_no_batch_size() -> None:
@@ -64,8 +64,8 @@ def test_tensors_of_a_structure_are_made_also_without_dimensions() -> None:
 
 @pytest.mark.parametrize("data", [tensor([1, 2, 3]), {"a": [tensor([1, 2, 3]), "s"]}], ids=str)
 def test_slices_are_of_each_tensor(data: Any) -> None:
-    both("slice_tensors", data, slice(1, 3))
-    both("slice_tensors", data, slice(0, 1), process_index=1, num_processes=2)
+    assert_both("slice_tensors", data, slice(1, 3))
+    assert_both("slice_tensors", data, slice(0, 1), process_index=1, num_processes=2)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_slices_are_of_each_tensor(data: Any) -> None:
     ids=str,
 )
 def test_joins_keep_the_structure(data: Any) -> None:
-    both("concatenate", data)
-    both("concatenate", data, dim=-1)
+    assert_both("concatenate", data)
+    assert_both("concatenate", data, dim=-1)
 
 
 @pytest.mark.parametrize(
@@ -106,5 +106,5 @@ def test_a_batch_is_padded_by_repeats_of_its_last_row_as_documented() -> None:
     theirs = real.pad_input_tensors({"a": torch.arange(5)}, batch_size=5, num_processes=4)
     assert padded["a"].shape == theirs["a"].shape
     assert shapes.pad_input_tensors(torch.ones(3, 3), 3, 2, dim=1).shape == (3, 4)
-    both("pad_input_tensors", torch.arange(4), 4, 2)
-    both("pad_input_tensors", {"a": "s"}, 3, 2)
+    assert_both("pad_input_tensors", torch.arange(4), 4, 2)
+    assert_both("pad_input_tensors", {"a": "s"}, 3, 2)
