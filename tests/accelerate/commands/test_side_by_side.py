@@ -24,7 +24,7 @@ def test_losses_that_are_the_same_end_with_0(capsys: pytest.CaptureFixture[str])
 def test_losses_that_differ_end_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(ComparisonArguments(script=PROGRAM, steps=2, arguments=("--skew",))) == 1
     out = capsys.readouterr().out
-    assert out.count("differs") == 2
+    assert [line.split()[-1] for line in out.splitlines()[1:3]] == ["differs"] * 2
     assert "2 of 2 losses differ" in out
 
 
