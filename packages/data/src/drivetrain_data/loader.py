@@ -181,7 +181,9 @@ class ShardedLoader(Generic[Batch]):
             ValueError: The loader's batches cannot be treated so.
         """
         if self.current is not None:
-            raise RuntimeError(f"treating_tails({even!r}): a loop over this loader is running; leave it first")
+            raise RuntimeError(
+                f"treating_tails({even!r}): a loop over this loader is running; leave it first"
+            )
         before = self._source
         if even not in self._sources:
             self._sources[even] = before.with_even(even)
