@@ -83,6 +83,7 @@ def run_of(accelerator_class: Any, *, seed: int = 0, size: int = 24, **options: 
     try:
         yield Run(accelerator, prepared[:2], prepared[2:], scheduler, loader, counter)
     finally:
-        state = accelerator.state
+        state, gradients = accelerator.state, accelerator.gradient_state
         accelerator.end_training()
         type(state)._reset_state(reset_partial_state=True)
+        type(gradients)._reset_state()  # a run that ends within an epoch leaves its loader there

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_config import ConfigError, Layers, SettingConflict, Source, environ, resolve
+from drivetrain_config.source import Entry
 
 KINDS = ("code", "command line", "environment", "file")
 
@@ -131,6 +132,24 @@ def test_code_against_the_command_line_is_a_disagreement_that_names_both() -> No
     assert str(found.disagreements[0]) == (
         "probe.count=4 in code overrules --probe-count on the command line, which says 3"
     )
+
+
+def test_code_may_name_who_chose_a_value_for_the_program() -> None:
+    layers = Layers.read(command_line={"probe": {"count": "3", "rate": "2.0"}}, sections={"probe": Probe})
+    chosen = {
+        "count": Entry(4, Source("code", "the plugin")),
+        "rate": Entry(1.5, Source("default", "the library's default")),
+        "fast": Entry(True, Source("default", "the library's default")),
+        "limit": Entry("5", Source("environment", "LIMIT")),
+    }
+    found = resolve(Probe, section="probe", code=chosen, layers=layers)
+    assert (found.value.count, str(found.sources["count"])) == (4, "the plugin")
+    assert (found.value.rate, found.sources["rate"].kind) == (2.0, "command line")
+    assert (found.value.fast, str(found.sources["fast"])) == (True, "the library's default")
+    assert (found.value.limit, str(found.sources["limit"])) == (5, "LIMIT in the environment")
+    assert [str(each) for each in found.disagreements] == [
+        "probe.count=4 of the plugin overrules --probe-count on the command line, which says 3"
+    ]
 
 
 def test_a_default_in_code_gives_way_to_every_other_layer_and_says_so(tmp_path: Path) -> None:

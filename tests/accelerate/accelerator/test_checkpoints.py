@@ -42,6 +42,29 @@ def test_automatic_folders_have_the_names_and_the_limit_of_the_real_one(tmp_path
     assert found[0][1] == ["checkpoint_10", "checkpoint_9"]
 
 
+def test_without_a_limit_every_folder_stays_as_with_the_real_one(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for place, (kind, configuration) in enumerate(BOTH):
+        folder = tmp_path / str(place)
+        project = configuration(project_dir=str(folder), automatic_checkpoint_naming=True)
+        with run_of(kind, project_config=project) as run:
+            for _ in range(3):
+                run.train(1)
+                run.accelerator.save_state()
+        with run_of(kind) as run:
+            for name in ("first", "second", "second"):
+                run.train(1)
+                run.accelerator.save_state(str(folder / "own" / name))
+            saved = run.values()
+            run.train(1)
+            run.accelerator.load_state(str(folder / "own" / "second"))
+            assert run.values() == saved
+            run.accelerator.load_state(str(folder / "own" / "first"))
+        found.append(sorted(path.name for path in [*folder.glob("checkpoints/*"), *folder.glob("own/*")]))
+    assert found[0] == found[1]
+    assert found[0] == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "first", "second"]
+
+
 def test_hooks_get_what_the_real_one_gives_them(tmp_path: Path) -> None:
     found: list[Any] = []
     for place, (kind, _) in enumerate(BOTH):

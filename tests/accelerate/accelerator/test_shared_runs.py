@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from drivetrain_accelerate.accelerator.composition import plan_composition
+from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.plugins import kwargs_handlers
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
@@ -15,7 +17,11 @@ from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPl
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs, InitProcessGroupKwargs
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
-from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
+from drivetrain_accelerate.plugins.run_configuration import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_config import environ
@@ -48,6 +54,50 @@ class Noting(torch.nn.Module):
         outputs = self.layer(inputs)
         self.seen.append(outputs.dtype)
         return outputs
+
+
+def sources_of(accelerator: Accelerator) -> dict[str, str]:
+    """Return the source of each setting that was said, as the plan of the run shows it."""
+    rows = accelerator.inner.plan.rows
+    return {row.setting: row.source for row in rows if row.source != "default"}
+
+
+def test_the_plan_says_who_chose_what_the_program_has_not_written() -> None:
+    loaders = DataLoaderConfiguration(non_blocking=True)
+    with environ.exported(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4", DRIVETRAIN_CHECKPOINT__KEEP_LAST="3"):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", dataloader_config=loaders)
+        assert sources_of(accelerator) == {
+            "run.mixed_precision": "code",
+            "run.gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment",
+            "run.cpu": "code",
+            "state.device": "code",
+            "precision.output_dtype": "Accelerate's default",
+            "data.non_blocking": "code",
+            "checkpoint.keep_last": "DRIVETRAIN_CHECKPOINT__KEEP_LAST in the environment",
+        }
+    forget()
+    with environ.exported(ACCELERATE_MIXED_PRECISION="bf16", ACCELERATE_USE_CPU="yes"):
+        found = sources_of(Accelerator(gradient_accumulation_steps=2))
+    assert found["run.mixed_precision"] == "ACCELERATE_MIXED_PRECISION in the environment"
+    assert found["run.cpu"] == found["state.device"] == "ACCELERATE_USE_CPU in the environment"
+    assert found["run.gradient_accumulation_steps"] == "code"
+    assert found["checkpoint.keep_last"] == found["data.non_blocking"] == "Accelerate's default"
+
+
+def test_the_plan_says_which_settings_are_a_plugins() -> None:
+    pytest.importorskip("deepspeed")
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    )
+    options = RunOptions(accumulation=GradientAccumulationPlugin(num_steps=2))
+    settings = plan_composition(options, deepspeed_plugin=plugin, num_processes=1).settings.entries()
+    asked = [settings["run"]["backend"], settings["run"]["gradient_accumulation_steps"]]
+    assert {str(each.source) for each in (*asked, settings["deepspeed"]["config"])} == {
+        "the DeepSpeed plugin"
+    }
+    sharded = RunOptions(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    settings = plan_composition(sharded, deepspeed_plugin=None, num_processes=2).settings.entries()
+    assert {str(each.source) for each in settings["fsdp"].values()} == {"the FSDP plugin"}
 
 
 @pytest.mark.parametrize("kind", [Accelerator, accelerate.Accelerator])

@@ -5,7 +5,7 @@ therefore overrides no other layer: it ranks below the file and above the defaul
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 from drivetrain_config import environ
@@ -40,10 +40,10 @@ class SettingConflict:
     def __str__(self) -> str:
         if self.taken_from.kind == "code":
             overruled = f"{self.overruled_from}, which says {self.overruled!r}"
-            return f"{self.field}={self.taken!r} in code overrules {overruled}"
+            return f"{self.field}={self.taken!r} {_in_code(self.taken_from)} overrules {overruled}"
         return (
-            f"{self.field}={self.taken!r} from {self.taken_from} overrules {self.overruled!r} in code, which is the "
-            "default and so counts as not given"
+            f"{self.field}={self.taken!r} from {self.taken_from} overrules {self.overruled!r} "
+            f"{_in_code(self.overruled_from)}, which is the default and so counts as not given"
         )
 
 
@@ -75,6 +75,8 @@ def resolve(
         section_type: The frozen dataclass of the section.
         section: The section's name: the key in a file, and the middle of `DRIVETRAIN_<SECTION>__<FIELD>`.
         code: The values given in code; None means not given, and a value equal to the default gives way to any other.
+            A value that another than the program chose is an `Entry` with its source; one whose source is not code
+            gives way to the layers.
         layers: The other layers; those of this process by default.
 
     Raises:
@@ -144,13 +146,18 @@ def _entries(
         check_field(section, name, known, entries[0].source)
     found: dict[str, tuple[Entry, ...]] = {}
     for name in known:
-        in_code = code.get(name)
-        said = (
-            () if in_code is None else (Entry(in_code, Source("code"), secret=is_secret(section_type, name)),)
-        )
-        if entries := said + outside.get(name, ()):
+        entries = outside.get(name, ())
+        if (in_code := code.get(name)) is not None:
+            said = in_code if isinstance(in_code, Entry) else Entry(in_code, Source("code"))
+            said = replace(said, secret=is_secret(section_type, name))
+            entries = (said, *entries) if said.source.kind == "code" else (*entries, said)
+        if entries:
             found[name] = entries
     return found
+
+
+def _in_code(source: Source) -> str:
+    return f"of {source.where}" if source.where else "in code"
 
 
 def _constructed(

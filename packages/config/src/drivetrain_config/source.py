@@ -13,7 +13,8 @@ class Source:
 
     Attributes:
         kind: The layer of the value.
-        where: The flag, the variable, or the file with its line; empty for code and default.
+        where: The flag, the variable, or the file with its line; for code and default, who chose the value in place
+            of the program or the field, such as a library between the program and drivetrain, or empty.
     """
 
     kind: Kind
@@ -28,7 +29,7 @@ class Source:
             case "file":
                 return self.where
             case _:
-                return self.kind
+                return self.where or self.kind
 
 
 @dataclass(frozen=True, slots=True, repr=False)

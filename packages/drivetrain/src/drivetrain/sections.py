@@ -8,8 +8,9 @@ from typing import Any
 from drivetrain.settings import RunSettings
 from drivetrain_backends import Backend
 from drivetrain_checkpoint import CheckpointSettings
-from drivetrain_config import ConfigError, Layers, Resolved, resolve, section_names
+from drivetrain_config import ConfigError, Layers, Resolved, Source, resolve, section_names
 from drivetrain_config import sections as installed_sections
+from drivetrain_config.source import Entry
 from drivetrain_data import DataSettings
 from drivetrain_precision import PrecisionSettings
 from drivetrain_state import StateSettings
@@ -74,7 +75,7 @@ class Sections:
         self._in_code["run"] = {**self._in_code.get("run", {}), **given}
         self.run: RunSettings = self._resolve("run", RunSettings)
         if self.run.cpu:
-            _say_cpu(self._in_code.setdefault("state", {}))
+            _say_cpu(self._in_code.setdefault("state", {}), self.resolved["run"].sources["cpu"])
         _check_strategy(self._in_code.get("data", {}).get("strategy"))
         self.state: StateSettings = self._resolve("state", StateSettings)
         self.precision: PrecisionSettings = self._resolve("precision", PrecisionSettings)
@@ -113,8 +114,8 @@ class Sections:
             resolve(found[name], section=name, code=code)
 
 
-def _say_cpu(state: dict[str, object]) -> None:
-    """Set the state section's device to the CPU.
+def _say_cpu(state: dict[str, object], source: Source) -> None:
+    """Set the state section's device to the CPU, as the source of the run section's `cpu` says.
 
     Raises:
         ValueError: The section names another device.
@@ -123,7 +124,7 @@ def _say_cpu(state: dict[str, object]) -> None:
         raise ValueError(
             f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: give one of them"
         )
-    state["device"] = "cpu"
+    state["device"] = Entry("cpu", Source("code", "" if source.kind == "code" else str(source)))
 
 
 def _check_strategy(strategy: object) -> None:

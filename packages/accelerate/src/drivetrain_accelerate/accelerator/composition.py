@@ -5,7 +5,19 @@ from typing import Any
 
 from drivetrain import Accelerator
 from drivetrain_accelerate.accelerator.run_options import RunOptions
+from drivetrain_accelerate.accelerator.sourced_settings import (
+    DEEPSPEED_PLUGIN,
+    FSDP_PLUGIN,
+    PROGRAM,
+    UNSAID,
+    YIELDING,
+    SourcedSettings,
+    source_of,
+)
+from drivetrain_accelerate.plugins.kwargs_handlers import DistributedDataParallelKwargs, GradScalerKwargs
+from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration
 from drivetrain_accelerate.plugins.translate_deepspeed import (
+    deepspeed_accumulation,
     deepspeed_precision_sections,
     deepspeed_sections,
 )
@@ -19,7 +31,9 @@ from drivetrain_accelerate.plugins.translate_kwargs import (
 )
 from drivetrain_accelerate.plugins.translate_parallelism import check_engine_dimensions, parallelism_sections
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+from drivetrain_accelerate.states.partial_state import asks_for_cpu
 from drivetrain_precision import Fp8Recipe
+from drivetrain_state import best_device_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +41,17 @@ class CompositionPlan:
     """The arguments of drivetrain's Accelerator for a run.
 
     Attributes:
-        backend: The name of the backend; None for what the launch says.
-        num_micro_batches: The number of micro-batches in one optimizer step.
         fp8_recipe: The recipe of fp8; None for the default one, or in other precisions.
-        sections: The settings by section.
+        settings: The settings, with their sources.
     """
 
-    backend: str | None
-    num_micro_batches: int
     fp8_recipe: Fp8Recipe | None
-    sections: dict[str, dict[str, object]]
+    settings: SourcedSettings
+
+    @property
+    def sections(self) -> dict[str, dict[str, object]]:
+        """The settings by section, without their sources."""
+        return self.settings.sections
 
 
 def compose(
@@ -56,7 +71,6 @@ def compose(
     shared = replace(
         options,
         mixed_precision=state.said_precision,
-        cpu=state.device.type == "cpu",
         accumulation=replace(options.accumulation, num_steps=num_micro_batches),
         fsdp_plugin=state.fsdp_plugin,
         parallelism_config=state.parallelism_config,
@@ -68,16 +82,14 @@ def compose(
         is_sharding_in_settings=state.is_sharding_in_settings,
         is_strict=is_strict,
     )
-    mode: Any = shared.mixed_precision
+    if state.device.type == "cpu" and (options.cpu or asks_for_cpu() or best_device_kind() != "cpu"):
+        source = PROGRAM if options.cpu else source_of(True, "ACCELERATE_USE_CPU")
+        plan.settings.add("run", {"cpu": True}, source)
     return Accelerator(
-        mixed_precision=mode,
         fp8_recipe=plan.fp8_recipe,
-        backend=plan.backend,
-        gradient_accumulation_steps=plan.num_micro_batches,
         project_dir=options.project.logging_dir,
         log_with=list(options.log_with) or None,
-        cpu=shared.cpu or None,
-        sections=plan.sections,
+        sections=plan.settings.entries(),
     )
 
 
@@ -102,41 +114,67 @@ def plan_composition(
     Raises:
         TranslationError: An option cannot be honoured; the message says what to do instead.
     """
-    handlers, fsdp = options.handlers, options.fsdp_plugin
     check_project(options.project)
+    settings = SourcedSettings()
+    _add_run(settings, options, deepspeed_plugin)
+    _add_data(settings, options, is_alone=num_processes == 1)
+    settings.add("checkpoint", {"keep_last": 1}, YIELDING)  # a second save into a folder replaces the first
+    _add_handlers(settings, options, casts_outputs=deepspeed_plugin is None)
+    if options.fsdp_plugin is not None:
+        _add_fsdp(settings, options, is_in_settings=is_sharding_in_settings, is_strict=is_strict)
+    elif deepspeed_plugin is not None:
+        settings.add("run", {"backend": "deepspeed"}, DEEPSPEED_PLUGIN)
+        settings.add("deepspeed", deepspeed_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
+        settings.add("precision", deepspeed_precision_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
+        check_engine_dimensions(options.parallelism_config)
+    recipe: Any = options.handlers.fp8 if options.mixed_precision == "fp8" else None
+    return CompositionPlan(fp8_recipe=None if recipe is None else fp8_recipe(recipe), settings=settings)
+
+
+def _add_run(settings: SourcedSettings, options: RunOptions, deepspeed_plugin: Any) -> None:
+    precision, num_steps = options.mixed_precision, options.accumulation.num_steps or 1
+    if precision is not None:
+        settings.add(
+            "run", {"mixed_precision": precision}, source_of(precision, "ACCELERATE_MIXED_PRECISION")
+        )
+    source = UNSAID if num_steps == 1 else source_of(num_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if deepspeed_plugin is not None and deepspeed_accumulation(deepspeed_plugin) == num_steps:
+        source = DEEPSPEED_PLUGIN
+    settings.add("run", {"gradient_accumulation_steps": num_steps}, source)
+
+
+def _add_data(settings: SourcedSettings, options: RunOptions, *, is_alone: bool) -> None:
+    given, unsaid = data_sections(options.data), data_sections(DataLoaderConfiguration())
+    if is_alone:
+        given["even"] = unsaid["even"] = "uneven"  # one process has no others to keep in step with
+    settings.add("data", given, unsaid=unsaid)
+
+
+def _add_handlers(settings: SourcedSettings, options: RunOptions, *, casts_outputs: bool) -> None:
+    handlers = options.handlers
     if handlers.autocast is not None:
         check_autocast(handlers.autocast, options.mixed_precision or "no")
-    num_micro_batches, backend = options.accumulation.num_steps or 1, None
-    precision: dict[str, object] = {} if handlers.scaler is None else scaler_sections(handlers.scaler)
-    if options.mixed_precision in ("fp16", "bf16") and deepspeed_plugin is None:
-        precision["output_dtype"] = "fp32"  # so that losses outside the model are computed in full precision
-    data = data_sections(options.data)
-    if num_processes == 1:
-        data["even"] = "uneven"  # one process has no others to keep in step with
-    # A second save into a folder replaces the first.
-    sections: dict[str, dict[str, object]] = {"data": data, "checkpoint": {"keep_last": 1}}
     if handlers.ddp is not None:
-        sections["ddp"] = ddp_sections(handlers.ddp)
-    if fsdp is not None:
-        # torch's FSDP and device meshes take seconds to import: only a run that asks for them does.
-        from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
+        settings.add("ddp", ddp_sections(handlers.ddp), unsaid=ddp_sections(DistributedDataParallelKwargs()))
+    if handlers.scaler is not None:
+        settings.add(
+            "precision", scaler_sections(handlers.scaler), unsaid=scaler_sections(GradScalerKwargs())
+        )
+    if casts_outputs and options.mixed_precision in ("fp16", "bf16"):
+        # So that losses outside the model are computed in full precision.
+        settings.add("precision", {"output_dtype": "fp32"}, UNSAID)
 
-        backend = "fsdp"
-        if not is_sharding_in_settings:
-            sections["fsdp"] = fsdp_sections(fsdp)
-        precision |= fsdp_precision_sections(fsdp, options.mixed_precision or "no", is_strict=is_strict)
-    elif deepspeed_plugin is not None:
-        backend, sections["deepspeed"] = "deepspeed", deepspeed_sections(deepspeed_plugin)
-        precision |= deepspeed_precision_sections(deepspeed_plugin)
-        check_engine_dimensions(options.parallelism_config)
-    if options.parallelism_config is not None and fsdp is not None:
-        sections["fsdp"] = {**sections.get("fsdp", {}), **parallelism_sections(options.parallelism_config)}
-    if precision:
-        sections["precision"] = precision
-    recipe: Any = handlers.fp8 if options.mixed_precision == "fp8" else None
-    return CompositionPlan(
-        backend=backend,
-        num_micro_batches=num_micro_batches,
-        fp8_recipe=None if recipe is None else fp8_recipe(recipe),
-        sections=sections,
-    )
+
+def _add_fsdp(
+    settings: SourcedSettings, options: RunOptions, *, is_in_settings: bool, is_strict: bool
+) -> None:
+    # torch's FSDP and device meshes take seconds to import: only a run that asks for them does.
+    from drivetrain_accelerate.plugins.translate_fsdp import fsdp_precision_sections, fsdp_sections
+
+    plugin, precision = options.fsdp_plugin, options.mixed_precision or "no"
+    settings.add("run", {"backend": "fsdp"}, FSDP_PLUGIN)
+    if not is_in_settings:
+        settings.add("fsdp", fsdp_sections(plugin), FSDP_PLUGIN)
+    settings.add("precision", fsdp_precision_sections(plugin, precision, is_strict=is_strict), FSDP_PLUGIN)
+    if options.parallelism_config is not None:
+        settings.add("fsdp", parallelism_sections(options.parallelism_config), FSDP_PLUGIN)
