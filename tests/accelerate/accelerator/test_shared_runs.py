@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.accelerator.composition import plan_composition
 from drivetrain_accelerate.accelerator.run_options import RunOptions
+from drivetrain_accelerate.launch_variables import launch_variables
 from drivetrain_accelerate.plugins import kwargs_handlers
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
@@ -24,7 +26,7 @@ from drivetrain_accelerate.plugins.run_configuration import (
 )
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.gradient_state import GradientState
-from drivetrain_config import environ
+from drivetrain_config import Layers, environ
 
 accelerate: Any = pytest.importorskip("accelerate")
 
@@ -167,6 +169,31 @@ def test_a_launch_with_deepspeed_is_in_the_state() -> None:
 def test_what_drivetrains_settings_say_comes_before_accelerates_variables() -> None:
     with environ.exported(ACCELERATE_USE_FSDP="true", DRIVETRAIN_RUN__BACKEND="single"):
         assert Accelerator(cpu=True).state.fsdp_plugin is None
+
+
+@pytest.mark.slow  # DeepSpeed may build its communication first
+@pytest.mark.parametrize(
+    ("backend", "file"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED=true", "ACCELERATE_DEEPSPEED_CONFIG_FILE"),  # Accelerate's own launcher
+        ("DRIVETRAIN_RUN__BACKEND=deepspeed", "DRIVETRAIN_DEEPSPEED__CONFIG"),  # drivetrain's, as settings
+    ],
+)
+def test_a_bare_accelerator_accumulates_as_the_launchs_deepspeed_file_says(
+    tmp_path: Path, backend: str, file: str
+) -> None:
+    pytest.importorskip("deepspeed")
+    path = tmp_path / "zero.json"
+    path.write_text('{"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}')
+    name, _, word = backend.partition("=")
+    with environ.exported(**{name: word, file: str(path)}):
+        # The second is what a launch with drivetrain's settings tells an interface.
+        with environ.exported(**launch_variables(Layers.of_process())):
+            accelerator = Accelerator(cpu=True)
+            assert accelerator.inner.window.next_num_micro_batches == 4
+    assert accelerator.gradient_accumulation_steps == 4
+    assert sources_of(accelerator)["run.gradient_accumulation_steps"] == "the DeepSpeed plugin"
+    accelerator.end_training()
 
 
 def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, Any]) -> tuple[str, str, bool]:
