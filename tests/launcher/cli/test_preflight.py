@@ -7,7 +7,13 @@ import pytest
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.cli.preflight import check_device, check_module, check_plugins_of, misplaced_flags
+from drivetrain_launcher.cli.preflight import (
+    check_device,
+    check_files,
+    check_module,
+    check_plugins_of,
+    misplaced_flags,
+)
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
 FLAG = Source("command line", "--backend")
@@ -42,6 +48,28 @@ class Settings:
     place: str = field(default="auto", metadata={"plugins": "drivetrain.clusters", "other_words": ("auto",)})
     places: tuple[str, ...] = field(default=(), metadata={"plugins": "drivetrain.clusters"})
     plain: str = "any"
+    engine: Path | None = field(default=None, metadata={"json_file": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("zreo.json", None, "zreo.json: no such file, did you mean .*zero.json.; from --probe-engine on the"),
+        ("bad.json", "{bad", "bad.json:1: cannot be read as JSON: Expecting property name"),
+        ("list.json", "[1]", "list.json: must hold a JSON object; it holds a list"),
+    ],
+)
+def test_a_file_that_is_missing_or_no_json_is_refused_before_ranks_start(
+    tmp_path: Path, name: str, text: str | None, told: str
+) -> None:
+    (tmp_path / "zero.json").write_text('{"a": 1, "a": 2}')  # what it says is left to its reader
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    entry = Entry(name, Source("command line", "--probe-engine"))
+    layers = Layers({("probe", "engine"): (entry,)})
+    check_files(layers, {"probe": Settings(engine=tmp_path / "zero.json")})
+    with pytest.raises(LaunchError, match=f"^probe.engine: .*{told}"):
+        check_files(layers, {"probe": Settings(engine=tmp_path / name)})
 
 
 def check(script: str | None = None, **given: object) -> None:

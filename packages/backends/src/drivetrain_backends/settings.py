@@ -208,7 +208,8 @@ class DeepSpeedSettings:
     config: dict[str, Any] | Path | None = field(
         default=None,
         metadata={
-            "help": "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'."
+            "json_file": True,
+            "help": "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'.",
         },
     )
     stage: Literal[0, 1, 2, 3] | None = field(

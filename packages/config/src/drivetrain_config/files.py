@@ -1,7 +1,7 @@
 """Read settings files: YAML, TOML or JSON, a mapping of sections to mappings of fields, with their lines."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -112,8 +112,23 @@ def _read_json(path: Path, text: str) -> Any:
             raise ConfigError(f"{path}: says {twice[0]!r} twice in one mapping; keep one")
         return dict(pairs)
 
+    return _parsed(path, text, object_pairs_hook=without_duplicates)
+
+
+def check_json_object(path: Path) -> None:
+    """Check that a file holds a JSON object; what it says is another's matter.
+
+    Raises:
+        ConfigError: There is no such file, or it holds something else.
+    """
+    found = _parsed(path, _text(path))
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must hold a JSON object; it holds {_kind(found)}")
+
+
+def _parsed(path: Path, text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=without_duplicates)
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
 

@@ -40,6 +40,7 @@ class FieldSpec:
         ask: The function that decides whether a wizard asks for the field, or its place; None if there is none.
         plugins: The entry point group whose names are the values of the field; None if the values name no plug-ins.
         other_words: The values beside those names, such as "auto"; `module:Class` stands for every such pair.
+        is_json_file: Whether a path among the values names a JSON file, which a launch looks at before ranks do.
     """
 
     section: str
@@ -51,6 +52,7 @@ class FieldSpec:
     ask: Ask | str | None = None
     plugins: str | None = None
     other_words: tuple[str, ...] = ()
+    is_json_file: bool = False
 
     @property
     def shown_default(self) -> str:
@@ -126,6 +128,7 @@ def specs(section_type: type[Any], section: str) -> tuple[FieldSpec, ...]:
             ask=field.metadata.get("ask"),
             plugins=field.metadata.get("plugins"),
             other_words=tuple(field.metadata.get("other_words", ())),
+            is_json_file=bool(field.metadata.get("json_file")),
         )
         for field in fields(section_type)
         if field.init

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drivetrain_config import Layers
+from drivetrain_config import ConfigError, Layers
+from drivetrain_config.files import check_json_object
 from drivetrain_config.plugin_names import check_plugins, word_pattern
 from drivetrain_config.schema import specs
 from drivetrain_launcher.cli.flag_aliases import RENAMED
@@ -100,6 +101,28 @@ def check_plugins_of(layers: Layers, settings: Mapping[str, Any], script: str | 
             if spec.name in given:
                 value = getattr(settings[section], spec.name)
                 check_plugins(spec, value, given[spec.name][0].source, script=script)
+
+
+def check_files(layers: Layers, settings: Mapping[str, Any]) -> None:
+    """Reject a file that a setting names and that is not there, or holds no JSON, before every rank does.
+
+    Args:
+        layers: The settings given outside the script.
+        settings: The resolved sections, by name.
+
+    Raises:
+        LaunchError: The file is missing or holds something else; the message says who names it.
+    """
+    for section in dict.fromkeys(section for section, _ in layers.entries if section in settings):
+        given = layers.of_section(section)
+        for spec in specs(type(settings[section]), section):
+            value = getattr(settings[section], spec.name)
+            if not spec.is_json_file or spec.name not in given or not isinstance(value, Path):
+                continue
+            try:
+                check_json_object(value)
+            except ConfigError as error:
+                raise LaunchError(f"{section}.{spec.name}: {error}; from {given[spec.name][0].source}") from error
 
 
 def check_device(layers: Layers) -> None:

@@ -10,6 +10,7 @@ from drivetrain_config import Layers, environ, flags, resolve, sections
 from drivetrain_config.installed import entry_points
 from drivetrain_launcher.cli.preflight import (
     check_device,
+    check_files,
     check_module,
     check_plugins_of,
     check_through,
@@ -123,6 +124,7 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
     if target.kind == "script" and Path(target.name).is_file():
         script = Path(target.name).read_text(encoding="utf-8", errors="replace")
     check_plugins_of(layers, settings, script)
+    check_files(layers, settings)
     if not has_flags:
         return
     known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
