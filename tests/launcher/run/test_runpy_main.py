@@ -54,6 +54,8 @@ def folder(tmp_path: Path) -> Path:
         "import sys; print(__name__, __file__, sys.argv, sys.path[0])"
     )
     (tmp_path / "package" / "needy.py").write_text("import not_there")
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing" / "__init__.py").write_text("raise ValueError('boom')")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "link.py").symlink_to(tmp_path / "script.py")
     (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nprint('\xe9')\n".encode("latin-1"))
@@ -85,6 +87,7 @@ def folder(tmp_path: Path) -> Path:
         ["-m", "package", "x"],
         ["-m", "script"],
         ["-m", "package.needy"],
+        ["-m", "failing.module"],
         ["-m", "nowhere"],
         ["-m", "package.nowhere"],
     ],

@@ -5,8 +5,10 @@ Accelerate does wrong without a word, for a comparison.
 """
 
 import sys
+from typing import NoReturn
 
 from drivetrain_accelerate.installation import install
+from drivetrain_config import ConfigError
 from drivetrain_launcher.run.runpy_main import run_as_main
 
 USAGE = "usage: python -m drivetrain_accelerate [--strict | --no-strict] (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -17,7 +19,8 @@ def main() -> None:
     """Install the interface and run the program that the command line names.
 
     Raises:
-        SystemExit: The command line names no program (code 2), or the program exits.
+        SystemExit: The command line names no program or another flag, or a setting is wrong (code 2); or the program
+            exits.
     """
     arguments = sys.argv[1:]
     strict: bool | None = None
@@ -29,8 +32,18 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stderr.write(f"{USAGE}\n")
         raise SystemExit(0 if arguments else 2)
-    install(strict=strict)
+    if not is_module and arguments[0].startswith("-"):
+        _refuse(f"{arguments[0]}: there is no such flag; {USAGE}")
+    try:
+        install(strict=strict)
+    except ConfigError as error:
+        _refuse(str(error))
     run_as_main(arguments[0], arguments[1:], is_module=is_module)
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"drivetrain_accelerate: error: {message}\n")
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

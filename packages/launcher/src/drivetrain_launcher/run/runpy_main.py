@@ -14,6 +14,8 @@ from pkgutil import get_importer
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
+_FINDING = (__name__, "importlib.util", "importlib._bootstrap", "importlib._bootstrap_external")
+
 # Called with an uncaught exception of the script, without the launcher's frames in its traceback.
 OnError = Callable[[BaseException], None]
 
@@ -124,11 +126,19 @@ def _put_first_on_path(folder: str) -> None:
 
 
 def _frames_of(main: ModuleType, error: BaseException) -> TracebackType | None:
-    """Return the traceback from the program's first frame on; None if it has no frame, as with a syntax error."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_globals is not main.__dict__:
-        traceback = traceback.tb_next
-    return traceback
+    """Return the traceback from the program's first frame on; None if it has no frame, as with a syntax error.
+
+    A package around a module runs before the module does: its frames stand behind those of finding it.
+    """
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_globals is not main.__dict__:
+        found = found.tb_next
+    if found is not None:
+        return found
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_globals.get("__name__") in _FINDING:
+        found = found.tb_next
+    return found
 
 
 def _show_without_our_frames(stop: BaseException, main: ModuleType) -> None:
