@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -105,6 +106,65 @@ def test_a_module_and_a_name_that_are_not_there_are_named() -> None:
         in run(install + "import accelerate.nothing").stderr
     )
     assert "cannot import name 'nothing'" in run(install + "from accelerate import nothing").stderr
+
+
+def test_the_nearest_name_is_told_where_there_is_one() -> None:
+    code = """
+import drivetrain_accelerate as d
+d.install()
+import accelerate.utils
+def told(statement):
+    try:
+        exec(statement)
+    except (ImportError, AttributeError) as error:
+        print(error)
+told("from accelerate import Acelerator")
+told("from accelerate.utils import set_sed")
+told("accelerate.utils.set_sed")
+told("import accelerate.util")
+print(hasattr(accelerate, "Acelerator"))
+accelerate.utils.set_sed
+"""
+    done = run(code)
+    assert done.stdout.splitlines() == [
+        "cannot import name 'Acelerator' from 'accelerate', did you mean 'Accelerator'?",
+        "cannot import name 'set_sed' from 'accelerate.utils', did you mean 'set_seed'?",
+        "module 'accelerate.utils', which drivetrain_accelerate provides, has no attribute 'set_sed', did you mean "
+        "'set_seed'?",
+        "No module named 'accelerate.util' in the interface that drivetrain_accelerate provides, did you mean 'utils'?",
+        "False",
+    ]
+    assert done.stderr.strip().endswith(
+        "did you mean 'set_seed'?"
+    )  # and Python adds no suggestion of its own
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        (["nothere.py"], {}, "can't open file"),
+        (["--nostrict", "train.py"], {}, "error: --nostrict: there is no such flag; usage: python -m"),
+        (
+            ["train.py"],
+            {"DRIVETRAIN_RUN__MIXED_PRECISION": "x"},
+            "error: run.mixed_precision='x': must be one of",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_told_without_a_traceback(
+    words: list[str], variables: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain_accelerate", *words],
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 SCRIPT = "import sys, accelerate\nprint(type(accelerate).__name__, sys.argv[1:], __name__)\n"

@@ -19,6 +19,7 @@ from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
 from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
+from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
@@ -35,6 +36,7 @@ from drivetrain_state import best_device_kind
 _NOT_SAID = object()
 
 
+@with_known_fields
 class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods, HandlerProperties):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 

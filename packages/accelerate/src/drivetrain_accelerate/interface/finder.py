@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from drivetrain_accelerate.interface.interface_module import InterfaceLoader
-from drivetrain_accelerate.interface.module_table import module_table
+from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
+from drivetrain_config.vocabulary import nearest
 
 _NAME = "accelerate"
 _ANY = DistributionFinder.Context()
@@ -44,11 +45,7 @@ class InterfaceFinder(MetaPathFinder):
             return None
         table = module_table()
         if fullname not in table.names:
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r} in the interface that drivetrain_accelerate provides; it has "
-                f"{', '.join(table.names)}",
-                name=fullname,
-            )
+            raise _unknown(fullname, table)
         return ModuleSpec(
             fullname,
             InterfaceLoader(self.version),
@@ -94,6 +91,22 @@ class InterfaceDistribution(Distribution):
             FileNotFoundError: Raised by every call.
         """
         raise FileNotFoundError(f"{path}: drivetrain_accelerate provides accelerate without files")
+
+
+def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
+    """Return the error for a module that is not there, or for a name of a module that is there.
+
+    `from accelerate import name` looks for a module where there is no such name. Python then drops an error that names
+    what it looked for, and says the rest by itself; one that names the module around it is shown.
+    """
+    around, _, name = fullname.rpartition(".")
+    inside = table.names_in(around) if around in table.names else set[str]()
+    text = f"No module named {fullname!r} in the interface that drivetrain_accelerate provides"
+    if not (meant := nearest(name, inside)):
+        return ModuleNotFoundError(f"{text}; it has {', '.join(table.names)}", name=fullname)
+    if meant != nearest(name, table.submodules(around)):
+        text = f"cannot import name {name!r} from {around!r}"
+    return ModuleNotFoundError(f"{text}{meant}", name=around)
 
 
 def installed_finder() -> InterfaceFinder | None:

@@ -7,6 +7,7 @@ from types import CodeType, ModuleType
 
 from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
 from drivetrain_accelerate.interface.not_provided import not_provided
+from drivetrain_config.vocabulary import nearest
 
 
 class InterfaceModule(ModuleType):
@@ -23,22 +24,14 @@ class InterfaceModule(ModuleType):
         elif name in table.submodules(module):
             return import_module(f"{module}.{name}")  # importlib sets the attribute
         else:
-            raise AttributeError(_unknown(module, name, table), name=name, obj=self)
+            # Without obj=, in which Python would look for a second suggestion.
+            raise AttributeError(_unknown(module, name, table), name=name)
         setattr(self, name, value)
         return value
 
     def __dir__(self) -> list[str]:
         """Return all names, whether or not they were asked for."""
-        table = module_table()
-        refused = (full.rpartition(".") for full in table.not_provided)
-        return sorted(
-            {
-                *super().__dir__(),
-                *table.names[self.__name__],
-                *table.submodules(self.__name__),
-                *(name for module, _, name in refused if module == self.__name__),
-            }
-        )
+        return sorted({*super().__dir__(), *module_table().names_in(self.__name__)})
 
 
 # What a module of a command does as a program: `python -m`, runpy and debuggers ask for its code.
@@ -86,6 +79,6 @@ class InterfaceLoader(InspectLoader):
 
 
 def _unknown(module: str, name: str, table: ModuleTable) -> str:
-    elsewhere = [other for other, names in table.names.items() if name in names]
-    hint = f"; {elsewhere[0]} has it" if elsewhere else ""
-    return f"module {module!r} has no attribute {name!r} (drivetrain_accelerate provides this module{hint})"
+    elsewhere = next((f"; {other} has it" for other, names in table.names.items() if name in names), None)
+    hint = nearest(name, table.names_in(module)) if elsewhere is None else elsewhere
+    return f"module {module!r}, which drivetrain_accelerate provides, has no attribute {name!r}{hint}"

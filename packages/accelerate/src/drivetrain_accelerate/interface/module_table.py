@@ -43,6 +43,15 @@ class ModuleTable:
         inside = (name.removeprefix(prefix) for name in self.names if name.startswith(prefix))
         return tuple(name for name in inside if "." not in name)
 
+    def names_in(self, module: str) -> set[str]:
+        """Return all names that a module has: what it holds, what is not provided, and the modules inside."""
+        refused = (full.rpartition(".") for full in self.not_provided)
+        return {
+            *self.names[module],
+            *self.submodules(module),
+            *(name for owner, _, name in refused if owner == module),
+        }
+
     def is_package(self, module: str) -> bool:
         """Return whether a module holds others."""
         return bool(self.submodules(module))

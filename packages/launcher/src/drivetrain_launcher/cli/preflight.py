@@ -122,7 +122,9 @@ def check_files(layers: Layers, settings: Mapping[str, Any]) -> None:
             try:
                 check_json_object(value)
             except ConfigError as error:
-                raise LaunchError(f"{section}.{spec.name}: {error}; from {given[spec.name][0].source}") from error
+                raise LaunchError(
+                    f"{section}.{spec.name}: {error}; from {given[spec.name][0].source}"
+                ) from error
 
 
 def check_device(layers: Layers) -> None:
