@@ -131,7 +131,8 @@ accelerate.utils.set_sed
         "cannot import name 'set_sed' from 'accelerate.utils', did you mean 'set_seed'?",
         "module 'accelerate.utils', which drivetrain_accelerate provides, has no attribute 'set_sed', did you mean "
         "'set_seed'?",
-        "No module named 'accelerate.util' in the interface that drivetrain_accelerate provides, did you mean 'utils'?",
+        "No module named 'accelerate.util' in the interface that drivetrain_accelerate provides, did you mean "
+        "'utils'?",
         "False",
     ]
     assert done.stderr.strip().endswith(

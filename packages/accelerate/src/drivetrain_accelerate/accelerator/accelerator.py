@@ -18,8 +18,8 @@ from drivetrain_accelerate.accelerator.run_options import (
 from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
 from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
-from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,

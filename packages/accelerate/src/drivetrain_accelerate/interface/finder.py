@@ -96,8 +96,8 @@ class InterfaceDistribution(Distribution):
 def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
     """Return the error for a module that is not there, or for a name of a module that is there.
 
-    `from accelerate import name` looks for a module where there is no such name. Python then drops an error that names
-    what it looked for, and says the rest by itself; one that names the module around it is shown.
+    `from accelerate import name` looks for a module where there is no such name. Python then drops an error that
+    names what it looked for, and says the rest by itself; one that names the module around it is shown.
     """
     around, _, name = fullname.rpartition(".")
     inside = table.names_in(around) if around in table.names else set[str]()
