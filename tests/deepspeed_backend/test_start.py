@@ -36,6 +36,7 @@ def test_compiling_the_operator_is_told_of_and_is_progress(tmp_path: Path) -> No
         check=True,
     )
     assert "DeepSpeed compiles an operator for this machine, about a minute" in run.stderr
+    assert f"kept in {tmp_path / 'empty'} (TORCH_EXTENSIONS_DIR)" in run.stderr
     marks, label = run.stdout.splitlines()[-1].removeprefix("marks ").split(" ", 1)
     assert int(marks) >= 1
     assert label == "DeepSpeed compiles an operator"

@@ -192,6 +192,20 @@ def test_one_warning_tells_what_is_not_as_it_was(tmp_path: Path, caplog) -> None
     assert accelerator.plan.facts["random generators"].startswith("saved with world size 3")
 
 
+def test_generators_are_reseeded_from_the_seed_that_the_program_set_itself(tmp_path: Path, caplog) -> None:
+    trained(tmp_path, world_size=3)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*built())
+    torch.manual_seed(42)
+    assert "reseeded from seed 42 (torch.initial_seed() on rank 0, random where nothing is seeded)" in told(
+        caplog, accelerator, tmp_path
+    )
+    drawn = torch.rand(1)
+    torch.manual_seed(43)
+    accelerator.load_state(tmp_path)
+    assert torch.rand(1) != drawn
+
+
 def test_a_schedule_that_ran_ahead_of_the_steps_is_told(tmp_path: Path, caplog) -> None:
     model, optimizer, scheduler = built()
     for batch in BATCHES[:2]:

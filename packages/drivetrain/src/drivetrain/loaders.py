@@ -5,9 +5,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import torch
-
 from drivetrain.parts import Parts
+from drivetrain.run_seed import seed_of_run
 from drivetrain_data import DataSettings, ShardedLoader, own_seed, seed_at, shard_loader
 from drivetrain_data.settings import UnevenPolicy
 from drivetrain_state import broadcast_object
@@ -56,7 +55,7 @@ def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
     """
     # shard_loader refuses a sharded one.
     own = None if isinstance(loader, ShardedLoader) else own_seed(loader)
-    asked, run_seed = parts.resolved["data"].value.seed, parts.settings.seed
+    asked = parts.resolved["data"].value.seed
     if own is not None:
         if asked is not None and parts.context.topology.is_main:
             logger.warning(
@@ -69,10 +68,8 @@ def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
         found = own, "its own generator"
     elif asked is not None:
         found = asked, "data.seed"
-    elif run_seed is not None:
-        found = run_seed, "run.seed"
     else:
-        found = torch.initial_seed() % 2**63, "torch.initial_seed() on rank 0, random where nothing is seeded"
+        found = seed_of_run(parts.settings.seed)
     seed, source = broadcast_object(parts.context, found)
     if own is None and place:
         return seed_at(seed, place), f"{source} ({seed}), hashed with the loader's place {place}"

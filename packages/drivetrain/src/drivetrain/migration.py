@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from drivetrain.foreign_state import match_model, match_optimizer, steps_of
 from drivetrain.registered import Stateful
-from drivetrain.resume import RunState
+from drivetrain.resume import RunState, reseed_generators
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_state import gather_object, load_rng_state, reseed
+from drivetrain_state import gather_object, load_rng_state
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
@@ -191,11 +191,7 @@ def _restore_generators(run: RunState, saved: AccelerateState) -> str:
         assert saved.generators is not None
         load_rng_state(saved.generators)
         return "restored as Accelerate saved them"
-    reseed(run.seed, rank=topology.rank, step=run.step)
-    return (
-        f"saved with world size {world_size}, resumed with {topology.world_size}: reseeded from seed {run.seed}, "
-        f"each rank and step {run.step}"
-    )
+    return reseed_generators(run, saved_world_size=world_size, step=run.step)
 
 
 def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:

@@ -9,6 +9,7 @@ from drivetrain.divided import as_in, mark_replicas
 from drivetrain.fp8_training import Fp8Training
 from drivetrain.packed_bases import check_packed, scales_of, without_scales
 from drivetrain.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
+from drivetrain.run_seed import seed_of_run
 from drivetrain.saved_dtypes import check_dtypes
 from drivetrain_backends import (
     Backend,
@@ -23,6 +24,7 @@ from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data import ShardedLoader
 from drivetrain_precision import DtypePolicy
 from drivetrain_state import Context, load_rng_state, reseed, rng_state
+from drivetrain_state.collectives.operations import broadcast_object
 
 if TYPE_CHECKING:
     from drivetrain_checkpoint import LoadResult
@@ -42,7 +44,8 @@ class RunState:
         backend: The backend that trains the models.
         loaders: The prepared loaders, in the order they were prepared.
         registered: The objects registered for checkpointing.
-        seed: The seed for generators whose saved state does not fit the number of ranks.
+        seed: The seed of the settings, for generators whose saved state does not fit the number of ranks; None if
+            they say none.
         fp8: The training of the models in fp8; None in other precisions.
         dtypes: The dtypes that the run holds its models in.
     """
@@ -54,7 +57,7 @@ class RunState:
     backend: Backend
     loaders: Sequence[ShardedLoader[Any]]
     registered: Registered
-    seed: int
+    seed: int | None
     dtypes: DtypePolicy
     fp8: Fp8Training | None = None
 
@@ -223,17 +226,27 @@ def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, A
     return {**saved_model, **{name: own[name] for name in missing}}
 
 
-def _restore_generators(run: RunState, loaded: "LoadResult") -> str:
+def reseed_generators(run: RunState, *, saved_world_size: int, step: int) -> str:
+    """Seed each rank's generators anew, since those of another number of ranks fit none. Called on all ranks.
+
+    Returns:
+        What was done, for the plan.
+    """
     topology = run.context.topology
+    seed, source = broadcast_object(run.context, seed_of_run(run.seed))
+    reseed(seed, rank=topology.rank, step=step)
+    return (
+        f"saved with world size {saved_world_size}, resumed with {topology.world_size}: reseeded from seed {seed} "
+        f"({source}), each rank and step {step}"
+    )
+
+
+def _restore_generators(run: RunState, loaded: "LoadResult") -> str:
     if loaded.per_rank is not None:
         load_rng_state(loaded.per_rank["rng"])
         return f"restored as saved at step {loaded.step}"
-    reseed(run.seed, rank=topology.rank, step=loaded.step)
-    became = (
-        f"saved with world size {loaded.saved_world_size}, resumed with {topology.world_size}: reseeded from "
-        f"seed {run.seed}, each rank and step {loaded.step}"
-    )
-    if topology.is_main:
+    became = reseed_generators(run, saved_world_size=loaded.saved_world_size, step=loaded.step)
+    if run.context.topology.is_main:
         logger.warning("random number generators: %s", became)
     return became
 

@@ -259,7 +259,7 @@ class Saving(HasParts):
             backend=parts.backend,
             loaders=parts.prepared.loaders,
             registered=self._registered,
-            seed=parts.settings.seed or 0,
+            seed=parts.settings.seed,
             fp8=parts.fp8,
             dtypes=parts.policy.dtypes,
         )

@@ -83,8 +83,9 @@ def _progress(context: Context) -> Generator[None]:
     def tell() -> None:
         if not done.wait(_WORTH_A_WORD) and context.topology.is_main:
             _logger.warning(
-                "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in "
-                "~/.cache/torch_extensions (TORCH_EXTENSIONS_DIR)"
+                "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in %s "
+                "(TORCH_EXTENSIONS_DIR)",
+                environ.read("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions",
             )
         for _ in range(_LONGEST_COMPILATION // _WORTH_A_WORD):
             if done.wait(_WORTH_A_WORD):
