@@ -169,7 +169,7 @@ class AcceleratorState(PartialState):
                 continue
             if shown_plugin(plugin) != self._shown[name]:
                 raise ValueError(
-                    f"{name}={plugin!r}: the first Accelerator of this process has "
+                    f"{name}={type(plugin).__name__}(...): the first Accelerator of this process has "
                     f"{'none' if self._shown[name] is None else 'another'}, and they share a state: leave it out, or "
                     "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
                 )
