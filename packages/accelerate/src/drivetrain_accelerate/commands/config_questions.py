@@ -11,8 +11,7 @@ from drivetrain_accelerate.commands.command_line import run_words
 from drivetrain_accelerate.commands.default_config import default_command_parser, update_command_parser
 from drivetrain_config import environ
 from drivetrain_config.found_file import settings_places
-from drivetrain_launcher.cli.commands.config_ask import ConfigArguments
-from drivetrain_launcher.cli.commands.config_ask import run as ask
+from drivetrain_launcher.cli.commands.config_ask import ConfigArguments, ask_for_launch
 from drivetrain_launcher.errors import UsageError
 
 description = "Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."
@@ -49,7 +48,7 @@ def run(arguments: QuestionsArguments) -> int:
         asked = ConfigArguments(output=place, yes=arguments.yes, force=arguments.force)
     except ValueError as error:
         raise UsageError(f"--config_file {place}: {error}") from error
-    return ask(asked)
+    return ask_for_launch(asked, command="drivetrain accelerate launch")
 
 
 def config_command_parser(subparsers: Any = None) -> Any:

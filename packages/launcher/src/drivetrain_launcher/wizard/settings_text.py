@@ -43,12 +43,22 @@ def settings_text(
     return "\n".join([*lines, ""])
 
 
-def launch_line(answers: Mapping[Key, GivenAnswer], sections: Mapping[str, type[Any]]) -> str:
+def launch_line(
+    answers: Mapping[Key, GivenAnswer],
+    sections: Mapping[str, type[Any]],
+    *,
+    command: str = "drivetrain launch",
+) -> str:
     """Return the launch that gives the same settings by flags, as words for a shell.
 
     Defaults are left out, and so are secrets, which have no flag.
+
+    Args:
+        answers: The settings.
+        sections: The dataclasses of the sections, by name.
+        command: The command that launches.
     """
-    words = ["drivetrain", "launch"]
+    words = command.split()
     for name in in_order(sections):
         for spec in specs(sections[name], name):
             answer = answers.get((name, spec.name))

@@ -54,15 +54,25 @@ class ConfigArguments:
 
 def run(arguments: ConfigArguments) -> int:
     """Ask what matters for a run on this machine, and write a settings file; flags answer questions beforehand."""
+    return ask_for_launch(arguments, command="drivetrain launch")
+
+
+def ask_for_launch(arguments: ConfigArguments, *, command: str) -> int:
+    """Do the same, and show at the end how a command launches with the file.
+
+    Args:
+        arguments: The arguments of `drivetrain config`.
+        command: The command that launches, such as "drivetrain launch".
+    """
     try:
-        return _run(arguments)
+        return _run(arguments, command)
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         say("interrupted; nothing was written")
         return _INTERRUPTED
 
 
-def _run(arguments: ConfigArguments) -> int:
+def _run(arguments: ConfigArguments, command: str) -> int:
     asker = None if arguments.yes or arguments.from_ is not None else choose_asker()
     if not _may_write(arguments, asker):
         say(f"{arguments.output} is left as it is")
@@ -78,7 +88,8 @@ def _run(arguments: ConfigArguments) -> int:
         answers = _answers(arguments, machine, asker, given)
         heading = [f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."]
     kept = write_settings(arguments.output, settings_text(answers, kinds, heading=heading))
-    _report(arguments.output, kept, answers, launch_line(answers, kinds))
+    line = launch_line(answers, kinds, command=command)
+    _report(arguments.output, kept, answers, line, command=command)
     return 0
 
 
@@ -164,9 +175,11 @@ def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key,
     return found
 
 
-def _report(path: Path, kept: Path | None, answers: Mapping[Key, GivenAnswer], line: str) -> None:
+def _report(
+    path: Path, kept: Path | None, answers: Mapping[Key, GivenAnswer], line: str, *, command: str
+) -> None:
     copy = "" if kept is None else f"; the one that was there is {kept}"
-    words = ["drivetrain launch"]
+    words = [command]
     words += [] if path == _FILE else [f"--config {quote(str(path))}"]
     words += ["--node-rank N"] if _needs_node_rank(answers) else []
     columns = get_terminal_size().columns - 4
