@@ -210,6 +210,16 @@ def test_efficient_loading_is_told_to_transformers() -> None:
     assert not layer.weight.is_meta
 
 
+def test_the_old_word_is_told_of_once_for_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for rank in ("0", "1"):
+        with environ.exported(RANK=rank, LOCAL_RANK=rank, **ranks):
+            Ours(fsdp_version=1, sharding_strategy="FULL_SHARD")
+    assert [record.getMessage() for record in caplog.records] == [
+        "sharding_strategy is the word of old versions for reshard_after_forward"
+    ]
+
+
 def test_policies_of_the_plugin_are_torchs_own() -> None:
     plugin = Ours(auto_wrap_policy="transformer_based_wrap")
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy

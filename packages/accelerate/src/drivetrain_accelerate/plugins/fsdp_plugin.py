@@ -36,8 +36,9 @@ from drivetrain_accelerate.plugins.fsdp_words import (
 from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
 from drivetrain_config import environ
+from drivetrain_state import RankLogger
 
-_logger = getLogger(__name__)
+_logger = RankLogger(getLogger(__name__))
 _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 

@@ -11,11 +11,11 @@ from drivetrain_accelerate.states.shared_context import current_context
 from drivetrain_accelerate.strictness import is_strict
 from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
-from drivetrain_state import Context, LeafError
+from drivetrain_state import Context, LeafError, RankLogger
 from drivetrain_state.collectives import operations
 from drivetrain_state.collectives._nested import rebuild, tensors_in
 
-logger = getLogger(__name__)
+logger = RankLogger(getLogger(__name__))
 
 _OPERATIONS = ("mean", "sum", "max", "min", "none")
 _REDUCED_BY_ACCELERATE = ("mean", "sum", "max")  # it sums for any other word
