@@ -75,6 +75,17 @@ def test_what_cannot_be_built_is_one_line() -> None:
         ours.run(ours.HubEstimateArguments(model_name=("a",), library_name="timm"))
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    with pytest.raises(
+        LaunchError, match="some/name: the Hugging Face Hub cannot be reached, and the model is not"
+    ):
+        ours.run(ours.HubEstimateArguments(model_name=("some/name",)))
+    assert not [record for record in caplog.records if "Retry" in record.getMessage()]
+
+
 def test_the_parser_is_that_of_the_real_one() -> None:
     line = ["bert", "--dtypes", "float32", "int8", "--library-name", "transformers"]
     mine = vars(ours.estimate_command_parser().parse_args(line))

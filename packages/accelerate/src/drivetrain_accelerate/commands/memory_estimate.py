@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from torch import nn
@@ -21,6 +22,7 @@ from drivetrain_launcher.errors import LaunchError
 _BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}
 _Dtype = Literal["float32", "float16", "int8", "int4"]
 _DTYPES: tuple[_Dtype, ...] = get_args(_Dtype)
+_PATIENCE = 10.0  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ def create_empty_model(
     Raises:
         ValueError: It is a model of another library.
         ImportError: transformers is not installed.
+        OSError: There is no such model, or the hub cannot be reached.
     """
     if library_name not in (None, "transformers"):
         raise ValueError(
@@ -90,14 +93,36 @@ def create_empty_model(
             "under drivetrain.init_empty_weights() and call drivetrain_dispatch's estimate"
         )
     transformers: Any = import_module("transformers")
-    config = transformers.AutoConfig.from_pretrained(
-        model_name, trust_remote_code=trust_remote_code, token=access_token
-    )
+    is_cut_off = not Path(model_name).is_dir() and _is_hub_out_of_reach(model_name, access_token)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            model_name, trust_remote_code=trust_remote_code, token=access_token, local_files_only=is_cut_off
+        )
+    except OSError as error:
+        if not is_cut_off:
+            raise
+        raise OSError(
+            "the Hugging Face Hub cannot be reached, and the model is not in the cache here: name its folder, ask "
+            "where there is a network, or set HF_ENDPOINT to a mirror"
+        ) from error
     kind = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
     with init_empty_weights():
         if kind is not None:
             return kind(config)
         return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _is_hub_out_of_reach(model_name: str, token: str | None) -> bool:
+    """Return whether the hub gives no answer, by asking once: a download asks again for half a minute."""
+    hub: Any = import_module("huggingface_hub")
+    errors: Any = import_module("huggingface_hub.errors")
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(model_name, "config.json"), token=token, timeout=_PATIENCE)
+    except (errors.HfHubHTTPError, errors.FileMetadataError):
+        return False  # an answer, whatever it says
+    except (errors.HTTPError, OSError):  # of the library below it, or offline mode
+        return True
+    return False
 
 
 def estimate_training_usage(
