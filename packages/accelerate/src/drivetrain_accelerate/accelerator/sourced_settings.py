@@ -24,7 +24,7 @@ class SourcedSettings:
 
     Attributes:
         sections: The settings by section and field.
-        sources: Their sources, by "section.field".
+        sources: The source of each, by "section.field".
     """
 
     sections: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
@@ -43,7 +43,7 @@ class SourcedSettings:
         Args:
             section: The section's name.
             given: The settings by field.
-            source: Their source.
+            source: The source of all of them.
             unsaid: The settings of options that the program has left alone: what equals them is Accelerate's default.
         """
         for name, value in given.items():

@@ -54,7 +54,7 @@ def launch_line(
     Defaults are left out, and so are secrets, which have no flag.
 
     Args:
-        answers: The settings.
+        answers: The settings with their reasons.
         sections: The dataclasses of the sections, by name.
         command: The command that launches.
     """
