@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
+from accelerate_sides import SIDES
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 
 accelerate: Any = pytest.importorskip("accelerate")
@@ -133,3 +134,54 @@ def test_a_prepared_schedule_belongs_to_the_checkpoints_again_after_free_memory(
         schedule.step()
         accelerator.load_state(str(tmp_path))
         assert schedule.get_last_lr() == [1.0]
+
+
+def wrapper_kept_over_free_memory(accelerator: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    found: list[float] = []
+    for _ in range(3):  # a Trainer that trains several times
+        for _ in range(2):
+            with accelerator.accumulate(wrapped):
+                inputs = torch.full((1, 1), accelerator.process_index + 1.0)
+                accelerator.backward(wrapped(inputs).square().mean())
+                found.append(float(accelerator.clip_grad_norm_(wrapped.parameters(), 10.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.free_memory()
+        optimizer = accelerator.prepare(optimizer)
+    return [*found, *(each.item() for each in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mixed_precision": "bf16"}, pytest.param({"dynamo_backend": "eager"}, marks=pytest.mark.slow)],
+)
+def test_a_model_kept_over_free_memory_trains_with_its_optimizer(options: dict[str, Any]) -> None:
+    found: list[list[float]] = []
+    for side in SIDES[:2]:
+        with side.accelerator(**options) as accelerator:
+            found.append(wrapper_kept_over_free_memory(accelerator))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def on_each_rank() -> list[Any]:
+    found: list[Any] = []
+    for side in SIDES[:2]:
+        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
+            found.append(wrapper_kept_over_free_memory(accelerator))
+    with SIDES[1].accelerator() as accelerator:
+        model = torch.nn.Linear(1, 1)
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.free_memory()
+        optimizer = accelerator.prepare(optimizer)
+        assert accelerator.prepare(model) is wrapped
+    return found
+
+
+@pytest.mark.slow
+def test_a_wrapper_kept_over_free_memory_averages_gradients_again(run_ranks: Any) -> None:
+    for theirs, ours in run_ranks(on_each_rank):
+        assert ours == pytest.approx(theirs, rel=1e-5)

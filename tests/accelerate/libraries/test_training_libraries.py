@@ -45,9 +45,7 @@ def check_equal(name: str, folder: Path, *arguments: str, num_processes: int = 1
 @needs("transformers")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_trainer_does_the_same_however_it_is_used(tmp_path: Path, num_processes: int) -> None:
-    # A second train() of one Trainer goes on in the first one's DDP, which free_memory() has taken apart here.
-    without = ("--without", "several times") if num_processes > 1 else ()
-    check_equal("with_trainer_options", tmp_path, *without, num_processes=num_processes)
+    check_equal("with_trainer_options", tmp_path, num_processes=num_processes)
 
 
 @needs("trl")

@@ -122,6 +122,46 @@ def test_a_parameter_unfrozen_after_prepare_is_refused_by_name(run_ranks, frozen
         )
 
 
+def train_between_releases(keep_wrapper: bool) -> torch.Tensor:
+    backend, model, optimizer = ddp()
+    model.bias.requires_grad_(False)
+    given: nn.Module = model
+    for place in range(2):
+        (prepared,) = backend.prepare([given], [optimizer], [])
+        assert not keep_wrapper or place == 0 or prepared.model is given
+        prepared.backward(prepared.model(torch.full((2, 8), 1.0 + dist.get_rank())).square().mean())
+        prepared.optimizers[0].step()
+        optimizer.zero_grad()
+        backend.close()
+        given = prepared.model if keep_wrapper else model
+    (prepared,) = backend.prepare([given], [optimizer], [])
+    model.bias.requires_grad_(True)
+    prepared.backward(prepared.model(torch.ones(2, 8)).sum())
+    with pytest.raises(UnreducedGradientError, match="bias was frozen when"):
+        prepared.optimizers[0].step()
+    backend.close()
+    return model.weight.detach()
+
+
+def wrapper_of_another_backend() -> None:
+    first, model, _ = ddp()
+    (prepared,) = first.prepare([model], [], [])
+    with pytest.raises(ValueError, match="Linear is prepared already"):
+        first.prepare([prepared.model], [], [])
+    first.close()
+    second, _, _ = ddp(find_unused_parameters=True)
+    with pytest.raises(ValueError, match="Linear is prepared already"):
+        second.prepare([prepared.model], [], [])
+    second.close()
+
+
+def test_a_wrapper_that_was_released_is_used_again_by_its_own_backend(run_ranks) -> None:
+    again = [run_ranks(train_between_releases, keep) for keep in (True, False)]
+    assert torch.equal(again[0][0], again[0][1])
+    assert torch.equal(again[0][0], again[1][0])
+    run_ranks(wrapper_of_another_backend)
+
+
 def said_in_two_steps(model: nn.Module, *, freeze: Sequence[str] = ()) -> str:
     """What the error says that two backwards end in, after layers were frozen behind prepare; else "trained"."""
     backend, _, _ = ddp()

@@ -70,7 +70,7 @@ def prepare_objects(
     models = _prepare_models(found, parts)
     replaced: dict[int, object] = {id(old): new for old, new in zip(found.loaders, loaders, strict=True)}
     for one in models:
-        replaced[id(one.unwrap())] = one.model
+        replaced |= {id(one.unwrap()): one.model, id(one.model): one.model}
         replaced |= {id(optimizer.optimizer): optimizer for optimizer in one.optimizers}
         replaced |= {id(scheduler.scheduler): scheduler for scheduler in one.schedulers}
     results = [replaced[id(obj)] for obj in objects]

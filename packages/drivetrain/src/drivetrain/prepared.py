@@ -69,7 +69,8 @@ class PreparedObjects:
 
     def restore_evaluated(self, models: Sequence[nn.Module]) -> None:
         """Restore those of some models that are prepared for evaluation, so that they can be trained."""
-        restored = [each for each in self.evaluated if each in models]
+        plain = [self.unwrap(each, keep_autocast=True) for each in models]
+        restored = [each for each in self.evaluated if each in plain]
         self.evaluated = [each for each in self.evaluated if each not in restored]
         for each in restored:
             restore_forward(each)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
+from drivetrain_accelerate.accelerator.released_models import ReleasedModels
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import refuse_slicing
@@ -35,6 +36,7 @@ class PrepareMethods(ComposedRun):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[DataLoaderAdapter] = []
         self._evaluated: list[nn.Module] = []
+        self._released = ReleasedModels()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; other objects come back as they are.
@@ -68,11 +70,12 @@ class PrepareMethods(ComposedRun):
                 and nothing wraps it. Checkpoints hold its weights all the same.
         """
         del device_placement
-        if not self._is_new(model):
+        if any(model is each for each in self._models):
             return model
         if evaluation_mode and not self.is_sharded:
             return self._add_evaluated(self.inner.prepare_evaluation(model))
-        (prepared,) = self._prepare_trained([model])
+        known = self._prepared_form(model)
+        (prepared,) = self._prepare_trained([model]) if known is None else (known,)
         return prepared
 
     def _add_evaluated(self, model: nn.Module) -> nn.Module:
@@ -204,7 +207,10 @@ class PrepareMethods(ComposedRun):
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget all prepared objects, release those given, and return a None for each."""
+        """Forget all prepared objects, release those given, and return a None for each.
+
+        A model that the program keeps is prepared again with an optimizer that trains it.
+        """
         if self._inner is not None:
             self.inner.unregister_from_checkpointing(*self._schedulers, *self._evaluated)
         for optimizer in self._optimizers:
@@ -212,6 +218,7 @@ class PrepareMethods(ComposedRun):
         for model in self._models:
             if isinstance(model, EngineMethods):
                 model.schedules.clear()
+        self._released.keep(each for each in self._models if each not in self._evaluated)
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._evaluated):
             kept.clear()
         self.gradient_state.is_window_set = False
@@ -252,6 +259,7 @@ class PrepareMethods(ComposedRun):
         """
         # After `free_memory`, a prepared optimizer is prepared again.
         plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
+        self._take_back(plain)
         parameters = {id(one) for one in _parameters_of([*self._models, *plain])}
         early = [each for each in plain if isinstance(each, Optimizer) and not _trains(each, parameters)]
         if self.is_sharded and self._models:
@@ -268,6 +276,16 @@ class PrepareMethods(ComposedRun):
             self._add_prepared(given, by_object.get(id(each), each))
             for given, each in zip(trained, plain, strict=True)
         ]
+
+    def _take_back(self, trained: Sequence[Any]) -> None:
+        """Prepare the models again that the program kept over `free_memory` and whose optimizer comes alone."""
+        if not self.is_sharded:
+            known = {id(one) for one in _parameters_of([*self._models, *trained])}
+            alone = [each for each in trained if isinstance(each, Optimizer) and not _trains(each, known)]
+            for model in self._released.trained_by(alone):
+                self.inner.prepare(unwrap_compiled(model))
+                self._models.append(model)
+        self._released.drop([each for each in (*self._models, *trained) if isinstance(each, nn.Module)])
 
     def _add_prepared(self, given: Any, prepared: Any) -> Any:
         """Add a prepared model or optimizer to those of the run; return it in the form that programs know."""
@@ -297,10 +315,17 @@ class PrepareMethods(ComposedRun):
         if isinstance(obj, AcceleratedOptimizer):
             return obj.is_released
         if isinstance(obj, nn.Module):
-            return not any(obj is each for each in self._models)
+            return self._prepared_form(obj) is None
         return isinstance(obj, Optimizer)
 
+    def _prepared_form(self, model: nn.Module) -> nn.Module | None:
+        """Return what `prepare` returned for a model, which is given in that form or as the user built it."""
+        of_user = (each for each in self._models if model in (each, self.inner.unwrap_model(each)))
+        return next(of_user, None)
+
     def _prepare_other(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module):
+            return self._prepared_form(obj)
         if isinstance(obj, AcceleratedScheduler):
             return self._keep_scheduler(obj)
         if isinstance(obj, DataLoaderAdapter | AcceleratedOptimizer):

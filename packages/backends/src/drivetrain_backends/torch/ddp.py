@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -64,16 +65,30 @@ class DDPBackend(TorchBackend):
         super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
         self.settings: DDPSettings = own
         self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
+        self._made = WeakSet[Replica]()
+        self._returning: dict[nn.Module, Replica] = {}  # of the models that are being prepared, by user module
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
     ) -> tuple[TorchPrepared, ...]:
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
+        A wrapper of this backend's that `close` released may come in place of the user's module: it is used again.
+
         Raises:
             ValueError: A model is already prepared; two models share a trainable parameter; or `sync_batch_norm` is
                 on, and a layer cannot be synchronised.
         """
+        self._returning = {each.module: each for each in models if isinstance(each, Replica) and each in self._made}
+        models = [each.module if each in self._returning.values() else each for each in models]
+        try:
+            return self._prepare(models, optimizers, schedulers)
+        finally:
+            self._returning = {}
+
+    def _prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
+    ) -> tuple[TorchPrepared, ...]:
         check_new(models)
         _check_shared([*(p.unwrap() for p in self._prepared), *models])
         if not self.settings.sync_batch_norm:
@@ -122,17 +137,16 @@ class DDPBackend(TorchBackend):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Replicate `model` by broadcasting rank 0's parameters and buffers. Called on all ranks."""
+        if model in self._returning:
+            return self._take_back(self._returning[model])
         frozen = {
             parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
         }
-        settings = self.settings
-        at_close = settings.reduce == "at_close"
+        at_close = self.settings.reduce == "at_close"
         if not (trained := any(p.requires_grad for p in model.parameters())) or not at_close:
             self._gradients.unreduced |= frozen
         if not trained:
             return model
-        device = self.context.device
-        buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
         # Before the replica, whose broadcast ends when all ranks are connected: a rank that closed the group earlier
         # would break the connections that another is still making.
         self._gradients.open()
@@ -140,19 +154,36 @@ class DDPBackend(TorchBackend):
         for weight in packed.values():
             broadcast_parts(parts_of(weight), self.context)
         with compat.leaving_out(model, packed):
-            replica = Replica(
-                model,
-                at_close=at_close,
-                device_ids=None if device.type == "cpu" else [device],
-                process_group=_group(self.context),
-                **buffers,
-                bucket_cap_mb=settings.bucket_size_mb,
-                find_unused_parameters=settings.find_unused_parameters,
-                gradient_as_bucket_view=settings.gradient_as_bucket_view,
-                static_graph=settings.static_graph,
-            )
-        register_hook(replica, settings, reduced_in(self.policy.dtypes))
+            replica = self._replicate(model, at_close=at_close)
+        self._made.add(replica)
         self._gradients.replicas[model] = replica
+        return replica
+
+    def _replicate(self, model: nn.Module, *, at_close: bool) -> Replica:
+        """Return the DDP wrapper of a model, as the settings say."""
+        settings, device = self.settings, self.context.device
+        buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
+        replica = Replica(
+            model,
+            at_close=at_close,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=_group(self.context),
+            **buffers,
+            bucket_cap_mb=settings.bucket_size_mb,
+            find_unused_parameters=settings.find_unused_parameters,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+        )
+        register_hook(replica, settings, reduced_in(self.policy.dtypes))
+        return replica
+
+    def _take_back(self, replica: Replica) -> Replica:
+        """Use a wrapper again that `close` released; its reducer is as it was. Called on all ranks."""
+        self._gradients.open()
+        if not replica.at_close:
+            self._gradients.unreduced |= replica.left_out()
+        replica.forget_backwards()
+        self._gradients.replicas[replica.module] = replica
         return replica
 
     @contextmanager

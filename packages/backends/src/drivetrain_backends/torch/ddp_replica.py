@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.errors import UnreducedGradientError
@@ -74,6 +74,15 @@ class Replica(ModuleProxy, DistributedDataParallel):
                 yield
         finally:
             self._is_held = was_held
+
+    def left_out(self) -> dict[Tensor, str]:
+        """Return the parameters that the reducer does not average, because they were frozen, with their names."""
+        named = self.module.named_parameters()
+        return {parameter: name for name, parameter in named if name not in self._reduced}
+
+    def forget_backwards(self) -> None:
+        """Forget what earlier backwards left, whose gradients are not used."""
+        self.is_armed = self.is_unreduced = False
 
     def gradient_versions(self) -> GradientVersions:
         """Return the versions of the gradients, which change when a backward reaches the model.
