@@ -13,7 +13,7 @@ from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.accelerator.composition import plan_composition
 from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.launch_variables import launch_variables
-from drivetrain_accelerate.plugins import kwargs_handlers
+from drivetrain_accelerate.plugins import fp8_recipes, kwargs_handlers
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -304,6 +304,22 @@ def test_handlers_and_what_follows_from_them_are_those_of_the_real_one(mode: str
         found.append({name: str(getattr(accelerator, name)) for name in HANDLER_NAMES})
         forget()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["AORecipeKwargs", "MSAMPRecipeKwargs"])
+def test_options_of_fp8_are_refused_in_another_precision(name: str) -> None:
+    for kind, home in ((Accelerator, fp8_recipes), (accelerate.Accelerator, accelerate.utils)):
+        handler = getattr(home, name)()
+        with pytest.raises(ValueError, match="mixed_precision='fp8'"):
+            kind(cpu=True, mixed_precision="bf16", kwargs_handlers=[handler])
+        forget()
+
+
+def test_options_of_fp8_that_are_set_later_are_refused_too() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.te_recipe_handler = fp8_recipes.TERecipeKwargs()
+    with pytest.raises(ValueError, match="TERecipeKwargs with mixed_precision='no'"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
 
 
 def test_a_handler_can_be_set_until_the_run_is_composed() -> None:

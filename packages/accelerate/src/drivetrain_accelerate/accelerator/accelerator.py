@@ -27,6 +27,7 @@ from drivetrain_accelerate.plugins.run_configuration import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from drivetrain_accelerate.plugins.translate_fp8 import check_fp8_precision
 from drivetrain_accelerate.plugins.translate_kwargs import check_group
 from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
@@ -117,6 +118,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
         super().__init__(options, _state_of(options))
+        check_fp8_precision(options.handlers.fp8, self.state.mixed_precision)
         self.device_placement = device_placement
         self.rng_types = rng_types or ["generator"]
         self.dataloader_config = data

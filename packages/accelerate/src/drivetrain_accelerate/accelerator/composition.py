@@ -21,7 +21,7 @@ from drivetrain_accelerate.plugins.translate_deepspeed import (
     deepspeed_precision_sections,
     deepspeed_sections,
 )
-from drivetrain_accelerate.plugins.translate_fp8 import fp8_recipe
+from drivetrain_accelerate.plugins.translate_fp8 import check_fp8_precision, fp8_recipe
 from drivetrain_accelerate.plugins.translate_kwargs import (
     check_autocast,
     check_project,
@@ -127,7 +127,8 @@ def plan_composition(
         settings.add("deepspeed", deepspeed_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
         settings.add("precision", deepspeed_precision_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
         check_engine_dimensions(options.parallelism_config)
-    recipe: Any = options.handlers.fp8 if options.mixed_precision == "fp8" else None
+    recipe: Any = options.handlers.fp8
+    check_fp8_precision(recipe, options.mixed_precision)  # a program may have set it since
     return CompositionPlan(fp8_recipe=None if recipe is None else fp8_recipe(recipe), settings=settings)
 
 

@@ -55,6 +55,23 @@ MSAMP_FIELDS = Fields(
 )
 
 
+def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
+    """Refuse options of fp8 for a run in another precision, as Accelerate does.
+
+    Args:
+        handler: The options; None if the program gives none.
+        mixed_precision: The precision of the run.
+
+    Raises:
+        ValueError: The run does not compute in fp8.
+    """
+    if handler is not None and mixed_precision != "fp8":
+        raise ValueError(
+            f"{type(handler).__name__} with mixed_precision={mixed_precision or 'no'!r}: options of fp8 have no "
+            "effect there; say mixed_precision='fp8', or leave the handler out"
+        )
+
+
 def fp8_recipe(handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs) -> Fp8Recipe:
     """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
 
