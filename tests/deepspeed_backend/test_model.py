@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from deepspeed_backend.engines import Weights, backend, error_of
-from drivetrain_backends import AccumulationError, PairingError, ReplacedParameterError
+from drivetrain_backends import AccumulationError, BackwardOptions, PairingError, ReplacedParameterError
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -63,6 +63,25 @@ def test_a_loss_without_an_engine_is_refused_with_what_to_prepare(run_ranks, sta
     assert "pass them to one prepare() call" in bare
     assert "reaches no prepared model" in foreign
     assert "trains Weights, of which no prepared optimizer holds a parameter" in untrained
+
+
+def with_options() -> list[str]:
+    with backend(stage=2) as one:
+        model = Weights()
+        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
+        chosen = (BackwardOptions(retain_graph=True), BackwardOptions(inputs=(model.w,)))
+        return [
+            error_of(
+                AccumulationError, lambda options=options: one.backward(prepared.model(X), options=options)
+            )
+            for options in chosen
+        ]
+
+
+def test_a_graph_is_not_kept_and_inputs_are_not_chosen(run_ranks) -> None:
+    ((kept, chosen),) = run_ranks(with_options, num_processes=1, timeout_seconds=150)
+    assert "backward(retain_graph=True): DeepSpeed's engine moves the gradients of all parameters" in kept
+    assert "backward(inputs=(1 tensors))" in chosen
 
 
 def through_another_of_its_class() -> str:

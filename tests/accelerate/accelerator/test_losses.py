@@ -55,6 +55,45 @@ def prepares_no_optimizer(accelerator: Any) -> list[float]:
     return [*weights_of(model), norm.item()]
 
 
+def prepares_no_optimizer_but_accumulates(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator, with_optimizer=False)
+    for place in range(4):
+        with accelerator.accumulate(model):
+            inputs = torch.ones(1, 2) * (place + accelerator.process_index)
+            accelerator.backward(model(inputs).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights_of(model)
+
+
+def punishes_gradients(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 2)).square().mean(), create_graph=True)
+        norm = sum(each.grad.square().sum() for each in model.parameters())
+        optimizer.zero_grad()
+        accelerator.backward(norm * 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model)
+
+
+def chooses_inputs(accelerator: Any) -> list[float]:
+    model, optimizer = prepared(accelerator)
+    inputs = torch.ones(1, 2) * (1 + accelerator.process_index)
+    inputs.requires_grad_()
+    accelerator.backward(model(inputs).square().mean(), inputs=[inputs])
+    assert inputs.grad is not None
+    accelerator.backward(model((inputs + inputs.grad).detach()).square().mean() * 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.backward(model(inputs).mean(), inputs=list(model.parameters()))
+    optimizer.step()
+    return [*weights_of(model), *inputs.grad.flatten().tolist()]
+
+
 def prepares_nothing(accelerator: Any) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -88,12 +127,16 @@ def raises_a_flag(accelerator: Any) -> list[Any]:
         (keeps_a_graph, 1),
         (counts_itself, 2),
         (prepares_no_optimizer, 1),
+        (prepares_no_optimizer_but_accumulates, 2),
+        (punishes_gradients, 1),
+        (chooses_inputs, 1),
         (prepares_nothing, 1),
         (prepares_nothing, 4),
         (counts_steps, 4),
         (raises_a_flag, 1),
     ],
 )
+@pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True:UserWarning")
 def test_one_process_finds_what_the_real_one_finds(found_by: Any, num_micro_batches: int) -> None:
     found: list[list[Any]] = []
     for side in SIDES:
@@ -107,7 +150,13 @@ def on_each_rank() -> tuple[list[list[Any]], str]:
     found: list[list[float]] = []
     told = ""
     for side in SIDES[:2]:
-        for found_by, number in ((keeps_a_graph, 1), (counts_itself, 2)):
+        for found_by, number in (
+            (keeps_a_graph, 1),
+            (counts_itself, 2),
+            (prepares_no_optimizer, 1),
+            (prepares_no_optimizer_but_accumulates, 2),
+            (chooses_inputs, 1),
+        ):
             with side.accelerator(gradient_accumulation_steps=number) as accelerator:
                 found.append(found_by(accelerator))
     plugin = SIDES[1]("accelerate.FullyShardedDataParallelPlugin")()
@@ -122,6 +171,6 @@ def on_each_rank() -> tuple[list[list[Any]], str]:
 @pytest.mark.slow
 def test_two_processes_find_what_those_of_the_real_one_find(run_ranks: Any) -> None:
     for found, told in run_ranks(on_each_rank):
-        assert found[2] == pytest.approx(found[0], rel=1e-5)
-        assert found[3] == pytest.approx(found[1], rel=1e-5)
+        for theirs, ours in zip(found[:5], found[5:], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
         assert "FSDP frees the gathered parameters" in told

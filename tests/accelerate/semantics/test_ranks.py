@@ -1,5 +1,6 @@
 """Rows of the table "Where it differs" that need two ranks: all of them in one call of the ranks."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,51 @@ def on_each_side(folder: str) -> dict[str, Numbers]:
             _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TWELVE, batch_size=2))
             accelerator.load_state(f"{folder}/{side.name}")
             found[side.name]["resumed"] = [batch.tolist() for batch in loader]
+        with side.accelerator() as accelerator:
+            found[side.name] |= {
+                "again": weight_after_two_backwards(accelerator),
+                "join": joined(accelerator),
+            }
+        with side.accelerator() as accelerator:
+            found[side.name]["evaluated"] = weight_after_evaluation(accelerator)
     return found
+
+
+def weight_after_two_backwards(accelerator: Any) -> float:
+    """Return a weight after two losses of one forward, whose gradients are -1 and minus the number of the rank."""
+    given = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(given.weight)
+    model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
+    output = model(torch.ones(1, 1)).sum()
+    accelerator.backward(-output, retain_graph=True)
+    accelerator.backward(-output * accelerator.process_index)
+    optimizer.step()
+    return given.weight.item()
+
+
+def weight_after_evaluation(accelerator: Any) -> float:
+    """Return a weight after a step whose gradient is minus the number of the rank; before it, the model evaluates."""
+    given = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(given.weight)
+    accelerator.prepare_model(given, evaluation_mode=True)
+    accelerator.free_memory()
+    model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
+    accelerator.backward(-model(torch.ones(1, 1)).sum() * accelerator.process_index)
+    optimizer.step()
+    return given.weight.item()
+
+
+def joined(accelerator: Any) -> Any:
+    numbers: Any = range(5)
+    loader = accelerator.prepare(DataLoader(numbers))
+
+    def batches() -> int:
+        with accelerator.join_uneven_inputs([], even_batches=False):
+            return len(list(loader))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs: the CPU joins nothing
+        return said(batches)
 
 
 def of_loaders(accelerator: Any) -> Numbers:
@@ -280,3 +325,25 @@ def test_resume_at_another_number(by_rank: list[dict[str, Numbers]]) -> None:
     theirs, ours, restored = values(by_rank, "resumed")
     assert theirs == restored == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
     assert ours == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
+
+
+def test_unseen_backwards(by_rank: list[dict[str, Numbers]]) -> None:
+    """a second `backward` of one forward on several processes, with `retain_graph`"""
+    theirs, ours, restored = values(by_rank, "again")
+    assert theirs == [1.0, 2.0]
+    assert ours == restored == [1.5, 1.5]
+
+
+def test_training_after_evaluation(by_rank: list[dict[str, Numbers]]) -> None:
+    """`prepare` of a model after `prepare_model(evaluation_mode=True)` and `free_memory`, on several processes"""
+    theirs, ours, restored = values(by_rank, "evaluated")
+    assert theirs == [0.0, 1.0]
+    assert ours == restored == [0.5, 0.5]
+
+
+def test_joined_loops(by_rank: list[dict[str, Numbers]]) -> None:
+    """`join_uneven_inputs(even_batches=)` with another word than loaders were prepared with, on several processes"""
+    theirs, ours, restored = values(by_rank, "join")
+    assert theirs == [3, 3]
+    assert ours == restored
+    assert all("prepare the loaders of this loop after" in each for each in ours)

@@ -282,3 +282,25 @@ def test_foreign_parameters() -> None:
                 assert told == 2
             else:
                 assert "no prepared model" in told
+
+
+def test_losses_of_several_elements() -> None:
+    """`backward` of a loss with several elements, and its `gradient`"""
+    found: list[Any] = []
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            model, _ = one_weight(accelerator)
+            ones = torch.ones(2, 1)
+            told = said(
+                lambda by=accelerator, model=model, ones=ones: by.backward(model(ones), gradient=ones)
+            )
+            alone = said(lambda by=accelerator, model=model, ones=ones: by.backward(model(ones)))
+            found.append((told, alone, model.weight.grad is not None))
+    theirs, ours, restored = found
+    assert theirs[0] is None
+    assert theirs[2]
+    assert "grad can be implicitly created only for scalar outputs" in theirs[1]
+    assert ours == restored
+    assert "say the loss, of shape ()" in ours[0]
+    assert "take its mean()" in ours[1]
+    assert not ours[2]

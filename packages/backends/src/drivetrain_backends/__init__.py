@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import UnshardedParameterError as UnshardedParameterError
     from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
     from drivetrain_backends.gradients.accumulation import AccumulationWindow as AccumulationWindow
+    from drivetrain_backends.gradients.backward_options import BackwardOptions as BackwardOptions
     from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
     from drivetrain_backends.modules.compile import strip_wrapper_prefix as strip_wrapper_prefix
     from drivetrain_backends.modules.compile import unwrap_compiled as unwrap_compiled
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.optim.scheduler import Scheduler as Scheduler
     from drivetrain_backends.protocol import AutoValue as AutoValue
     from drivetrain_backends.protocol import Backend as Backend
+    from drivetrain_backends.protocol import LendsGradients as LendsGradients
     from drivetrain_backends.protocol import Prepared as Prepared
     from drivetrain_backends.protocol import ReplicatesWeights as ReplicatesWeights
     from drivetrain_backends.protocol import TellsWaits as TellsWaits
@@ -72,6 +74,7 @@ _MODULES = {
     "AccumulationError": "errors",
     "AccumulationWindow": "gradients.accumulation",
     "Backend": "protocol",
+    "BackwardOptions": "gradients.backward_options",
     "BackendContract": "testing.contract",
     "BackendRegistry": "registry",
     "BatchMismatchError": "errors",
@@ -82,6 +85,7 @@ _MODULES = {
     "FSDPSettings": "settings",
     "PairingError": "errors",
     "ReplacedParameterError": "errors",
+    "LendsGradients": "protocol",
     "Prepared": "protocol",
     "ReplicatesWeights": "protocol",
     "TellsWaits": "protocol",

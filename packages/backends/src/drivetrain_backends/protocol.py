@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
 from drivetrain_precision import Policy
@@ -142,6 +143,22 @@ class TellsWaits(Protocol):
 
 
 @runtime_checkable
+class LendsGradients(Protocol):
+    """A backend that leaves averaged gradients in `.grad`, on which a program may step by itself."""
+
+    def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:
+        """Add the gradients of a loss, and average them over ranks but inside `Prepared.no_sync()`.
+
+        No window counts the loss: no optimizer is prepared, and the program's own steps. Called on all ranks.
+
+        Raises:
+            PairingError: The gradients are scaled, or the loss trains no prepared model.
+            AccumulationError: No model is prepared, or the options cannot be honoured.
+        """
+        ...
+
+
+@runtime_checkable
 class Backend(Protocol):
     """A way to train: on one device, replicated, sharded, or through an engine.
 
@@ -178,7 +195,7 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self, loss: Tensor, *, count: Tensor | float | None = None, retain_graph: bool = False
+        self, loss: Tensor, *, count: Tensor | float | None = None, options: BackwardOptions = ONCE
     ) -> None:
         """Add the gradients of a loss without being told which model it trains.
 
@@ -187,7 +204,7 @@ class Backend(Protocol):
 
         Raises:
             AccumulationError: The model is unknown, and the message asks for it; or no model is prepared; or the
-                backend cannot keep the graph for another backward, as `retain_graph` asks.
+                backend cannot do what `options` ask.
         """
         ...
 
@@ -197,7 +214,7 @@ class Backend(Protocol):
         loss: Tensor,
         *,
         count: Tensor | float | None = None,
-        retain_graph: bool = False,
+        options: BackwardOptions = ONCE,
     ) -> None:
         """Add the gradients of a loss that trains several models, each with its own optimizer.
 

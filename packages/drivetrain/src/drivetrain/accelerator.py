@@ -22,6 +22,7 @@ from drivetrain.exports import Exports
 from drivetrain.foreign_names import ForeignNames, refuse_arguments
 from drivetrain.gradient_limits import GradientLimits
 from drivetrain.half_check import half_check_of
+from drivetrain.lent_gradients import LentGradients, options_of
 from drivetrain.parts import Parts
 from drivetrain.prepare import prepare_objects
 from drivetrain.ranks import Ranks
@@ -50,6 +51,7 @@ class Accelerator(
     Schedules,
     BatchSizes,
     SingleObjects,
+    LentGradients,
     ForeignNames,
 ):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
@@ -265,6 +267,8 @@ class Accelerator(
         model: nn.Module | Sequence[nn.Module] | None = None,
         loader: ShardedLoader[Any] | None = None,
         retain_graph: bool = False,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """Accumulate the gradients of a loss. Called on all ranks.
 
@@ -276,6 +280,8 @@ class Accelerator(
             model: The model or models that the loss trains, where they cannot be inferred.
             loader: The loader of the batch, where two loaders are read side by side.
             retain_graph: Whether the graph is kept for another backward, on one device and under DDP.
+            create_graph: Whether the gradients have a graph of their own, on one device.
+            inputs: The leaves that get gradients, on one device and under DDP; None for all.
 
         Raises:
             AccumulationError: The call is outside accumulate() while gradients are accumulated; a window has both a
@@ -291,13 +297,14 @@ class Accelerator(
             loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
         progress = self.context.progress
         progress.note("backward")
+        options = options_of(retain_graph, create_graph, inputs)
         try:
             if model is None:
-                parts.backend.backward(loss, count=count, retain_graph=retain_graph)
+                parts.backend.backward(loss, count=count, options=options)
             else:
                 owners = model if isinstance(model, Sequence) else [model]
                 trained = [parts.prepared.of(one) for one in owners]
-                parts.backend.backward_of(trained, loss, count=count, retain_graph=retain_graph)
+                parts.backend.backward_of(trained, loss, count=count, options=options)
         finally:
             progress.note("backward done")
 

@@ -1,7 +1,7 @@
 """The models that an Accelerator has forgotten, as far as the program still holds them in their prepared form.
 
-A Trainer that trains twice frees its Accelerator's memory in between, keeps the wrapper of its model, and prepares its
-optimizer alone.
+A Trainer that trains twice frees its Accelerator's memory in between, keeps the wrapper of its model, and prepares
+its optimizer alone.
 """
 
 import gc

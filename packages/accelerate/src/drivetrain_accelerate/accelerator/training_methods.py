@@ -112,48 +112,52 @@ class TrainingMethods(PrepareMethods):
                 over them is taken, unless the program itself says which of them closes the window (see
                 `GradientState`): then its losses are added as they are. Outside `accumulate` it is divided by the
                 number of micro-batches in a step, and the program steps when it has added them up.
-            **kwargs: `retain_graph`, whether the graph is kept for another backward, on one device and under DDP;
-                `model`, whose loss it is: said where DeepSpeed trains several. `scale_wrt_gas` concerns DeepSpeed's
-                own division and changes nothing here. Others, such as the `learning_rate` of LOMO's optimizers, are
-                refused.
+            **kwargs: `retain_graph`, whether the graph is kept for another backward, and `inputs`, the leaves that
+                get gradients, on one device and under DDP; `create_graph`, whether gradients have a graph,
+                on one device; `model`, whose loss it is: said where DeepSpeed trains several. `scale_wrt_gas`
+                concerns DeepSpeed's own division and changes nothing here. Others, such as the `learning_rate` of
+                LOMO's optimizers, are refused.
 
         Raises:
             ValueError: An argument is not supported.
             AccumulationError: The graph cannot be kept, as under FSDP and DeepSpeed.
-            PairingError: The loss trains a model whose optimizer is not prepared, while others are, or on several
-                processes.
+            PairingError: The loss trains a model whose optimizer is not prepared, while others are, or the run
+                divides its models or scales its losses.
         """
         kwargs.pop("scale_wrt_gas", None)
         model: nn.Module | None = kwargs.pop("model", None)
-        retain_graph = bool(kwargs.pop("retain_graph", None))
-        if kwargs:
-            raise ValueError(
-                f"backward({', '.join(kwargs)}=): say the loss, model= if there are several, and retain_graph="
-            )
+        graph = _graph_arguments(kwargs)
         if not self.gradient_state.is_window_set:
             self.follow_num_steps()
         if self._leaves_steps_alone:
-            (loss / self.gradient_state.num_steps).backward(retain_graph=retain_graph)
+            self._backward_alone(loss / self.gradient_state.num_steps, graph)
         elif self.gradient_state.is_window_set:
-            self._backward_in_window(loss, model, retain_graph=retain_graph)
+            self._backward_in_window(loss, model, graph)
         elif self._is_accumulating or self.gradient_state.num_steps == 1 or self.is_sharded:
-            self.inner.backward(loss, model=model, retain_graph=retain_graph)
+            self.inner.backward(loss, model=model, **graph)
         else:
             # The program counts its micro-batches itself: each divided loss is a window that a step may follow.
             self.inner.window.keeps_divisor = True
             with self.inner.accumulate(last=True):
-                self.inner.backward(loss, model=model, retain_graph=retain_graph)
+                self.inner.backward(loss, model=model, **graph)
 
     @property
     def _leaves_steps_alone(self) -> bool:
-        """True if one process trains without any optimizer that was prepared with its model.
+        """True if the program steps without any optimizer that was prepared with its model, on whole gradients.
 
-        Nothing is to be reduced or scaled then, and torch's own backward does all.
+        Nothing is to be divided or scaled then.
         """
         are_waiting = all(each.is_waiting for each in self._optimizers)
-        return are_waiting and self.state.num_processes == 1 and self.state.mixed_precision != "fp16"
+        return are_waiting and not self.is_sharded and self.state.mixed_precision != "fp16"
 
-    def _backward_in_window(self, loss: Tensor, model: nn.Module | None, *, retain_graph: bool) -> None:
+    def _backward_alone(self, loss: Tensor, graph: dict[str, Any]) -> None:
+        """Add gradients on which the program steps by itself: torch's own backward, and the mean over ranks."""
+        if self.state.num_processes == 1:
+            loss.backward(**graph)
+        else:
+            self.inner.backward_alone(loss, **graph)
+
+    def _backward_in_window(self, loss: Tensor, model: nn.Module | None, graph: dict[str, Any]) -> None:
         """Add the gradients of a loss to a window that the program itself opens and closes."""
         gradients, window = self.gradient_state, self.inner.window
         is_first = window.closing
@@ -163,7 +167,7 @@ class TrainingMethods(PrepareMethods):
         with self.inner.accumulate(last=gradients.sync_gradients):
             # Several losses are a sum, whose mean over the ranks is taken: the first stands for one item of its rank.
             count = None if is_alone else float(is_first)
-            self.inner.backward(loss, count=count, model=model, retain_graph=retain_graph)
+            self.inner.backward(loss, count=count, model=model, **graph)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Refuse: gradients are unscaled by the clip or step of a closed window, once.
@@ -209,6 +213,9 @@ class TrainingMethods(PrepareMethods):
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient element to [-clip_value, clip_value] once the window is closed."""
+        if self._leaves_steps_alone:
+            nn.utils.clip_grad_value_(parameters, clip_value)
+            return
         self.inner.clip_grad_value_(parameters, clip_value)
 
     @property
@@ -243,3 +250,23 @@ class TrainingMethods(PrepareMethods):
             f"lomo_backward(learning_rate={learning_rate}): use an optimizer that steps after backward; to save the "
             "memory of gradients, shard the model (FSDP) or offload the optimizer"
         )
+
+
+def _graph_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of torch's `backward` that Accelerate's may have.
+
+    Raises:
+        ValueError: There are others.
+    """
+    if unknown := sorted(set(given) - {"retain_graph", "create_graph", "inputs"}):
+        raise ValueError(
+            f"backward({', '.join(unknown)}=): say the loss, of shape (), model= if there are several, and torch's "
+            "retain_graph=, create_graph= and inputs="
+        )
+    inputs = given.get("inputs")
+    create_graph = bool(given.get("create_graph"))
+    return {
+        "retain_graph": bool(given.get("retain_graph")) or create_graph,
+        "create_graph": create_graph,
+        "inputs": (inputs,) if isinstance(inputs, Tensor) else inputs,
+    }

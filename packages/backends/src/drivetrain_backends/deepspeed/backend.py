@@ -26,6 +26,7 @@ from drivetrain_backends.deepspeed.optimizer import remember_groups, share_group
 from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.reducer import trainable_parameters
 from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations, restore_activations
@@ -109,7 +110,7 @@ class DeepSpeedBackend(TorchBackend):
         return prepared
 
     def backward(
-        self, loss: Tensor, *, count: Tensor | float | None = None, retain_graph: bool = False
+        self, loss: Tensor, *, count: Tensor | float | None = None, options: BackwardOptions = ONCE
     ) -> None:
         """Add the gradients of a loss of the only trained model; see `Backend.backward`.
 
@@ -127,7 +128,7 @@ class DeepSpeedBackend(TorchBackend):
                 f"backward(loss) with {len(self._trained)} models that have optimizers: a DeepSpeed engine runs the "
                 "backward of its own model; say whose loss it is, backward(loss, model=...)"
             )
-        self._tracker.backward(loss, count, self._trained, retain_graph=retain_graph)
+        self._tracker.backward(loss, count, self._trained, options=options)
 
     def join(self, models: Sequence[nn.Module]) -> NoReturn:
         """Refuse to join; see `Backend.join`.

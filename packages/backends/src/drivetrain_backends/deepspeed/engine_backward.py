@@ -14,6 +14,7 @@ from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_
 from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_precision import LossScaler
 from drivetrain_state import ProgressRecord
 
@@ -125,15 +126,15 @@ class EngineReducer:
                 handle.remove()
             removed.forget()
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run the engine's backward; see `GradientReducer.backward`.
 
         Raises:
             AccumulationError: The loss trains several models, or one without an engine; or the graph is to be kept.
         """
-        if retain_graph:
+        if options.said:
             raise AccumulationError(
-                "backward(retain_graph=True): DeepSpeed's engine has moved the gradients after the first; "
+                f"backward({options.said}): DeepSpeed's engine moves the gradients of all parameters after each; "
                 "add the losses of one forward up and call backward() once"
             )
         if len(models) != 1 or models[0] not in self._models:

@@ -11,6 +11,7 @@ from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.averaging import average
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.multi_tensor import multiply_by_device, unscale_on_host
 from drivetrain_backends.gradients.reducer import ParameterGradients
 from drivetrain_backends.modules.wrap_policy import class_name
@@ -51,16 +52,16 @@ class ShardedGradients(ParameterGradients):
         self.held: set[nn.Module] = set()
         self.hooks: dict[nn.Module, ParameterHooks] = {}
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run torch's backward; see `GradientReducer.backward`.
 
         Raises:
-            AccumulationError: An earlier backward failed midway, or the graph is to be kept.
+            AccumulationError: An earlier backward failed midway, or options are given.
         """
-        if retain_graph:
+        if options.said:
             raise AccumulationError(
-                "backward(retain_graph=True): FSDP frees the gathered parameters that a second one would need; "
-                "add the losses of one forward up and call backward() once"
+                f"backward({options.said}): FSDP frees the gathered parameters behind one backward, and "
+                "reduces the gradients of all; add the losses of one forward up and call backward(loss) once"
             )
         for model in models:
             if self._sharded[model].in_backward():

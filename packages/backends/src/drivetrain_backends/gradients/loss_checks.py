@@ -40,12 +40,15 @@ class FirstLosses:
         """Check the next losses again, because the prepared objects have changed."""
         self.num_left = LOSSES_FOLLOWED
 
-    def follow(self, loss: Tensor, leaves: Mapping["GradientGroup", Sequence[Tensor]]) -> None:
+    def follow(
+        self, loss: Tensor, leaves: Mapping["GradientGroup", Sequence[Tensor]], *, is_stepped: bool = True
+    ) -> None:
         """Refuse a loss whose gradients would not be used, before its backward.
 
         Args:
             loss: The loss whose graph is traversed, of shape ().
             leaves: The leaves of the graphs, for each group of prepared models.
+            is_stepped: Whether prepared optimizers step on the gradients, and not the program by itself.
 
         Raises:
             PairingError: The loss reaches only parameters of unprepared models, or a model without a prepared
@@ -65,7 +68,7 @@ class FirstLosses:
                 "averaged over no ranks. Pass their model to prepare() with its optimizer, or call loss.backward()"
             )
         for group in groups:
-            if not group.optimizers:
+            if is_stepped and not group.optimizers:
                 names = " and ".join(type(model).__name__ for model in group.models)
                 raise PairingError(
                     f"backward() of a loss that trains {names}, of which no prepared optimizer holds a parameter: "

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.multi_tensor import multiply, stored_values
 from drivetrain_precision import LossScaler
 
@@ -20,16 +21,16 @@ class GradientReducer(Protocol):
     scaler: LossScaler | None
     is_joined: bool
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
 
         Args:
             loss: The loss to differentiate.
             models: The users' modules that the caller says the loss trains.
-            retain_graph: Whether the graph is kept for another backward.
+            options: The arguments of torch's `backward`.
 
         Raises:
-            AccumulationError: The graph cannot be kept.
+            AccumulationError: The options cannot be honoured.
         """
         ...
 
@@ -64,10 +65,10 @@ class ParameterGradients:
         self.scaler = scaler
         self.is_joined = False
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run torch's backward, on the scaled loss for fp16; see `GradientReducer.backward`."""
         del models
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward(retain_graph=retain_graph)
+        options.run(loss if self.scaler is None else self.scaler.scale(loss))
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the parameters; see `GradientReducer.leaves`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
@@ -85,7 +86,7 @@ class GradientTracker:
         count: Tensor | float | None,
         owners: Sequence[GradientGroup],
         *,
-        retain_graph: bool = False,
+        options: BackwardOptions = ONCE,
     ) -> None:
         """Add the gradients of a loss of some groups.
 
@@ -102,9 +103,9 @@ class GradientTracker:
         if is_plain and len(owners) == 1 and count is None and not self.first_losses.num_left:
             # Most steps: for a small model, the other checks would take as long as the backward.
             owners[0].add_loss(None)
-            loss.backward(retain_graph=retain_graph)
+            options.run(loss)
         else:
-            self._add(loss, count, owners, retain_graph=retain_graph)
+            self._add(loss, count, owners, options=options)
         self.last_backward = window.begun
 
     def _add(
@@ -113,7 +114,7 @@ class GradientTracker:
         count: Tensor | float | None,
         owners: Sequence[GradientGroup],
         *,
-        retain_graph: bool,
+        options: BackwardOptions,
     ) -> None:
         window, reducer = self.window, self.reducer
         if self.first_losses.num_left:
@@ -133,7 +134,7 @@ class GradientTracker:
             loss = loss / window.num_micro_batches
         before = [versions_of(group.parameters()) for group in final] if final else ()
         trained = [model for group in owners for model in group.models]
-        reducer.backward(loss, trained, retain_graph=retain_graph)
+        reducer.backward(loss, trained, options=options)
         if final:
             _check_unreached(final, before)
         for group in self.groups:

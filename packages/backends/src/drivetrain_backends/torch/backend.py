@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.groups import group_models
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
@@ -180,7 +181,7 @@ class TorchBackend:
         return [(optimizer, plain[owners(optimizer, plain)[0]]) for optimizer in optimizers]
 
     def backward(
-        self, loss: Tensor, *, count: Tensor | float | None = None, retain_graph: bool = False
+        self, loss: Tensor, *, count: Tensor | float | None = None, options: BackwardOptions = ONCE
     ) -> None:
         """Add the gradients of a loss that may flow through any of the prepared models; see `Backend.backward`."""
         if not self._prepared:
@@ -193,7 +194,7 @@ class TorchBackend:
                 f"backward(count=...) with {len(owners)} models that have optimizers of their own: say with model= "
                 "whose items are counted; model=(a, b) where the loss trains both"
             )
-        self._tracker.backward(loss, count, owners, retain_graph=retain_graph)
+        self._tracker.backward(loss, count, owners, options=options)
 
     def backward_of(
         self,
@@ -201,11 +202,11 @@ class TorchBackend:
         loss: Tensor,
         *,
         count: Tensor | float | None = None,
-        retain_graph: bool = False,
+        options: BackwardOptions = ONCE,
     ) -> None:
         """Add the gradients of a loss that trains several models; see `Backend.backward_of`."""
         chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
-        self._tracker.backward(loss, count, list(dict.fromkeys(chosen)), retain_graph=retain_graph)
+        self._tracker.backward(loss, count, list(dict.fromkeys(chosen)), options=options)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Do nothing, because a single device needs no join; see `Backend.join`."""

@@ -11,7 +11,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.modules.batch_norm import (
     batch_norms,
     check_batch_norms,
@@ -66,7 +68,9 @@ class DDPBackend(TorchBackend):
         self.settings: DDPSettings = own
         self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
         self._made = WeakSet[Replica]()
-        self._returning: dict[nn.Module, Replica] = {}  # of the models that are being prepared, by user module
+        self._returning: dict[
+            nn.Module, Replica
+        ] = {}  # of the models that are being prepared, by user module
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
@@ -79,8 +83,10 @@ class DDPBackend(TorchBackend):
             ValueError: A model is already prepared; two models share a trainable parameter; or `sync_batch_norm` is
                 on, and a layer cannot be synchronised.
         """
-        self._returning = {each.module: each for each in models if isinstance(each, Replica) and each in self._made}
-        models = [each.module if each in self._returning.values() else each for each in models]
+        given, known = models, self._made
+        models = [each.module if isinstance(each, Replica) and each in known else each for each in given]
+        pairs = zip(models, given, strict=True)
+        self._returning = {model: each for model, each in pairs if isinstance(each, Replica)}
         try:
             return self._prepare(models, optimizers, schedulers)
         finally:
@@ -185,6 +191,24 @@ class DDPBackend(TorchBackend):
         replica.forget_backwards()
         self._gradients.replicas[replica.module] = replica
         return replica
+
+    def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:
+        """Add the gradients of a loss and average them, for steps of the program's own; see `LendsGradients`."""
+        tracker = self._tracker
+        if self.scaler is not None:
+            raise PairingError(
+                "backward() under fp16 without a prepared optimizer: the program's own would step on scaled "
+                "gradients. Pass it to prepare() with its model"
+            )
+        if not self._prepared:
+            raise AccumulationError("backward() before prepare(model): no ranks average its gradients")
+        if tracker.first_losses.num_left:
+            leaves = {group: self._gradients.leaves(group.models) for group in tracker.groups}
+            tracker.first_losses.follow(loss, leaves, is_stepped=False)
+        models = [prepared.unwrap() for prepared in self._prepared]
+        self._gradients.backward(loss, models, options=options)
+        replicas = self._gradients.replicas
+        self._gradients.average([one for one in models if one in replicas and not replicas[one].is_held])
 
     @contextmanager
     def join(self, models: Sequence[nn.Module]) -> Generator[None]:

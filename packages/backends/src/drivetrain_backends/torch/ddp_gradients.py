@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from drivetrain_backends.errors import UnreducedGradientError
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.averaging import average
+from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.reducer import ParameterGradients, trainable_parameters
 from drivetrain_backends.torch.compat import call_after_backward, has_rebuilt_buckets
 from drivetrain_backends.torch.ddp_replica import Replica
@@ -62,19 +63,29 @@ class ReplicatedGradients(ParameterGradients):
         self._rebuilt: set[Replica] = set()
         self._has_told = False
 
-    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, retain_graph: bool = False) -> None:
-        """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
+        """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`.
+
+        Raises:
+            AccumulationError: The gradients are to have a graph, through which DDP cannot average.
+        """
+        if options.create_graph and self.replicas:
+            raise AccumulationError(
+                f"backward({options.said}): DDP averages gradients in place, which a graph of their own forbids; "
+                "take them by torch.autograd.grad(loss, tensors, create_graph=True), add what follows from them to "
+                "the loss, and call backward(loss) once"
+            )
         before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
         on_computed = self.on_computed
         if on_computed is not None and any(replica.is_armed for replica in self.replicas.values()):
             # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
             handle = loss.register_hook(partial(_call_before_reducer, on_computed))
             try:
-                super().backward(loss, models, retain_graph=retain_graph)
+                super().backward(loss, models, options=options)
             finally:
                 handle.remove()
         else:
-            super().backward(loss, models, retain_graph=retain_graph)
+            super().backward(loss, models, options=options)
         for replica, versions in before:
             replica.record_backward(versions)
 

@@ -80,6 +80,11 @@ class Replica(ModuleProxy, DistributedDataParallel):
         named = self.module.named_parameters()
         return {parameter: name for name, parameter in named if name not in self._reduced}
 
+    @property
+    def is_held(self) -> bool:
+        """True inside `no_sync`."""
+        return self._is_held
+
     def forget_backwards(self) -> None:
         """Forget what earlier backwards left, whose gradients are not used."""
         self.is_armed = self.is_unreduced = False
