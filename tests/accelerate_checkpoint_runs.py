@@ -85,5 +85,6 @@ def run_of(accelerator_class: Any, *, seed: int = 0, size: int = 24, **options: 
     finally:
         state, gradients = accelerator.state, accelerator.gradient_state
         accelerator.end_training()
+        type(accelerator.gradient_state)._reset_state()
         type(state)._reset_state(reset_partial_state=True)
         type(gradients)._reset_state()  # a run that ends within an epoch leaves its loader there

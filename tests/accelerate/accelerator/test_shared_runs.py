@@ -331,6 +331,37 @@ def test_a_handler_can_be_set_until_the_run_is_composed() -> None:
         accelerator.autocast_handler = AutocastKwargs()
 
 
+def test_a_plugin_comes_before_the_variable_of_another_backend_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fsdp, engine = FullyShardedDataParallelPlugin(), DeepSpeedPlugin(zero_stage=1)
+    for variable, given, kind in (
+        ("ACCELERATE_USE_DEEPSPEED", {"fsdp_plugin": fsdp}, DistributedType.FSDP),
+        ("ACCELERATE_USE_FSDP", {"deepspeed_plugin": engine}, DistributedType.DEEPSPEED),
+    ):
+        with environ.exported(**{variable: "true"}):
+            assert Accelerator(cpu=True, **given).distributed_type == kind
+        assert f"{variable}=true gives way to {next(iter(given))}= of the program" in caplog.text
+        forget()
+    with environ.exported(ACCELERATE_USE_FSDP="true"):
+        caplog.clear()
+        Accelerator(cpu=True, fsdp_plugin=fsdp)
+        assert not caplog.records
+        forget()
+
+
+def test_two_backends_at_once_are_refused() -> None:
+    both = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"}
+    with (
+        environ.exported(**both),
+        pytest.raises(ValueError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED"),
+    ):
+        Accelerator(cpu=True)
+    fsdp, engine = FullyShardedDataParallelPlugin(), DeepSpeedPlugin(zero_stage=1)
+    with pytest.raises(ValueError, match="fsdp_plugin= and deepspeed_plugin="):
+        Accelerator(cpu=True, fsdp_plugin=fsdp, deepspeed_plugin=engine)
+
+
 CONTRADICTED = [
     ("FSDP_VERSION", "1", {"fsdp_version": 2}),
     ("FSDP_OFFLOAD_PARAMS", "true", {"cpu_offload": False}),

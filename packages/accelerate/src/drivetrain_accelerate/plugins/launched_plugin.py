@@ -1,6 +1,7 @@
 """The plugins that a program leaves out, and that follow from its other options or from the launch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from logging import getLogger
 from types import MappingProxyType
 from typing import Any
 
@@ -10,25 +11,30 @@ from drivetrain_accelerate.plugins.environment_words import truth_from
 from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
 from drivetrain_config import resolve
 
+logger = getLogger(__name__)
 
-def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int) -> bool:
+
+def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
     """Add the plugins that follow from the others, from the parallel dimensions or from the launch.
 
     Args:
         plugins: The plugins by the names of an Accelerator's arguments; None for those that were left out.
         num_processes: The number of ranks.
+        is_main: Whether this process is rank 0, which warns of what gives way.
 
     Returns:
         Whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
 
     Raises:
-        ValueError: The parallel dimensions cannot be honoured.
+        ValueError: The parallel dimensions cannot be honoured, or several backends are asked for.
     """
     plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
     dimensions = plugins["parallelism_config"]
     if dimensions is not None:
         check_dimensions(dimensions, num_processes=num_processes)
-    if plugins["fsdp_plugin"] is not None or plugins["deepspeed_plugin"] is not None:
+    given = [name for name in _MADE if plugins[f"{name}_plugin"] is not None]
+    if given:
+        _check_one(given, is_main=is_main)
         return False
     if dimensions is not None and dimensions.dp_shard_size > 1:
         # torch's FSDP takes seconds to import: only a run that asks for it does.
@@ -53,9 +59,39 @@ def launched_plugin() -> dict[str, Any]:
     """Return the plugin that the launch says, by the name of an Accelerator's argument; nothing if it says none.
 
     A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
+
+    Raises:
+        ValueError: Accelerate's variables ask for two backends.
     """
-    backend = settings_backend() or next((name for name, each in _MADE.items() if truth_from(each[0])), None)
+    asked = [name for name, each in _MADE.items() if truth_from(each[0])]
+    backend = settings_backend()
+    if backend is None and len(asked) > 1:
+        raise ValueError(
+            f"{' and '.join(_MADE[name][0] for name in asked)} are both true, and a run has one backend: unset "
+            "one of them, or pass the plugin of the one you mean"
+        )
+    backend = backend or next(iter(asked), None)
     return {} if backend is None or backend not in _MADE else _MADE[backend][1]()
+
+
+def _check_one(given: Sequence[str], *, is_main: bool) -> None:
+    """Refuse plugins of two backends; warn of variables that ask for another one than the program's plugin.
+
+    Raises:
+        ValueError: The program gives several plugins.
+    """
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(f'{name}_plugin=' for name in given)}: a run has one backend; pass one"
+        )
+    for name, (variable, _) in _MADE.items():
+        if is_main and name not in given and truth_from(variable):
+            logger.warning(
+                "%s=true gives way to %s_plugin= of the program, which comes first: unset the variable, or leave the "
+                "plugin out",
+                variable,
+                given[0],
+            )
 
 
 def _fsdp() -> dict[str, Any]:

@@ -68,7 +68,10 @@ class AcceleratorState(PartialState):
                 "`accelerator = Accelerator()` first, or ask PartialState() for the ranks"
             )
         # An error leaves the state as empty as it was.
-        is_in_settings = add_unsaid_plugins(plugins, num_processes=PartialState(cpu, **kwargs).num_processes)
+        ranks = PartialState(cpu, **kwargs)
+        is_in_settings = add_unsaid_plugins(
+            plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
+        )
         self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
