@@ -125,13 +125,13 @@ def test_a_tied_weight_is_taken_from_any_of_its_names() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     prepared = accelerator._parts.prepared.of(model)
-    own = prepared.state_dict()["model"]
+    own, built = prepared.state_dict()["model"], prepared.unwrap()
     for name in ("inner.weight", "outer.weight"):
         saved = {name: torch.ones(2, 2), "_orig_mod.outer.bias": torch.zeros(2)}
-        found = match_model(saved, own, prepared)
+        found = match_model(saved, own, built)
         assert sorted(found) == ["inner.weight", "outer.bias", "outer.weight"]
         assert found["inner.weight"] is found["outer.weight"]
     with pytest.raises(ValueError, match=r"not of this Tied: missing \['outer.bias'\], unexpected \['x'\]"):
-        match_model({"inner.weight": torch.ones(2, 2), "x": torch.ones(1)}, own, prepared)
+        match_model({"inner.weight": torch.ones(2, 2), "x": torch.ones(1)}, own, built)
     with pytest.raises(ValueError, match=r"outer.bias is of shape \(2,\), in the checkpoint \(3,\)"):
-        match_model({"inner.weight": torch.ones(2, 2), "outer.bias": torch.ones(3)}, own, prepared)
+        match_model({"inner.weight": torch.ones(2, 2), "outer.bias": torch.ones(3)}, own, built)

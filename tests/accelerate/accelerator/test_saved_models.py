@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate_sides import OURS, SIDES
+from accelerate_sides import OURS, SIDES, THEIRS
 
 pytest.importorskip("accelerate")
 
@@ -37,6 +37,69 @@ def test_models_in_evaluation_mode_are_saved_and_loaded_as_by_the_real_one(
             assert frozen.weight.tolist() == before
             accelerator.free_memory()
             assert accelerator.prepare(trained) is trained
+
+
+def prepared_models(accelerator: Any, *, evaluates_first: bool) -> list[torch.nn.Module]:
+    """Return a trained model and one in evaluation mode, whose last weight is tied to its first."""
+    trained = torch.nn.Linear(2, 1)
+    tied: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    if evaluates_first:
+        accelerator.prepare_model(tied, evaluation_mode=True)
+    accelerator.prepare(trained, torch.optim.AdamW(trained.parameters(), lr=0.1))
+    if not evaluates_first:
+        accelerator.prepare_model(tied, evaluation_mode=True)
+    return [trained, tied]
+
+
+@pytest.mark.parametrize("evaluates_first", [True, False])
+def test_models_in_evaluation_mode_of_the_real_ones_checkpoint_are_loaded(
+    tmp_path: Path, evaluates_first: bool
+) -> None:
+    saved: list[Any] = []
+    for side in (THEIRS, OURS):
+        with side.accelerator() as accelerator:
+            models = prepared_models(accelerator, evaluates_first=evaluates_first)
+            if side is THEIRS:
+                accelerator.save_state(str(tmp_path))
+            else:
+                accelerator.load_state(str(tmp_path))
+            saved.append([value.tolist() for model in models for value in model.state_dict().values()])
+    assert saved[0] == saved[1]
+    with OURS.accelerator() as accelerator:
+        trained = torch.nn.Linear(2, 1)
+        accelerator.prepare(trained, torch.optim.AdamW(trained.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match="holds 2 models, and this run has 1"):
+            accelerator.load_state(str(tmp_path))
+
+
+def losses_and_scales(accelerator: Any, model: Any, optimizer: Any) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for number in range(4):
+        loss = model(torch.full((2, 4), 0.1 * number)).square().mean()
+        accelerator.backward(loss * (float("inf") if number == 1 else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), accelerator.scaler.get_scale()))
+    return found
+
+
+def test_a_run_in_fp16_goes_on_with_the_losses_and_the_scale_it_had(tmp_path: Path) -> None:
+    found: list[Any] = []
+    handler = OURS("accelerate.utils.GradScalerKwargs")(init_scale=1024.0, growth_interval=2)
+    for is_loaded in (False, True):
+        with OURS.accelerator(mixed_precision="fp16", kwargs_handlers=[handler]) as accelerator:
+            model = torch.nn.Linear(4, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+            if is_loaded:
+                accelerator.load_state(str(tmp_path))
+            else:
+                losses_and_scales(accelerator, model, optimizer)
+                accelerator.save_state(str(tmp_path))
+            state = accelerator.scaler.state_dict()
+            found.append((state, losses_and_scales(accelerator, model, optimizer)))
+    assert found[0] == found[1]
+    assert len({scale for _, scale in found[0][1]}) > 1
 
 
 def test_the_loss_scale_goes_on_from_where_it_was_saved() -> None:

@@ -69,6 +69,21 @@ def test_skipped_batches(tmp_path: Path) -> None:
     assert ours == [[2, 3, 4, 5]] * 2
 
 
+def test_counted_micro_batches(tmp_path: Path) -> None:
+    """`accelerator.step` after `load_state`"""
+    found: list[int] = []
+    for side in SIDES:
+        with run_of(side, gradient_accumulation_steps=2) as (accelerator, model, loader):
+            for _ in zip(range(2), loader, strict=False):
+                with accelerator.accumulate(model):
+                    pass
+            accelerator.save_state(str(tmp_path / side.name))
+        with run_of(side, gradient_accumulation_steps=2) as (accelerator, _, _):
+            accelerator.load_state(str(tmp_path / side.name))
+            found.append(accelerator.step)
+    assert found == [2, 0, 0]
+
+
 def test_a_failing_save(tmp_path: Path) -> None:
     """`save_state`"""
     for side in SIDES:

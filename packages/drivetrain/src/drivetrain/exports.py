@@ -126,7 +126,7 @@ def save(
         state = prepared.state_dict()["model"]
         if trained_only:
             state = {name: state[name] for name in trained_names(prepared)}
-        ties = {name: first for name, first in tied_weights(prepared).items() if name in state}
+        ties = {name: first for name, first in tied_weights(prepared.unwrap()).items() if name in state}
         plan = plan_export(state, max_shard_size=max_shard_size, ties=ties)
         return plan if is_main else None
 
@@ -188,7 +188,7 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
         match = match_export(
             exported,
             shapes,
-            ties=tied_weights(prepared),
+            ties=tied_weights(prepared.unwrap()),
             strict=strict,
             kind=type(prepared.unwrap()).__name__,
         )

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from drivetrain_backends import Prepared, strip_wrapper_prefix, tied_weights
+from drivetrain_backends import strip_wrapper_prefix, tied_weights
 from drivetrain_backends.state_dict.optimizer_state import name_state
 from drivetrain_checkpoint import ExportedTensors
 
@@ -18,7 +18,7 @@ _OF_ELEMENTS = {
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
-def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], prepared: Prepared) -> Mapping[str, Any]:
+def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Return a model's saved tensors under this model's names; tensors read on demand remain so.
 
     A tied weight may be saved under any of its names. Module state other than tensors that was not saved is kept.
@@ -26,13 +26,13 @@ def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], prepared: Prep
     Args:
         saved: The saved tensors by name.
         own: The model's own state.
-        prepared: The prepared model.
+        model: The module as the user built it.
 
     Raises:
         ValueError: Names or shapes differ from the model's.
     """
-    kind = type(prepared.unwrap()).__name__
-    ties = tied_weights(prepared)
+    kind = type(model).__name__
+    ties = tied_weights(model)
     there = {strip_wrapper_prefix(name): name for name in saved}
     first: dict[str, str] = {}
     for name in own:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from drivetrain.foreign_state import match_model, match_optimizer, steps_of
 from drivetrain.registered import Stateful
 from drivetrain.resume import RunState, reseed_generators
@@ -17,14 +19,25 @@ from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULER = re.compile(r"scheduler_\d+")  # as drivetrain-accelerate registers those of programs
+# As drivetrain-accelerate registers those of programs; models in evaluation mode with their place among all models.
+_SCHEDULER = re.compile(r"scheduler_\d+")
+_EVALUATED = re.compile(r"evaluation_model_(\d+)")
 
 
 class _Matched(NamedTuple):
-    """The saved state, and the state of each prepared model made from it."""
+    """The saved state, and the state of each model made from it: prepared ones, and those in evaluation mode."""
 
     saved: AccelerateState
     states: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
+
+
+class _Registered(NamedTuple):
+    """The registered objects: the program's; schedulers that advance in their own way; models in evaluation mode."""
+
+    objects: list[Stateful]
+    schedulers: list[Stateful]
+    evaluated: dict[int, nn.Module]
 
 
 def find(run: RunState, place: Place) -> Path | None:
@@ -61,15 +74,19 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
     """
     run.context.progress.mark(f"read {folder.name}")
     own = [one.state_dict() for one in run.prepared]  # collective: all ranks gather before one can fail
-    saved, states = on_each_rank(run.context, lambda: _read(run, folder, own), doing=f"the load of {folder}")
+    saved, states, evaluated = on_each_rank(
+        run.context, lambda: _read(run, folder, own), doing=f"the load of {folder}"
+    )
     for one, state in zip(run.prepared, states, strict=True):
         one.load_state_dict(state)
     notes = [*saved.left_out, *_load_scale(run, saved), *_notes_on_schedules(run, saved)]
-    registered, schedulers = _registered(run)
-    for obj, state in zip(registered, saved.custom, strict=True):
+    registered = _registered(run)
+    for obj, state in zip(registered.objects, saved.custom, strict=True):
         obj.load_state_dict(state)
-    for obj, state in zip(schedulers, saved.schedulers, strict=bool(schedulers)):
+    for obj, state in zip(registered.schedulers, saved.schedulers, strict=bool(registered.schedulers)):
         obj.load_state_dict(state)
+    for model, state in zip(registered.evaluated.values(), evaluated, strict=True):
+        model.load_state_dict(state)
     became = _restore_generators(run, saved)
     if run.context.topology.is_main:
         logger.warning("%s", _told(run, saved, [*notes, f"random number generators: {became}"]))
@@ -81,8 +98,14 @@ def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Mat
     topology = run.context.topology
     saved = read_accelerate_state(folder, rank=topology.rank, local_rank=topology.local_rank)
     _check_numbers(run, saved)
-    pairs = enumerate(zip(run.prepared, own, strict=True))
-    return _Matched(saved, [_state_of(run, saved, index, one, state) for index, (one, state) in pairs])
+    evaluated = _registered(run).evaluated
+    trained = [index for index in range(len(saved.models)) if index not in evaluated]
+    rows = zip(trained, run.prepared, own, strict=True)
+    return _Matched(
+        saved,
+        [_state_of(run, saved, index, one, state) for index, one, state in rows],
+        [dict(match_model(saved.models[at], model.state_dict(), model)) for at, model in evaluated.items()],
+    )
 
 
 def _check_numbers(run: RunState, saved: AccelerateState) -> None:
@@ -91,9 +114,9 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
     Raises:
         ValueError: A number differs; the message names the kind of objects.
     """
-    registered, schedulers = _registered(run)
+    registered, schedulers, evaluated = _registered(run)
     for what, there, here in (
-        ("models", saved.models, run.prepared),
+        ("models", saved.models, [*run.prepared, *evaluated]),
         ("optimizers", saved.optimizers, run.optimizers),
         ("schedulers", saved.schedulers, schedulers or run.schedulers),
         ("registered objects", saved.custom, registered),
@@ -105,11 +128,14 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
             )
 
 
-def _registered(run: RunState) -> tuple[list[Stateful], list[Stateful]]:
-    """Return the registered objects, and those that are schedulers which advance in their own way, by their names."""
-    found: tuple[list[Stateful], list[Stateful]] = ([], [])
+def _registered(run: RunState) -> _Registered:
+    """Return the registered objects by kind, which their names tell."""
+    found = _Registered([], [], {})
     for name, obj in run.custom.items():
-        found[_SCHEDULER.fullmatch(name) is not None].append(obj)
+        if (place := _EVALUATED.fullmatch(name)) and isinstance(obj, nn.Module):
+            found.evaluated[int(place[1])] = obj
+        else:
+            (found.schedulers if _SCHEDULER.fullmatch(name) else found.objects).append(obj)
     return found
 
 
@@ -130,7 +156,7 @@ def _state_of(
     ]
     schedulers = [saved.schedulers[_place(run.schedulers, one)] for one in prepared.schedulers]
     return {
-        "model": match_model(saved.models[index], own["model"], prepared),
+        "model": match_model(saved.models[index], own["model"], prepared.unwrap()),
         "optimizers": optimizers,
         "schedulers": [dict(one) for one in schedulers],
         "num_steps": [steps_of(one) or 0 for one in optimizers],

@@ -82,7 +82,7 @@ class PrepareMethods(ComposedRun):
         """Add a model that is not trained, and save it with the run here: drivetrain saves what it trains."""
         self._models.append(model)
         self._evaluated.append(model)
-        named: dict[str, Any] = {f"evaluation_model_{len(self._evaluated)}": model}
+        named: dict[str, Any] = {f"evaluation_model_{len(self._models) - 1}": model}
         self.inner.register_for_checkpointing(**named)
         return model
 

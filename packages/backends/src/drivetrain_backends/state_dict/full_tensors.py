@@ -52,23 +52,22 @@ def full_model(prepared: Prepared, context: Context, *, everywhere: bool = False
         not get it. Module state other than tensors (`get_extra_state`) is left out.
     """
     found: dict[str, Tensor] = {}
-    tied = tied_weights(prepared)
+    tied = tied_weights(prepared.unwrap())
     for name, tensor in iter_full_tensors(prepared, context, everywhere=everywhere):
         if tensor is not None:
             found[name] = found.get(tied.get(name, name), tensor)
     return found
 
 
-def tied_weights(prepared: Prepared) -> dict[str, str]:
+def tied_weights(model: nn.Module) -> dict[str, str]:
     """Return the parameters and buffers that are the same object as one with an earlier name.
 
     Args:
-        prepared: The prepared model, on all ranks.
+        model: The module as the user built it.
 
     Returns:
         A mapping from each plain name to the first plain name of the same object.
     """
-    model = prepared.unwrap()
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return first_names(tied_groups(((strip_wrapper_prefix(name), value) for name, value in named), key=id))
 
