@@ -1,6 +1,5 @@
 """Rows of the table "Where it differs" that need two ranks: all of them in one call of the ranks."""
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,10 +63,7 @@ def on_each_side(folder: str) -> dict[str, Numbers]:
             accelerator.load_state(f"{folder}/{side.name}")
             found[side.name]["resumed"] = [batch.tolist() for batch in loader]
         with side.accelerator() as accelerator:
-            found[side.name] |= {
-                "again": weight_after_two_backwards(accelerator),
-                "join": joined(accelerator),
-            }
+            found[side.name]["again"] = weight_after_two_backwards(accelerator)
         with side.accelerator() as accelerator:
             found[side.name]["evaluated"] = weight_after_evaluation(accelerator)
     return found
@@ -95,19 +91,6 @@ def weight_after_evaluation(accelerator: Any) -> float:
     accelerator.backward(-model(torch.ones(1, 1)).sum() * accelerator.process_index)
     optimizer.step()
     return given.weight.item()
-
-
-def joined(accelerator: Any) -> Any:
-    numbers: Any = range(5)
-    loader = accelerator.prepare(DataLoader(numbers))
-
-    def batches() -> int:
-        with accelerator.join_uneven_inputs([], even_batches=False):
-            return len(list(loader))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs: the CPU joins nothing
-        return said(batches)
 
 
 def of_loaders(accelerator: Any) -> Numbers:
@@ -339,11 +322,3 @@ def test_training_after_evaluation(by_rank: list[dict[str, Numbers]]) -> None:
     theirs, ours, restored = values(by_rank, "evaluated")
     assert theirs == [0.0, 1.0]
     assert ours == restored == [0.5, 0.5]
-
-
-def test_joined_loops(by_rank: list[dict[str, Numbers]]) -> None:
-    """`join_uneven_inputs(even_batches=)` with another word than loaders were prepared with, on several processes"""
-    theirs, ours, restored = values(by_rank, "join")
-    assert theirs == [3, 3]
-    assert ours == restored
-    assert all("prepare the loaders of this loop after" in each for each in ours)
