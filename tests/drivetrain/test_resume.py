@@ -28,6 +28,25 @@ def test_a_folder_of_checkpoints_stands_for_its_newest_and_needs_no_project(tmp_
     assert accelerator.load_state(folders[0]) == 0
 
 
+def test_kept_models_keep_the_weights_they_have_and_their_optimizers_are_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    given = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    trained = [accelerator.prepare(one, SGD(one.parameters(), lr=0.1)) for one in given]
+    registered = nn.Linear(1, 1)
+    accelerator.register_for_checkpointing(registered)
+    accelerator.save_state(tmp_path)
+    models = [*(model for model, _ in trained), registered]
+    for model in models:
+        nn.init.constant_(model.weight, 7.0)
+    for _, optimizer in trained:
+        optimizer.param_groups[0]["lr"] = 0.5
+    accelerator.load_state(tmp_path, kept_models=[models[0], registered])
+    assert [model.weight.item() == 7.0 for model in models] == [True, False, True]
+    assert [optimizer.param_groups[0]["lr"] for _, optimizer in trained] == [0.1, 0.1]
+    with pytest.raises(ValueError, match="prepare"):
+        accelerator.load_state(tmp_path, kept_models=[nn.Linear(1, 1)])
+
+
 def test_runs_are_kept_at_urls_and_their_options_in_no_plan() -> None:
     pytest.importorskip("upath")
     checkpoint = {"directory": "memory://resume/section", "storage_options": {"token": "whispered"}}

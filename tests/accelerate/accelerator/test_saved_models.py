@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate_sides import OURS, SIDES, THEIRS
+from accelerate_sides import OURS, SIDES, THEIRS, Side
 
 pytest.importorskip("accelerate")
 
@@ -71,6 +71,61 @@ def test_models_in_evaluation_mode_of_the_real_ones_checkpoint_are_loaded(
         accelerator.prepare(trained, torch.optim.AdamW(trained.parameters(), lr=0.1))
         with pytest.raises(ValueError, match="holds 2 models, and this run has 1"):
             accelerator.load_state(str(tmp_path))
+
+
+def register_own_hooks(accelerator: Any, place: int, *, pops_weights: bool) -> None:
+    """Register the hooks of a program that saves and loads one of its models by itself, as Diffusers' scripts do."""
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        torch.save(models[place].state_dict(), Path(folder) / "own.pt")
+        if pops_weights:
+            weights.pop(place)
+
+    def load(models: Any, folder: str) -> None:
+        own = torch.load(Path(folder) / "own.pt")
+        models.pop(place).load_state_dict({name: torch.full_like(value, 7.0) for name, value in own.items()})
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def values_of(model: torch.nn.Module) -> list[Any]:
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("evaluates_first", [True, False])
+@pytest.mark.parametrize(("writer", "pops_weights"), [(OURS, True), (THEIRS, True), (THEIRS, False)])
+def test_a_model_that_a_hook_takes_out_of_the_list_keeps_what_the_hook_loaded(
+    tmp_path: Path, place: int, evaluates_first: bool, writer: Side, pops_weights: bool
+) -> None:
+    others: list[Any] = []
+    for side in (writer, OURS):
+        with side.accelerator() as accelerator:
+            models = prepared_models(accelerator, evaluates_first=evaluates_first)
+            register_own_hooks(accelerator, place, pops_weights=pops_weights)
+            other, taken = models if evaluates_first == (place == 0) else models[::-1]
+            if others:
+                accelerator.load_state(str(tmp_path))
+                assert {
+                    *taken.state_dict()["weight" if taken is models[0] else "0.weight"].flatten().tolist()
+                } == {7.0}
+            else:
+                accelerator.save_state(str(tmp_path))
+            others.append(values_of(other))
+    assert others[0] == others[1]
+
+
+def test_without_its_hook_a_model_that_is_not_in_the_real_ones_files_is_missed(tmp_path: Path) -> None:
+    for side in (THEIRS, OURS):
+        with side.accelerator() as accelerator:
+            prepared_models(accelerator, evaluates_first=False)
+            if side is THEIRS:
+                register_own_hooks(accelerator, 0, pops_weights=True)
+                accelerator.save_state(str(tmp_path))
+            else:
+                with pytest.raises(ValueError, match=r"holds 1 models, and this run has 2.*kept_models"):
+                    accelerator.load_state(str(tmp_path))
 
 
 def losses_and_scales(accelerator: Any, model: Any, optimizer: Any) -> list[tuple[float, float]]:

@@ -129,6 +129,10 @@ def test_a_model_taken_out(tmp_path: Path) -> None:
             nn.init.ones_(model.weight)  # pyright: ignore[reportArgumentType]
             accelerator.load_state(str(folder))
             assert torch.equal(model.weight, torch.zeros(1, 1))  # pyright: ignore[reportArgumentType]
+            nn.init.ones_(model.weight)  # pyright: ignore[reportArgumentType]
+            accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+            accelerator.load_state(str(folder))
+            assert torch.equal(model.weight, torch.ones(1, 1))  # pyright: ignore[reportArgumentType]
 
 
 def test_names_of_folders(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def take_over(run: RunState, folder: Path) -> tuple[int, str]:
         obj.load_state_dict(state)
     for obj, state in zip(registered.schedulers, saved.schedulers, strict=bool(registered.schedulers)):
         obj.load_state_dict(state)
-    for model, state in zip(registered.evaluated.values(), evaluated, strict=True):
+    loaded = [each for each in registered.evaluated.values() if not run.keeps(each)]
+    for model, state in zip(loaded, evaluated, strict=True):
         model.load_state_dict(state)
     became = _restore_generators(run, saved)
     if run.context.topology.is_main:
@@ -98,13 +99,15 @@ def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Mat
     topology = run.context.topology
     saved = read_accelerate_state(folder, rank=topology.rank, local_rank=topology.local_rank)
     _check_numbers(run, saved)
-    evaluated = _registered(run).evaluated
-    trained = [index for index in range(len(saved.models)) if index not in evaluated]
-    rows = zip(trained, run.prepared, own, strict=True)
+    weights = {id(one): each for one, each in zip(_models_in(run, saved), saved.models, strict=True)}
     return _Matched(
         saved,
-        [_state_of(run, saved, index, one, state) for index, one, state in rows],
-        [dict(match_model(saved.models[at], model.state_dict(), model)) for at, model in evaluated.items()],
+        [_state_of(run, saved, weights, one, state) for one, state in zip(run.prepared, own, strict=True)],
+        [
+            dict(match_model(weights[id(model)], model.state_dict(), model))
+            for model in _registered(run).evaluated.values()
+            if not run.keeps(model)
+        ],
     )
 
 
@@ -114,18 +117,33 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
     Raises:
         ValueError: A number differs; the message names the kind of objects.
     """
-    registered, schedulers, evaluated = _registered(run)
+    registered, schedulers, _ = _registered(run)
     for what, there, here in (
-        ("models", saved.models, [*run.prepared, *evaluated]),
+        ("models", saved.models, _models_in(run, saved)),
         ("optimizers", saved.optimizers, run.optimizers),
         ("schedulers", saved.schedulers, schedulers or run.schedulers),
         ("registered objects", saved.custom, registered),
     ):
         if len(there) != len(here):
+            hint = (
+                "; models that the program loads by itself it says as kept_models" if what == "models" else ""
+            )
             raise ValueError(
                 f"{saved.folder} holds {len(there)} {what}, and this run has {len(here)}: prepare and register the "
-                "same ones, in the same order, before load_state()"
+                f"same ones, in the same order, before load_state(){hint}"
             )
+
+
+def _models_in(run: RunState, saved: AccelerateState) -> list[Prepared | nn.Module]:
+    """Return the models whose weights the files hold, in the order in which they were prepared.
+
+    These are all, or all but those that the run keeps: a hook of the program's then took them out of the save.
+    """
+    every: list[Prepared | nn.Module] = list(run.prepared)
+    for place, model in sorted(_registered(run).evaluated.items()):
+        every.insert(place, model)
+    loaded = [each for each in every if not run.keeps(each)]
+    return loaded if len(saved.models) == len(loaded) else every
 
 
 def _registered(run: RunState) -> _Registered:
@@ -140,9 +158,13 @@ def _registered(run: RunState) -> _Registered:
 
 
 def _state_of(
-    run: RunState, saved: AccelerateState, index: int, prepared: Prepared, own: Mapping[str, Any]
+    run: RunState,
+    saved: AccelerateState,
+    weights: Mapping[int, Mapping[str, Any]],
+    prepared: Prepared,
+    own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the saved state of a prepared model, in the format of its own `state_dict`."""
+    """Return the saved state of a prepared model, in the format of its own `state_dict`; its own weights if kept."""
     clone = run.context.device.type == "cpu"  # an optimizer on the CPU would keep the file's own memory
     optimizers = [
         match_optimizer(
@@ -156,7 +178,9 @@ def _state_of(
     ]
     schedulers = [saved.schedulers[_place(run.schedulers, one)] for one in prepared.schedulers]
     return {
-        "model": match_model(saved.models[index], own["model"], prepared.unwrap()),
+        "model": own["model"]
+        if run.keeps(prepared)
+        else match_model(weights[id(prepared)], own["model"], prepared.unwrap()),
         "optimizers": optimizers,
         "schedulers": [dict(one) for one in schedulers],
         "num_steps": [steps_of(one) or 0 for one in optimizers],

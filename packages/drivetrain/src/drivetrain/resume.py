@@ -48,6 +48,7 @@ class RunState:
             they say none.
         fp8: The training of the models in fp8; None in other precisions.
         dtypes: The dtypes that the run holds its models in.
+        kept: The prepared and registered models whose weights a load leaves as they are.
     """
 
     context: Context
@@ -60,6 +61,11 @@ class RunState:
     seed: int | None
     dtypes: DtypePolicy
     fp8: Fp8Training | None = None
+    kept: Sequence[object] = ()
+
+    def keeps(self, model: object) -> bool:
+        """Return whether a load leaves a model's weights as they are."""
+        return any(model is each for each in self.kept)
 
     @property
     def custom(self) -> Mapping[str, Stateful]:
@@ -168,6 +174,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
             would be rounded without being asked for.
     """
     named = _named(run.prepared)
+    own = {name: one.state_dict()["model"] for name, one in named.items() if run.keeps(one)}
     loaded = checkpointer.load(path, like=as_in(named))
     saved = loaded.replicated
     _check_same("models", named, loaded.models)
@@ -181,7 +188,9 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         saved_world_size=loaded.saved_world_size,
         world_size=run.context.topology.world_size,
     )
-    models = {name: _filled(one, loaded.models[name], saved) for name, one in named.items()}
+    models = own | {
+        name: _filled(one, loaded.models[name], saved) for name, one in named.items() if name not in own
+    }
     for name, one in named.items():
         check_dtypes(models[name], one, run.dtypes, is_main=run.context.topology.is_main)
     for name, one in named.items():
@@ -193,7 +202,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
     for loader, state in zip(run.loaders, saved["loaders"], strict=True):
         loader.load_state_dict(state)
     for name, obj in run.custom.items():
-        obj.load_state_dict(saved["custom"][name])
+        if not run.keeps(obj):
+            obj.load_state_dict(saved["custom"][name])
     for name, obj in per_rank.items():
         if loaded.per_rank is not None:
             obj.load_state_dict(loaded.per_rank["custom"][name])

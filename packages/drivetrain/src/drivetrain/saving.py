@@ -2,9 +2,12 @@
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
+
+from torch import nn
 
 from drivetrain import migration, resume
 from drivetrain.checkpointers import Checkpointers
@@ -187,7 +190,9 @@ class Saving(HasParts):
         """
         self._parts.checkpointers.wait()
 
-    def load_state(self, input_dir: Place | str | None = None) -> int:
+    def load_state(
+        self, input_dir: Place | str | None = None, *, kept_models: Sequence[nn.Module] = ()
+    ) -> int:
         """Resume a saved run, at the same or another number of ranks. Called on all ranks, after `prepare`.
 
         A folder that Accelerate's `save_state` wrote is loaded too; a warning lists what could not be restored.
@@ -195,15 +200,21 @@ class Saving(HasParts):
         Args:
             input_dir: The folder or URL of a checkpoint, or of several, of which the newest valid one is loaded;
                 `project_dir`/checkpoints by default.
+            kept_models: Prepared or registered models that keep the weights they have, such as those that the
+                program has loaded by itself; their optimizers are loaded. The same ones on all ranks.
 
         Returns:
             The optimizer step of the checkpoint.
+
+        Raises:
+            ValueError: The checkpoint is of other objects than the run, or a kept model is none of the run's.
         """
         self._check_prepared("load_state")
         self.wait_for_save()
         for hook in self._hooks:
             hook.before_load()
-        run, checkpointer = self._run_state(), self._parts.checkpointers.of(input_dir)
+        run = replace(self._run_state(), kept=[self._held_as(each) for each in kept_models])
+        checkpointer = self._parts.checkpointers.of(input_dir)
         folder = migration.find(run, checkpointer.directory)
         if folder is not None:
             step, became = migration.take_over(run, folder)
@@ -248,6 +259,11 @@ class Saving(HasParts):
         prepared = self._parts.prepared
         if not (prepared.models or prepared.loaders or self._registered):
             raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
+
+    def _held_as(self, model: nn.Module) -> object:
+        """Return what holds a model's weights in a run's state: what the backend made of it, or a registered one."""
+        is_registered = any(model is each for each in self._registered.shared.values())
+        return model if is_registered else self._parts.prepared.of(model)
 
     def _run_state(self) -> resume.RunState:
         parts = self._parts

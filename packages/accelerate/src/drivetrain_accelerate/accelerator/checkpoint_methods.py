@@ -67,7 +67,10 @@ class CheckpointMethods(PrepareMethods):
         return _registered(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Register a function of (models, input_dir), called before each load."""
+        """Register a function of (models, input_dir), called before each load.
+
+        A model that it takes out of `models` keeps the weights that it has then: the program loads it by itself.
+        """
         return _registered(self._load_hooks, hook)
 
     def save_state(
@@ -142,9 +145,12 @@ class CheckpointMethods(PrepareMethods):
         check_load_options(load_kwargs, load_model_func_kwargs, is_main=self.state.is_main_process)
         folder = newest_folder(input_dir, self.options.project)
         on_main(self.inner.context, lambda: settle(folder), doing=f"the hooks' files in {folder}")
+        left = list(self._models)
         for hook in self._load_hooks.values():
-            hook(list(self._models), str(folder))
-        self.inner.load_state(folder)
+            call = partial(hook, left, str(folder))
+            on_each_rank(self.inner.context, call, doing="a hook of load_state")
+        taken = [model for model in self._models if not any(model is each for each in left)]
+        self.inner.load_state(folder, kept_models=taken)
         if not self.is_strict:
             for loader in self._dataloaders:
                 loader.begin_anew()
