@@ -99,6 +99,18 @@ def test_states_are_exchanged_with_the_real_one(tmp_path: Path, safe: bool, dire
 
 
 @pytest.mark.usefixtures("real_ranks")
+def test_a_rank_without_a_file_of_its_generators_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_files.save_accelerator_state(str(tmp_path), [], [], [], [], 0, 7)
+    before = random.getstate()
+    for module in (real, run_files):
+        assert module.load_accelerator_state(str(tmp_path), [], [], [], [], 1) == {}
+    assert random.getstate() == before
+    assert "random_states_1.pkl is not there" in caplog.text
+
+
+@pytest.mark.usefixtures("real_ranks")
 def test_custom_objects_are_exchanged_too(tmp_path: Path) -> None:
     mine, theirs = Counter(), Counter()
     custom_state.save_custom_state(Counter(3), str(tmp_path), 2)

@@ -1,6 +1,6 @@
 """Files of sharded models, written and read here and by the installed Accelerate."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +93,38 @@ def test_files_are_exchanged_with_the_real_one(
         if kind == FULL
         else {"pytorch_model_fsdp_1", "optimizer_1"}
     )
+
+
+def errors_of_failing_writes(folder: Path) -> list[str]:
+    """Let the main process fail in each function in which it writes or reads alone; return the kinds of errors."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepared(accelerator, seed=0)
+    plugin = SimpleNamespace(state_dict_type=FULL)
+    calls: list[Callable[[], Any]] = [
+        lambda: merged_weights.merge_fsdp_weights(str(folder / "none"), str(folder / "merged")),
+        lambda: accelerator.save_model(model, folder / "file", safe_serialization=False),
+        lambda: OURS.save_fsdp_model(plugin, accelerator, model, str(folder)),
+        lambda: OURS.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder)),
+    ]
+    found: list[str] = []
+    for call in calls:
+        with pytest.raises((OSError, RuntimeError), match=r"\w") as raised:
+            call()
+        found.append(type(raised.value).__name__)
+    state = accelerator.state
+    accelerator.end_training()
+    type(state)._reset_state(reset_partial_state=True)
+    return found
+
+
+@pytest.mark.slow
+def test_what_fails_on_the_main_process_fails_on_the_others_too(tmp_path: Path, run_ranks: Any) -> None:
+    (tmp_path / "file").touch()
+    for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
+        (tmp_path / name).mkdir()
+    first, second = run_ranks(errors_of_failing_writes, tmp_path)
+    assert "OtherRankFailedError" not in first
+    assert second == ["OtherRankFailedError"] * 4
 
 
 def on_shards(folder: str, kind: str) -> tuple[list[float], list[float]]:

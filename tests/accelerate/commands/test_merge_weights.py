@@ -85,3 +85,12 @@ def test_a_folder_that_holds_no_weights_is_refused_with_what_to_name(tmp_path: P
         run(MergeWeightsArguments(checkpoint_directory=tmp_path, output_path=tmp_path / "out"))
     with pytest.raises(LaunchError, match="there is no such folder"):
         run(MergeWeightsArguments(checkpoint_directory=tmp_path / "none", output_path=tmp_path / "out"))
+
+
+def test_weights_beside_other_state_are_found_and_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    for name, state in (("whole", {"model": WEIGHTS, "step": 3}), ("mixed", {"model": {**WEIGHTS, "n": 3}})):
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    run(MergeWeightsArguments(checkpoint_directory=tmp_path / "whole", output_path=tmp_path / "out"))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == WEIGHTS.keys()
+    with pytest.raises(LaunchError, match="'n' is of type int"):
+        run(MergeWeightsArguments(checkpoint_directory=tmp_path / "mixed", output_path=tmp_path / "out"))

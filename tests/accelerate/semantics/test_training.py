@@ -151,6 +151,14 @@ def test_split_batches_of_the_accelerator() -> None:
         with side.accelerator(split_batches=True) as accelerator:
             found.append(accelerator.split_batches)
     assert found == [False, True, True]
+    for side in SIDES:
+        kind = side("accelerate.utils.DataLoaderConfiguration")
+        given = kind(even_batches=False)
+        with side.accelerator(split_batches=True, dataloader_config=given) as accelerator:
+            assert (given.split_batches, accelerator.even_batches) == (False, False)
+            accelerator.dataloader_config = kind(split_batches=True)
+            assert accelerator.prepare(DataLoader(range(4), batch_size=2)).total_batch_size == 2  # pyright: ignore[reportArgumentType]
+            assert (accelerator.split_batches, accelerator.even_batches) == (True, True)
 
 
 def test_scalars() -> None:

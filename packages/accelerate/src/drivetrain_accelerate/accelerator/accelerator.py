@@ -1,5 +1,6 @@
 """The Accelerator of Accelerate's interface: its arguments, and what it is made of."""
 
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -99,7 +100,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         _check_unsupported(torch_tp_plugin, megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _NOT_SAID:
-            data.split_batches = split_batches
+            data = replace(data, split_batches=split_batches)  # the program's own stays as it is
         project = project_config or ProjectConfiguration()
         if project_dir is not None and project.project_dir is None:
             project.set_directories(str(project_dir))
@@ -121,7 +122,6 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         check_fp8_precision(options.handlers.fp8, self.state.mixed_precision)
         self.device_placement = device_placement
         self.rng_types = rng_types or ["generator"]
-        self.dataloader_config = data
         self.project_configuration = project
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
@@ -194,6 +194,15 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             return FP8BackendType.NO
         recipe = self.inner.plan.facts.get("fp8 layers", "")
         return FP8BackendType.TE if " in te_" in recipe else FP8BackendType.AO
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """The division of the loaders that are prepared from here on; programs may set it, and its fields."""
+        return self.options.data
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self.options.data = value
 
     @property
     def split_batches(self) -> bool:

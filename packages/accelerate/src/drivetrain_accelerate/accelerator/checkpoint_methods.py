@@ -16,6 +16,7 @@ from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, new
 from drivetrain_accelerate.accelerator.checkpoint_options import check_load_options, check_save_options
 from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
+from drivetrain_accelerate.checkpoint_files.pickled_weights import write_pickled_weights
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
@@ -75,7 +76,7 @@ class CheckpointMethods(PrepareMethods):
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> str:
+    ) -> Path:
         """Save models, optimizers, schedulers, loaders, generators and registered objects. Called on all ranks.
 
         Args:
@@ -108,7 +109,7 @@ class CheckpointMethods(PrepareMethods):
         if is_main:  # once the new one is committed: a crash leaves too many, never too few
             for old in surplus_folders(project):
                 rmtree(old)
-        return str(folder)
+        return folder
 
     def _call_save_hooks(self, folder: Path) -> None:
         """Call the hooks with a folder whose files are moved into the checkpoint's when that is committed."""
@@ -168,16 +169,18 @@ class CheckpointMethods(PrepareMethods):
             model: A prepared model.
             save_directory: The folder to write to.
             max_shard_size: The most bytes of a file, as a number or as "10GB".
-            safe_serialization: Whether safetensors are written; if false, a file of torch's own.
+            safe_serialization: Whether safetensors are written; if false, files of torch's own.
+
+        Raises:
+            ValueError: The size is invalid.
+            OtherRankFailedError: The main process could not write.
         """
         if safe_serialization:
             self.inner.save_model(model, Path(save_directory), max_shard_size=max_shard_size)
             return
-        weights = self.get_state_dict(model)
-        if self.state.is_main_process:
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            torch.save(weights, Path(save_directory) / "pytorch_model.bin")
-        self.state.wait_for_everyone()
+        weights, folder = self.get_state_dict(model), Path(save_directory)
+        write = partial(write_pickled_weights, weights, folder, max_shard_size=max_shard_size)
+        on_main(self.inner.context, write, doing=f"the export to {folder}")
 
     def save(self, obj: Any, f: str | PathLike[str] | Any, safe_serialization: bool = False) -> None:
         """Write an object on the main process, or on that of each node if the project says so.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,7 +11,7 @@ from drivetrain_accelerate.object_files import clean_state_dict_for_safetensors
 from drivetrain_accelerate.plugins.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from drivetrain_accelerate.states.shared_context import current_context
 from drivetrain_checkpoint import write_tensor_file
-from drivetrain_state.collectives import operations
+from drivetrain_state.collectives.collective_errors import on_main
 
 
 def merge_fsdp_weights(
@@ -31,23 +31,36 @@ def merge_fsdp_weights(
     Raises:
         FileNotFoundError: The folder holds no parts; the message names those inside that do.
     """
-    context = current_context()
-    if context.topology.is_main:
-        _merge(Path(checkpoint_dir), Path(output_path), safe=safe_serialization)
+
+    def merge() -> None:
+        merge_parts(Path(checkpoint_dir), Path(output_path), safe=safe_serialization)
         if remove_checkpoint_dir:
             rmtree(checkpoint_dir)
-    operations.barrier(context)
+
+    on_main(current_context(), merge, doing=f"merge_fsdp_weights({checkpoint_dir})")
 
 
-def _merge(parts: Path, output: Path, *, safe: bool) -> None:
+def merge_parts(parts: Path, output: Path, *, safe: bool) -> None:
+    """Write the weights that ranks wrote in parts as one file, from this process alone.
+
+    Args:
+        parts: The folder of parts.
+        output: The folder of the file.
+        safe: Whether to write safetensors.
+
+    Raises:
+        FileNotFoundError: The folder holds no parts; the message names those inside that do.
+        StateError: Something in it is no tensor, which safetensors cannot hold.
+    """
     if not (parts / ".metadata").is_file():
         inside = sorted(each.parent.name for each in parts.glob("*/.metadata"))
         raise FileNotFoundError(
             f"{parts} holds no weights in parts"
             + (f"; say one of its folders: {', '.join(inside)}" if inside else "")
         )
-    read: dict[str, Any] = read_divided(parts, None)
-    weights: dict[str, Any] = read.get("model", read)
+    read = read_divided(parts, None)
+    inner = read.get("model", next(iter(read.values())) if len(read) == 1 else None)
+    weights = cast("dict[str, Any]", inner) if isinstance(inner, dict) else read
     output.mkdir(parents=True, exist_ok=True)
     if safe:
         write_tensor_file(output / SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors(weights))

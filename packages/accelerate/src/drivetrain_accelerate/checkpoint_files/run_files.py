@@ -1,5 +1,6 @@
 """The files of a run in Accelerate's layout: weights, optimizers, schedulers, the loss scale and generators."""
 
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from drivetrain_accelerate.plugins.constants import (
     SCALER_NAME,
     SCHEDULER_NAME,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def save_accelerator_state(
@@ -92,7 +95,8 @@ def load_accelerator_state(
         **load_model_func_kwargs: Arguments of the model's loading, such as `strict`.
 
     Returns:
-        What belongs to the Accelerator: `step`, the number of micro-batches.
+        What belongs to the Accelerator: `step`, the number of micro-batches; nothing for a rank without a file of its
+        generators, which go on as they are, with a warning.
 
     Raises:
         ValueError: `map_location` is another word.
@@ -114,7 +118,13 @@ def load_accelerator_state(
             each.load_state_dict(load(folder / _numbered(name, number, "bin"), map_location="cpu", **options))
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
-    saved: dict[str, Any] = load(folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
+    generators = folder / f"{RNG_STATE_NAME}_{process_index}.pkl"
+    if not generators.is_file():  # as on another number of ranks
+        logger.warning(
+            "%s is not there: the generators of rank %s go on as they are", generators, process_index
+        )
+        return {}
+    saved: dict[str, Any] = load(generators)
     _restore_generators(saved)
     return {"step": saved.get("step", 0)}
 

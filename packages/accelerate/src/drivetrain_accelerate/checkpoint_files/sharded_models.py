@@ -11,6 +11,7 @@ from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import FSDP_MODEL_NAME
 from drivetrain_backends import full_model, load_full_state_dict
+from drivetrain_state.collectives.collective_errors import on_main
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
@@ -44,10 +45,12 @@ def save_fsdp_model(
     folder.mkdir(parents=True, exist_ok=True)
     if layout_of(fsdp_plugin) == FULL:
         weights = full_model(prepared, context)
-        if accelerator.is_main_process:
+
+        def write() -> None:
             chosen = _adapters(prepared.unwrap(), weights) if adapter_only else weights
             torch.save(chosen, folder / _file(model_index))
-        accelerator.wait_for_everyone()
+
+        on_main(context, write, doing=f"save_fsdp_model() into {folder}")
         return
     parts: dict[str, Any] = prepared.state_dict()["model"]
     chosen = _adapters(prepared.unwrap(), parts) if adapter_only else parts

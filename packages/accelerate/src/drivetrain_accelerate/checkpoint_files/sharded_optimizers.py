@@ -1,6 +1,7 @@
 """Optimizers of sharded models in Accelerate's files: one whole file, or a folder of parts."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import OPTIMIZER_NAME
 from drivetrain_backends import Prepared, full_state_dict
+from drivetrain_state.collectives.collective_errors import on_main
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
@@ -45,9 +47,8 @@ def save_fsdp_optimizer(
     folder.mkdir(parents=True, exist_ok=True)
     if layout_of(fsdp_plugin) == FULL:
         whole = full_state_dict(state, keep=accelerator.is_main_process)
-        if accelerator.is_main_process:
-            torch.save(whole, folder / _file(optimizer_index))
-        accelerator.wait_for_everyone()
+        write = partial(torch.save, whole, folder / _file(optimizer_index))
+        on_main(context, write, doing=f"save_fsdp_optimizer() into {folder}")
         return
     write_divided({"optimizer": state}, folder / f"{OPTIMIZER_NAME}_{optimizer_index}", context)
 

@@ -2,20 +2,15 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
+from drivetrain_accelerate.checkpoint_files.merged_weights import merge_parts
 from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
 from drivetrain_accelerate.commands.command_line import run_words
-from drivetrain_accelerate.plugins.constants import WEIGHTS_NAME
-from drivetrain_checkpoint import merge_shards, save_model
+from drivetrain_checkpoint import merge_shards
 from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import MANIFEST, step_folders
 from drivetrain_launcher.errors import LaunchError
@@ -75,7 +70,7 @@ def _merge(arguments: MergeWeightsArguments) -> None:
     given, output = Path(arguments.checkpoint_directory), Path(arguments.output_path)
     folder = _checkpoint_in(given)
     if (folder / _TORCHS).is_file():
-        _export(_weights_of_torch(folder), output, is_pickled=arguments.unsafe_serialization)
+        merge_parts(folder, output, safe=not arguments.unsafe_serialization)
     elif (folder / MANIFEST).is_file():
         if arguments.unsafe_serialization:
             raise ValueError(
@@ -104,22 +99,3 @@ def _what_is_there(folder: Path) -> str:
     if inner := sorted(found.parent.name for found in folder.glob(f"*/{_TORCHS}")):
         return f"holds no weights itself; name {folder / inner[0]}"
     return f"holds neither {MANIFEST} of a drivetrain checkpoint nor {_TORCHS} of sharded weights of FSDP"
-
-
-def _weights_of_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a folder that torch.distributed.checkpoint wrote, by name."""
-    with TemporaryDirectory() as temporary:
-        whole = Path(temporary) / "whole.pt"
-        dcp_to_torch_save(folder, whole)
-        state: dict[str, Any] = torch.load(whole, map_location="cpu", weights_only=True)
-    if len(state) == 1 and isinstance(inner := next(iter(state.values())), Mapping):
-        state = dict(cast("Mapping[str, Any]", inner))  # the weights stand under the word "model"
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _export(weights: dict[str, torch.Tensor], output: Path, *, is_pickled: bool) -> None:
-    if not is_pickled:
-        save_model(weights, output)
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    torch.save(weights, output / WEIGHTS_NAME)
