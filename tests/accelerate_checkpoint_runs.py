@@ -66,8 +66,13 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def run_of(accelerator_class: Any, *, seed: int = 0, size: int = 24, **options: Any) -> Generator[Run]:
-    """Prepare a run, and forget what Accelerators share afterwards."""
+def run_of(
+    accelerator_class: Any, *, seed: int = 0, size: int = 24, ends: bool = True, **options: Any
+) -> Generator[Run]:
+    """Prepare a run, and forget what Accelerators share afterwards.
+
+    With `ends=False`, the real one's end of training does not leave a process group that others need.
+    """
     torch.manual_seed(seed)
     accelerator = accelerator_class(cpu=True, **options)
     models: list[nn.Module] = [nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)), nn.Linear(1, 1)]
@@ -84,7 +89,8 @@ def run_of(accelerator_class: Any, *, seed: int = 0, size: int = 24, **options: 
         yield Run(accelerator, prepared[:2], prepared[2:], scheduler, loader, counter)
     finally:
         state, gradients = accelerator.state, accelerator.gradient_state
-        accelerator.end_training()
+        if ends:
+            accelerator.end_training()
         type(accelerator.gradient_state)._reset_state()
         type(state)._reset_state(reset_partial_state=True)
         type(gradients)._reset_state()  # a run that ends within an epoch leaves its loader there

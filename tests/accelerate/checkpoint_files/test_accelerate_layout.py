@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate_sides import OURS
 from drivetrain_accelerate import write_accelerate_layout
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.checkpoint_files import custom_state, run_files
+from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
+from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
 real: Any = pytest.importorskip("accelerate.checkpointing")
 RealAccelerator: Any = pytest.importorskip("accelerate").Accelerator
@@ -44,6 +47,38 @@ def test_the_real_one_continues_what_ours_wrote(tmp_path: Path) -> None:
         run.accelerator.save_state(str(tmp_path / "real"))
     names = {path.name for path in (tmp_path / "state").iterdir()}
     assert names == {path.name for path in (tmp_path / "real").iterdir()}
+
+
+def written_by_ours(folder: str) -> tuple[dict[str, Any], list[float]]:
+    with run_of(Accelerator) as run:
+        run.train(3)
+        write_accelerate_layout(run.accelerator, folder)
+        return run.values(), draws()
+
+
+def read_by_the_real_one(folder: str) -> tuple[dict[str, Any], list[float]]:
+    with run_of(RealAccelerator, seed=1, ends=False) as run:
+        run.accelerator.load_state(folder)
+        return run.values(), draws()
+
+
+@pytest.mark.slow
+def test_the_real_one_continues_on_two_processes(tmp_path: Path, run_ranks: Any) -> None:
+    expected = run_ranks(written_by_ours, str(tmp_path))
+    assert {path.name for path in tmp_path.glob("random*")} == {"random_states_0.pkl", "random_states_1.pkl"}
+    assert run_ranks(read_by_the_real_one, str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("plugin", "instead"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, r"save_fsdp_model\(\) and save_fsdp_optimizer"),
+        ({"deepspeed_plugin": DeepSpeedPlugin()}, r"save_model\(\) writes the weights"),
+    ],
+)
+def test_divided_models_are_refused_with_what_to_call(tmp_path: Path, plugin: Any, instead: str) -> None:
+    with OURS.accelerator(**plugin) as accelerator, pytest.raises(RuntimeError, match=instead):
+        write_accelerate_layout(accelerator, tmp_path)
 
 
 def test_ours_continues_what_the_real_one_wrote(tmp_path: Path) -> None:

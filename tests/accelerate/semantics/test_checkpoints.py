@@ -135,6 +135,35 @@ def test_a_model_taken_out(tmp_path: Path) -> None:
             assert torch.equal(model.weight, torch.ones(1, 1))  # pyright: ignore[reportArgumentType]
 
 
+class Placed:
+    """An object of a program whose state holds what is no plain value."""
+
+    def __init__(self) -> None:
+        self.folder = Path("data")
+
+    def state_dict(self) -> dict[str, Path]:
+        return {"folder": self.folder}
+
+    def load_state_dict(self, state: dict[str, Path]) -> None:
+        self.folder = state["folder"]
+
+
+def test_states_that_are_no_plain_values(tmp_path: Path) -> None:
+    """a registered object whose state holds more than tensors and plain values, such as a `pathlib.Path`"""
+    found: list[Any] = []
+    for side in SIDES:
+        with run_of(side) as (accelerator, _, _):
+            accelerator.register_for_checkpointing(Placed())
+            found.append(said(partial(accelerator.save_state, str(tmp_path / side.name))))
+            if side is THEIRS:
+                accelerator.load_state(str(tmp_path / side.name))
+    theirs, ours, restored = found
+    assert theirs == tmp_path / "theirs"
+    assert ours == restored
+    assert "['folder']: it is a pathlib.PosixPath" in ours
+    assert "return tensors and plain values" in ours
+
+
 def test_names_of_folders(tmp_path: Path) -> None:
     """the folders of automatic checkpoints, and which of them `total_limit` keeps"""
     for side in SIDES:
