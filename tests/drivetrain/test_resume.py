@@ -47,6 +47,27 @@ def test_kept_models_keep_the_weights_they_have_and_their_optimizers_are_loaded(
         accelerator.load_state(tmp_path, kept_models=[nn.Linear(1, 1)])
 
 
+def kept_on_each_rank(folder: str, backend: str) -> list[bool]:
+    accelerator = Accelerator(cpu=True, backend=backend)
+    given = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    models = [accelerator.prepare(one, SGD(one.parameters(), lr=0.1))[0] for one in given]
+    accelerator.save_state(folder)
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+    accelerator.load_state(folder, kept_models=[models[0]])
+    states = [accelerator.get_state_dict(model, everywhere=True) for model in models]
+    accelerator.end_training()
+    return [all((value == 7.0).all().item() for value in state.values()) for state in states]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_kept_models_keep_their_weights_on_each_rank(tmp_path: Path, run_ranks, backend: str) -> None:
+    assert run_ranks(kept_on_each_rank, str(tmp_path), backend) == [[True, False]] * 2
+
+
 def test_runs_are_kept_at_urls_and_their_options_in_no_plan() -> None:
     pytest.importorskip("upath")
     checkpoint = {"directory": "memory://resume/section", "storage_options": {"token": "whispered"}}
