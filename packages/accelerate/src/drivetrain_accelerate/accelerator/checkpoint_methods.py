@@ -16,7 +16,7 @@ from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, new
 from drivetrain_accelerate.accelerator.checkpoint_options import check_load_options, check_save_options
 from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
-from drivetrain_accelerate.checkpoint_files.pickled_weights import write_pickled_weights
+from drivetrain_accelerate.pickled_weights import write_pickled_weights
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate_sides import OURS, THEIRS
-from drivetrain_accelerate.checkpoint_files.pickled_weights import write_pickled_weights
+from drivetrain_accelerate.pickled_weights import write_pickled_weights
 
 pytest.importorskip("accelerate")
 
