@@ -17,12 +17,12 @@ from transformers import (
     set_seed,
 )
 
-NUM_SAMPLES, LENGTH, WORDS = 46, 16, 64  # the last batch is not full
+LENGTH, WORDS = 16, 64
 
 
-def samples() -> list[dict[str, torch.Tensor]]:
+def samples(number: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    words = [torch.randint(0, WORDS, (LENGTH,), generator=generator) for _ in range(NUM_SAMPLES)]
+    words = [torch.randint(0, WORDS, (LENGTH,), generator=generator) for _ in range(number)]
     # Labels of several lengths: the loss is normalised by tokens.
     labels = [text.clone().index_fill_(0, torch.arange(place % 7), -100) for place, text in enumerate(words)]
     return [{"input_ids": text, "labels": label} for text, label in zip(words, labels, strict=True)]
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--resume")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=46, help="by default the last batch is not full")
     parser.add_argument("--fsdp", type=json.loads, help="the options of fsdp_config")
     parser.add_argument("--deepspeed", type=json.loads, help="a configuration of DeepSpeed")
     parser.add_argument("--lora", action="store_true", help="train adapters of PEFT")
@@ -59,7 +60,7 @@ def main() -> None:
         num_attention_heads=2,
         max_position_embeddings=LENGTH,
     )
-    data = samples()
+    data = samples(options.samples)
     arguments = TrainingArguments(
         output_dir=options.folder,
         per_device_train_batch_size=4,

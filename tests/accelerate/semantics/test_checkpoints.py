@@ -69,6 +69,31 @@ def test_skipped_batches(tmp_path: Path) -> None:
     assert ours == [[2, 3, 4, 5]] * 2
 
 
+def read_after(side: Side) -> Any:
+    """Return the first sample after an optimizer's state of other batches was loaded, and as many were skipped."""
+    numbers: Any = range(24)
+    state: Any = {}
+    with side.accelerator() as accelerator:
+        given = nn.Linear(1, 1)
+        _, optimizer, loader = accelerator.prepare(
+            given, torch.optim.SGD(given.parameters()), DataLoader(numbers, batch_size=4)
+        )
+        for place, _ in enumerate(loader):
+            state = optimizer.state_dict()
+            if place == 2:
+                break
+        smaller = accelerator.prepare(DataLoader(numbers, batch_size=2))
+        optimizer.load_state_dict(state)
+        return said(lambda: next(iter(accelerator.skip_first_batches(smaller, 3))).tolist())
+
+
+def test_counted() -> None:
+    """`skip_first_batches` by a program's own count, after an optimizer's state from batches of another size"""
+    theirs, ours, restored = map(read_after, SIDES)
+    assert theirs == restored == [6, 7]
+    assert "12 of the epoch had been read" in ours
+
+
 def test_counted_micro_batches(tmp_path: Path) -> None:
     """`accelerator.step` after `load_state`"""
     found: list[int] = []

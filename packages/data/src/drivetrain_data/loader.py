@@ -99,6 +99,15 @@ class ShardedLoader(Generic[Batch]):
         return None if self.batch_size is None else self.batch_size * self.shard.count
 
     @property
+    def position(self) -> int:
+        """How far the current epoch has been received, in samples; in batches if those are distributed whole."""
+        return self._position
+
+    def position_after(self, num_batches: int) -> int:
+        """Return the position after a number of batches of an epoch, as each shard counts them."""
+        return self._source.position_after(0, num_batches)
+
+    @property
     def is_dispatched(self) -> bool:
         """True if one rank reads the data and hands the others their batches."""
         return self._dispatch is not None

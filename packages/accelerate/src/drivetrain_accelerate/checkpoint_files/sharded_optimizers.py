@@ -12,6 +12,7 @@ from drivetrain.foreign_state import match_optimizer, steps_of
 from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of, read_divided, write_divided
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import OPTIMIZER_NAME
+from drivetrain_accelerate.training.saved_position import take_position, with_position
 from drivetrain_backends import Prepared, full_state_dict
 from drivetrain_state.collectives.collective_errors import on_main
 
@@ -46,11 +47,13 @@ def save_fsdp_optimizer(
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if layout_of(fsdp_plugin) == FULL:
-        whole = full_state_dict(state, keep=accelerator.is_main_process)
+        whole = with_position(full_state_dict(state, keep=accelerator.is_main_process))
         write = partial(torch.save, whole, folder / _file(optimizer_index))
         on_main(context, write, doing=f"save_fsdp_optimizer() into {folder}")
         return
-    write_divided({"optimizer": state}, folder / f"{OPTIMIZER_NAME}_{optimizer_index}", context)
+    write_divided(
+        {"optimizer": with_position(state)}, folder / f"{OPTIMIZER_NAME}_{optimizer_index}", context
+    )
 
 
 def load_fsdp_optimizer(
@@ -90,7 +93,7 @@ def load_fsdp_optimizer(
     else:
         saved = read_divided(folder / f"{OPTIMIZER_NAME}_{optimizer_index}", context, like=own)["optimizer"]
     matched = match_optimizer(
-        saved,
+        take_position(saved),
         state["optimizers"][place]["param_groups"],
         shapes={name: tuple(each.shape) for name, each in own.items()},
         kind=type(getattr(optimizer, "optimizer", optimizer)).__name__,

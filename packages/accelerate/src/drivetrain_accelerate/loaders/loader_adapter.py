@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.states.gradient_state import GradientState
+from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader
 from drivetrain_data.loader import SkippedBatches
 
@@ -36,6 +36,11 @@ class DataLoaderStateMixin:
     def end(self) -> None:
         """Record that the loop has ended."""
         GradientState().remove_dataloader(self)
+
+    @property
+    def data_position(self) -> DataPosition | None:
+        """Where its loop is; None if it is not known."""
+        return None
 
     def _remainder(self) -> int:
         return -1
@@ -172,6 +177,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
         own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
         return sharded_of(self.sharded).batch_size or own
+
+    @property
+    def data_position(self) -> DataPosition:
+        """Where the loop over the loader is."""
+        sharded = sharded_of(self.sharded)
+        return {"epoch": sharded.epoch, "position": sharded.position, "stride": sharded.position_after(1)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was received, which any number of processes can load."""

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
+from drivetrain_accelerate.loaders.resumed_position import check_epoch
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
@@ -72,6 +73,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next loop, and tell the dataset if it wants to know."""
+        check_epoch(sharded_of(self.sharded), epoch)
         self.iteration = epoch
         sharded_of(self.sharded).set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):

@@ -3,8 +3,9 @@
 import logging
 from typing import Any
 
-from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, sharded_of
 from drivetrain_accelerate.loaders.prepared_loader import DataLoaderShard
+from drivetrain_accelerate.loaders.resumed_position import check_skipped
 from drivetrain_data import ResumedLoaderError, Shard, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
 
@@ -15,11 +16,16 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a prepared loader that leaves out the first batches of its epochs, without reading them.
 
     After `load_state` a loader goes on where the checkpoint left it, at any number of processes. Programs skip the
-    batches that they have counted themselves: that loader comes back as it is.
+    batches that they have counted themselves: that loader comes back as it is. Where a program loads an optimizer's
+    state alone, as transformers' Trainer does, what it counts has to fit what was read.
 
     Args:
         dataloader: A prepared loader, or a DataLoader, which is then read by this process alone.
         num_batches: The number of batches to leave out on this process.
+
+    Raises:
+        DataStateError: The batches have become larger or smaller since the optimizer's state was saved, and are
+            not those that were read.
     """
     if not isinstance(dataloader, DataLoaderAdapter):
         dataloader = DataLoaderShard.over(dataloader, shard_loader(dataloader, Shard(0, 1)))
@@ -28,4 +34,5 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     except ResumedLoaderError:
         logger.info("skip_first_batches(%d): the loader goes on where the checkpoint left it", num_batches)
         return dataloader
+    check_skipped(sharded_of(dataloader.sharded), num_batches)
     return type(dataloader).over(dataloader.base_dataloader, skipping, dataloader.device)

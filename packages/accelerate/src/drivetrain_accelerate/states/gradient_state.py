@@ -1,6 +1,6 @@
 """The place of the run between two optimizer steps, shared by all that ask: a view of the loaders being read."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypedDict
 
 from drivetrain_accelerate.plugins.run_configuration import GradientAccumulationPlugin
 from drivetrain_accelerate.states.shared_state import SharedState
@@ -11,6 +11,25 @@ class ActiveLoader(Protocol):
 
     end_of_dataloader: bool
     remainder: int
+
+    @property
+    def data_position(self) -> "DataPosition | None":
+        """Where its loop is; None if it is not known."""
+        ...
+
+
+class DataPosition(TypedDict):
+    """Where a loop is in its data, in plain values, as they are saved beside an optimizer's state.
+
+    Attributes:
+        epoch: The epoch.
+        position: How far it has been read, in samples; in batches if those are distributed whole.
+        stride: How far each batch moves the position, over all ranks.
+    """
+
+    epoch: int
+    position: int
+    stride: int
 
 
 class GradientState(SharedState):
@@ -24,6 +43,8 @@ class GradientState(SharedState):
         plugin_kwargs: The options of accumulation that differ from their defaults.
         is_window_set: Whether the program itself says which micro-batch closes a window, by `_set_sync_gradients`,
             as transformers' Trainer does.
+        resumed_from: The position that was saved with the optimizer's state that was loaded last; None once the
+            program has said where it reads on.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -31,12 +52,14 @@ class GradientState(SharedState):
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     is_window_set: bool
+    resumed_from: DataPosition | None
     _loaders: list[ActiveLoader]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         if not self.initialized:
             self.sync_gradients = True
             self.is_window_set = False
+            self.resumed_from = None
             self.plugin_kwargs = {}
             self._loaders = []
             self._is_xla_gradients_synced = False
@@ -72,6 +95,11 @@ class GradientState(SharedState):
     def active_dataloader(self) -> ActiveLoader | None:
         """The innermost loader that is being read; None outside all loops."""
         return self._loaders[-1] if self._loaders else None
+
+    @property
+    def data_position(self) -> DataPosition | None:
+        """Where the innermost loop is in its data; None outside all loops, or if it is not known."""
+        return getattr(self.active_dataloader, "data_position", None)  # programs may add loaders of their own
 
     @property
     def dataloader_references(self) -> list[ActiveLoader | None]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drivetrain import Accelerator
 from drivetrain.resume import frozen_names
 from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
+from drivetrain_accelerate.training.saved_position import take_position, with_position
 from drivetrain_backends import Prepared
 
 
@@ -89,6 +90,7 @@ class EngineMethods:
             True.
         """
         beside = {
+            "optimizer": with_position({}),
             "client_state": dict(client_state or {}),
             "schedules": [each.state_dict() for each in self.schedules],
         }
@@ -130,6 +132,8 @@ class EngineMethods:
             with_optimizer=load_optimizer_states and not load_module_only,
             strict=load_module_strict,
         )
+        if load_optimizer_states and not load_module_only:
+            take_position(beside["optimizer"])
         if load_lr_scheduler_states and not load_module_only:
             for schedule, state in zip(self.schedules, beside["schedules"], strict=True):
                 schedule.load_state_dict(state)

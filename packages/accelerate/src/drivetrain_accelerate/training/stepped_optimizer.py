@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
+from drivetrain_accelerate.training.saved_position import take_position, with_position
 from drivetrain_backends import PreparedOptimizer
 
 
@@ -71,12 +72,12 @@ class AcceleratedOptimizer(Optimizer):
         self._prepared.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the user's optimizer."""
-        return self._prepared.state_dict()
+        """Return the state dict of the user's optimizer, with the place of the loop that it is saved in."""
+        return with_position(self._prepared.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict into the user's optimizer."""
-        self._prepared.load_state_dict(state_dict)
+        self._prepared.load_state_dict(take_position(state_dict))
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Clear the gradients; keep those of an open window."""
