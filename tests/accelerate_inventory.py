@@ -3,18 +3,12 @@
 import importlib
 import inspect
 import pkgutil
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-# Tests of its own, an extension for a library that is not installed, and the drawing of its own questions.
-# The last only warns that it has moved.
-_LEFT_OUT = (
-    "accelerate.test_utils",
-    "accelerate.utils.rich",
-    "accelerate.commands.menu",
-    "accelerate.memory_utils",
-)
+from drivetrain_accelerate.interface.module_table import module_table
 
 
 def modules() -> Iterator[ModuleType]:
@@ -23,8 +17,11 @@ def modules() -> Iterator[ModuleType]:
 
     yield accelerate
     for found in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
-        if not found.name.startswith(_LEFT_OUT):
-            yield importlib.import_module(found.name)
+        if not found.name.startswith(tuple(module_table().modules_not_provided)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of a module that only warns that it has moved
+                module = importlib.import_module(found.name)
+            yield module
 
 
 def names() -> dict[str, Any]:

@@ -2,18 +2,22 @@
 
 import inspect
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drivetrain_accelerate.errors import NotProvidedError
+from drivetrain_accelerate.interface.finder import InterfaceFinder
+from drivetrain_accelerate.interface.interface_module import InterfaceModule
 from drivetrain_accelerate.interface.module_table import module_table
-from drivetrain_accelerate.interface.not_provided import not_provided
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
 
 from accelerate_inventory import members, names, parameters
+
+_ANY_NUMBER = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 MISSING = Path(__file__).with_name("missing_names.txt")
 
@@ -67,11 +71,15 @@ def differing_parameters(full_name: str, real: Any, mine: Any) -> list[str]:
     theirs, own = parameters(real), parameters(mine)
     if theirs is None or own is None:
         return []
+    if all(each.kind in _ANY_NUMBER for each in theirs if each.name != "self"):
+        return []  # a decorator hides what it takes
     known = {each.name: each for each in own}
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own)
     found: list[str] = []
     for place, each in enumerate(theirs):
-        if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+        if each.kind in _ANY_NUMBER:
+            if all(one.kind is not each.kind for one in own):
+                found.append(f"{full_name} takes no {each}")
             continue
         if each.name not in known:
             found += [] if takes_any else [f"{full_name}({each.name}=) is missing"]
@@ -79,6 +87,10 @@ def differing_parameters(full_name: str, real: Any, mine: Any) -> list[str]:
             found.append(f"{full_name}: parameter {each.name} stands elsewhere")
         elif not same_default(each.default, known[each.name].default):
             found.append(f"{full_name}({each.name}={known[each.name].default!r}), really {each.default!r}")
+    asked = {each.name for each in theirs}
+    for each in own:
+        if each.name not in asked and each.kind not in _ANY_NUMBER and each.default is each.empty:
+            found.append(f"{full_name} asks for {each.name}")
     return found
 
 
@@ -91,11 +103,19 @@ def same_default(real: Any, mine: Any) -> bool:
 
 @pytest.mark.parametrize("full_name", sorted(module_table().not_provided))
 def test_what_is_not_provided_says_so_when_it_is_used(full_name: str) -> None:
-    reason = module_table().not_provided[full_name]
-    stand_in: Any = not_provided(full_name, reason)
-    with pytest.raises(NotProvidedError, match="is not provided by drivetrain_accelerate: "):
+    reason, (module, _, name) = module_table().not_provided[full_name], full_name.rpartition(".")
+    stand_in: Any = getattr(InterfaceModule(module), name)
+    with pytest.raises(NotProvidedError, match=f"{full_name} is not provided by drivetrain_accelerate: "):
         stand_in()
     assert len(reason) > 20
+    assert name in vars(import_module(module)) or full_name not in names()
+
+
+@pytest.mark.parametrize("module", sorted(module_table().modules_not_provided))
+def test_a_module_that_is_not_provided_says_so_when_it_is_imported(module: str) -> None:
+    assert find_spec(module) is not None
+    with pytest.raises(ModuleNotFoundError, match=f"{module} is not provided by drivetrain_accelerate: "):
+        InterfaceFinder(version="1.15.0").find_spec(module)
 
 
 def test_a_constructed_accelerator_has_the_attributes_of_the_real_one() -> None:

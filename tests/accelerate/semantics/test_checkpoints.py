@@ -109,6 +109,38 @@ def test_counted_micro_batches(tmp_path: Path) -> None:
     assert found == [2, 0, 0]
 
 
+def test_an_open_window(tmp_path: Path) -> None:
+    """`save_state` in an open window of accumulation"""
+    found: list[list[int]] = []
+    for side in SIDES:
+        for read in (2, 5):
+            folder = str(tmp_path / f"{side.name}{read}")
+            with window_of(side) as (accelerator, model, optimizer, loader):
+                for _ in zip(range(read), loader, strict=False):
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(torch.ones(1)).mean())
+                        optimizer.step()
+                accelerator.save_state(folder)
+                assert any(Path(folder).iterdir())
+            with window_of(side) as (accelerator, _, _, loader):
+                accelerator.load_state(folder)
+                rest = accelerator.skip_first_batches(loader, read)
+                found.append([sample for batch in rest for sample in batch.tolist()])
+    assert found[:2] == [[2, 3, 4, 5, 6, 7], [5, 6, 7]]
+    assert found[2:4] == [[0, 1, 2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]
+    assert found[4:] == found[:2]
+
+
+@contextmanager
+def window_of(side: Side) -> Generator[tuple[Any, ...]]:
+    """Prepare a model, its optimizer, and a loader of the batches 0 to 7, in windows of three."""
+    with side.accelerator(gradient_accumulation_steps=3) as accelerator:
+        given = nn.Linear(1, 1)
+        numbers: Any = range(8)
+        optimizer = torch.optim.SGD(given.parameters())
+        yield accelerator, *accelerator.prepare(given, optimizer, DataLoader(numbers))
+
+
 def test_a_failing_save(tmp_path: Path) -> None:
     """`save_state`"""
     for side in SIDES:

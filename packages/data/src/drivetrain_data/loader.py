@@ -71,6 +71,7 @@ class ShardedLoader(Generic[Batch]):
         self._position = 0
         self._stepped = 0  # the position of the last mark_stepped; an optimizer has stepped on all before it
         self._stepped_extra: Mapping[str, Any] = {}
+        self._repeats = 0  # how far the epoch had been received beyond the loaded position, without a step
         self._begun = False  # a loop has entered the current epoch: the next loop reads the next epoch
         self._finished = False
         self._newest = object()  # identifies the newest loop, the only one that moves the position
@@ -114,8 +115,8 @@ class ShardedLoader(Generic[Batch]):
 
     @property
     def is_resumed(self) -> bool:
-        """True if the next loop goes on in the middle of an epoch, where a loaded state left it."""
-        return self._position > 0 and not self._begun
+        """True if the next loop goes on where a loaded state left it, and not with an epoch that nobody has read."""
+        return (self._position > 0 or self._repeats > 0) and not self._begun
 
     def __len__(self) -> int:
         """Return the number of steps in a whole epoch, which is the same on all ranks.
@@ -235,11 +236,12 @@ class ShardedLoader(Generic[Batch]):
             stepped: Whether to return the position of the last `mark_stepped` instead, so that a resume repeats
                 batches that no optimizer has stepped on.
         """
-        epoch, position = self._epoch, self._position
+        epoch, position, repeats = self._epoch, self._position, 0
         if self._finished:
             epoch, position = epoch + 1, 0
         if stepped and not self._finished:
             position, extra = self._stepped, self._stepped_extra
+            repeats = self._position - self._stepped
         else:
             extra = self._source.extra_state(epoch, position)
         return {
@@ -250,6 +252,7 @@ class ShardedLoader(Generic[Batch]):
             "identity": dict(self._source.identity()),
             "fingerprint": _fingerprint(self.dataset),
             "extra": dict(extra),
+            **({"repeats": repeats} if repeats else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,6 +267,7 @@ class ShardedLoader(Generic[Batch]):
         self.seed_source = "the loader state that was loaded"
         self._moves += 1
         self._start(state["epoch"], position=state["position"])
+        self._repeats = state.get("repeats", 0)
 
     def _end_loop(self) -> None:
         """End the running loop; its iterator raises if it is advanced again."""
@@ -277,6 +281,7 @@ class ShardedLoader(Generic[Batch]):
             self._end_loop()
         self._epoch = epoch
         self._position = self._stepped = position
+        self._repeats = 0
         self._stepped_extra = self._source.extra_state(epoch, position)
         self._begun = self._finished = False
 

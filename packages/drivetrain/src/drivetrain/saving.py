@@ -76,12 +76,13 @@ class Saving(HasParts):
         metrics: Mapping[str, float] | None = None,
         background: bool | None = None,
         trained_only: bool = False,
+        at_once: bool = False,
     ) -> Place | None:
         """Save models, optimizers, schedulers, loader positions, generators and registered objects.
 
         Called on all ranks. A save in an open accumulation window would lose its gradients. It is therefore deferred
         until the window has closed and its step is complete: to the start of the next micro-batch, or the end of
-        training.
+        training; unless it is to be made at once.
 
         Args:
             output_dir: The folder or URL of the checkpoints; `project_dir`/checkpoints by default.
@@ -90,6 +91,8 @@ class Saving(HasParts):
                 save or load, `wait_for_save` and `end_training` wait for the write and raise its error.
             trained_only: Whether frozen parameters are left out, such as the base model under adapters. A run that
                 loads the checkpoint already has them, and `load_state` leaves them unchanged.
+            at_once: Whether to save in an open window too, without its gradients: a resume reads its micro-batches
+                again, with other random numbers.
 
         Returns:
             The folder of this checkpoint; None if the save was deferred.
@@ -102,7 +105,7 @@ class Saving(HasParts):
         self._check_prepared("save_state")
         if metrics is not None and not isinstance(cast("object", metrics), Mapping):
             raise TypeError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
-        if not self._parts.backend.window.closing:
+        if not (at_once or self._parts.backend.window.closing):
             asked = _DeferredSave(output_dir, tuple((metrics or {}).items()), background, trained_only)
             self._deferred.append(asked)
             return None

@@ -100,7 +100,7 @@ class CheckpointMethods(PrepareMethods):
         try:
             if self._save_hooks:
                 self._call_save_hooks(folder)
-            self.inner.save_state(folder)
+            self.inner.save_state(folder, at_once=True)  # programs look into the folder at once
         except BaseException:
             if is_main:
                 settle(folder)

@@ -100,6 +100,10 @@ def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
     names what it looked for, and says the rest by itself; one that names the module around it is shown.
     """
     around, _, name = fullname.rpartition(".")
+    if (instead := table.modules_not_provided.get(fullname)) is not None:
+        return ModuleNotFoundError(
+            f"{fullname} is not provided by drivetrain_accelerate: {instead}", name=around
+        )
     inside = table.names_in(around) if around in table.names else set[str]()
     text = f"No module named {fullname!r} in the interface that drivetrain_accelerate provides"
     if not (meant := nearest(name, inside)):

@@ -32,10 +32,12 @@ class ModuleTable:
     Attributes:
         names: For each module of Accelerate's, the home of each name that it holds.
         not_provided: For each full name that has no counterpart, what to do instead.
+        modules_not_provided: For each module that has none, what to do instead.
     """
 
     names: Mapping[str, Mapping[str, Home]]
     not_provided: Mapping[str, str]
+    modules_not_provided: Mapping[str, str]
 
     def submodules(self, module: str) -> tuple[str, ...]:
         """Return the names of the modules directly inside a module."""
@@ -71,16 +73,23 @@ def parse_table(text: str) -> ModuleTable:
         ValueError: A module hands on a name that the other module does not hold.
     """
     read = tomllib.loads(text)
-    refused: list[dict[str, str]] = read.pop("not_provided", [])
-    not_provided = {name: each["instead"] for each in refused for name in each["names"].split()}
+    not_provided = _instead(read.pop("not_provided", []))
+    refused_modules = _instead(read.pop("module_not_provided", []))
     own = {module: _own_names(rooms) for module, rooms in read.items()}
     names: dict[str, Mapping[str, Home]] = {}
     for module, rooms in read.items():
         handed = _handed_on(module, rooms, own, not_provided)
         names[module] = MappingProxyType({**own[module], **handed})
     return ModuleTable(
-        names=MappingProxyType(names), not_provided=MappingProxyType(_spread(read, not_provided))
+        names=MappingProxyType(names),
+        not_provided=MappingProxyType(_spread(read, not_provided)),
+        modules_not_provided=MappingProxyType(refused_modules),
     )
+
+
+def _instead(refused: list[dict[str, str]]) -> dict[str, str]:
+    """Return what to do instead for each name of a list of tables."""
+    return {name: each["instead"] for each in refused for name in each["names"].split()}
 
 
 def _own_names(rooms: Mapping[str, str]) -> dict[str, Home]:

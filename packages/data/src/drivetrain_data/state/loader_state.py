@@ -8,6 +8,7 @@ A state is a dict of plain values:
     identity: The values that must match when the state is loaded.
     fingerprint: The dataset's own fingerprint of its content; None if it has none.
     extra: The further state that the source needs.
+    repeats: How far beyond the position samples had been received without a step; left out if they had not.
 """
 
 from collections.abc import Mapping
@@ -58,6 +59,7 @@ def _check_values(state: Mapping[str, Any]) -> None:
     allowed: dict[str, tuple[bool, str]] = {
         "epoch": (_is_count(state.get("epoch")), "a number of epochs, 0 or more"),
         "position": (_is_count(state.get("position")), "a number of samples, 0 or more"),
+        "repeats": (_is_count(state.get("repeats", 0)), "a number of samples, 0 or more"),
         "seed": (_is_count(state.get("seed")), "an integer, 0 or more"),
         "identity": (isinstance(state.get("identity"), Mapping), "a mapping"),
         "fingerprint": (isinstance(state.get("fingerprint", 0), str | None), "a string or None"),
