@@ -19,7 +19,9 @@ def modules() -> Iterator[ModuleType]:
     for found in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
         if not found.name.startswith(tuple(module_table().modules_not_provided)):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of a module that only warns that it has moved
+                warnings.simplefilter(
+                    "ignore", FutureWarning
+                )  # of a module that only warns that it has moved
                 module = importlib.import_module(found.name)
             yield module
 

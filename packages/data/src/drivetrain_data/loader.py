@@ -236,12 +236,12 @@ class ShardedLoader(Generic[Batch]):
             stepped: Whether to return the position of the last `mark_stepped` instead, so that a resume repeats
                 batches that no optimizer has stepped on.
         """
-        epoch, position, repeats = self._epoch, self._position, 0
+        epoch, position, repeats = self._epoch, self._position, 0 if self._begun else self._repeats
         if self._finished:
             epoch, position = epoch + 1, 0
         if stepped and not self._finished:
             position, extra = self._stepped, self._stepped_extra
-            repeats = self._position - self._stepped
+            repeats += self._position - self._stepped
         else:
             extra = self._source.extra_state(epoch, position)
         return {
