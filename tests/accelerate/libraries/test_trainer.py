@@ -24,7 +24,11 @@ def trained(folder: Path, *arguments: str, ours: bool, num_processes: int = 1) -
 
 # Equally many samples in each step: an epoch's tail is filled with repeats on two processes, and not on one.
 FULL_BATCHES = ("--samples", "48")
-ALONE = ("--accumulate", "4")  # on one process, for the two micro-batches of each of two
+
+
+def micro_batches(num_processes: int) -> tuple[str, str]:
+    """Return the option for as many samples in each step as two micro-batches on each of two processes."""
+    return "--accumulate", str(4 // num_processes)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -70,7 +74,8 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(tmp_path: Path, 
 def test_a_run_goes_on_at_another_number_of_processes_as_if_it_had_not_ended(tmp_path: Path) -> None:
     whole = trained(tmp_path / "two", *FULL_BATCHES, ours=True, num_processes=2)
     resume = ("--resume", str(tmp_path / "two" / "checkpoint-4"))
-    assert_same_training(trained(tmp_path / "one", *FULL_BATCHES, *ALONE, *resume, ours=True), whole)
+    rest = trained(tmp_path / "one", *FULL_BATCHES, *micro_batches(1), *resume, ours=True)
+    assert_same_training(rest, whole)
     smaller = program_done("with_trainer", str(tmp_path / "smaller"), *FULL_BATCHES, *resume, ours=True)
     assert "skip_first_batches(8) leaves out 32 samples" in smaller.stderr
     assert "16 of the epoch had been read" in smaller.stderr
@@ -110,7 +115,9 @@ def test_a_divided_model_trains_as_replicas_do_and_goes_on_at_another_number_of_
     options = (*FULL_BATCHES, *DIVIDED[name])
     assert_same(trained(tmp_path, *options, ours=True, num_processes=2), replicated)
     resume = ("--resume", str(tmp_path / "checkpoint-4"))
-    assert_same_training(trained(tmp_path / "rest", *options, *ALONE, *resume, ours=True), replicated)
+    number = 4 if "--fsdp" in options else 1  # the Trainer takes FSDP on several processes alone
+    options += (*micro_batches(number), *resume)
+    assert_same_training(trained(tmp_path / "rest", *options, ours=True, num_processes=number), replicated)
 
 
 @pytest.mark.slow
