@@ -85,14 +85,20 @@ def test_the_plan_says_who_chose_what_the_program_has_not_written() -> None:
     assert found["run.mixed_precision"] == "ACCELERATE_MIXED_PRECISION in the environment"
     assert found["run.cpu"] == found["state.device"] == "ACCELERATE_USE_CPU in the environment"
     assert found["run.gradient_accumulation_steps"] == "code"
-    assert found["checkpoint.keep_last"] == found["data.non_blocking"] == "Accelerate's default"
+    assert found["data.non_blocking"] == "Accelerate's default"
+    assert (
+        found["checkpoint.keep_last"] == "as in Accelerate, save_state replaces the checkpoint in its folder"
+    )
 
 
 def test_the_plan_is_in_the_folder_of_the_logs(tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), logging_dir=str(tmp_path / "logs"))
     Accelerator(cpu=True, project_config=project).prepare(torch.nn.Linear(1, 1))
     stored = json.loads((tmp_path / "logs" / "plan.json").read_text())["settings"]
-    assert stored["checkpoint.keep_last"]["source"] == "Accelerate's default"
+    assert (
+        stored["checkpoint.keep_last"]["source"]
+        == "as in Accelerate, save_state replaces the checkpoint in its folder"
+    )
     assert not (tmp_path / "plan.json").exists()
 
 

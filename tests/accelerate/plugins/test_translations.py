@@ -465,6 +465,9 @@ def test_what_is_compiled() -> None:
 def test_checkpoints_of_a_project() -> None:
     with pytest.raises(TranslationError, match="say automatic_checkpoint_naming=True too"):
         checkpoint(total_limit=2)
+    for none in (0, -1):
+        with pytest.raises(TranslationError, match="say 1 or more, or None to keep all"):
+            checkpoint(total_limit=none, automatic_checkpoint_naming=True)
     assert RunSettings(project_dir=Path("x")).project_dir == Path("x")
 
 

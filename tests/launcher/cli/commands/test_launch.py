@@ -16,6 +16,10 @@ def test_one_process_runs_in_place_without_torch(drivetrain: Callable, script: C
     told = "drivetrain: --num-processes stands after script.py, so the script gets it and the launcher does not; "
     assert done.stderr.startswith(told)
     assert (done.stderr.count("\n"), done.returncode) == (1, 0)
+    through = drivetrain("launch", "--through", "runpy", "script.py", "--num-processes", "3")
+    assert (
+        "stands after" not in through.stderr
+    )  # a script that another module runs takes what it is written for
 
 
 def test_one_process_runs_a_script_that_reads_torchruns_variables(

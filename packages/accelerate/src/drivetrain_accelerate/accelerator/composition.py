@@ -10,7 +10,7 @@ from drivetrain_accelerate.accelerator.sourced_settings import (
     FSDP_PLUGIN,
     PROGRAM,
     UNSAID,
-    YIELDING,
+    ONE_IN_A_FOLDER,
     SourcedSettings,
     source_of,
 )
@@ -118,7 +118,7 @@ def plan_composition(
     settings = SourcedSettings()
     _add_run(settings, options, deepspeed_plugin)
     _add_data(settings, options, is_alone=num_processes == 1)
-    settings.add("checkpoint", {"keep_last": 1}, YIELDING)  # a second save into a folder replaces the first
+    settings.add("checkpoint", {"keep_last": 1}, ONE_IN_A_FOLDER)
     _add_handlers(settings, options, casts_outputs=deepspeed_plugin is None)
     if options.fsdp_plugin is not None:
         _add_fsdp(settings, options, is_in_settings=is_sharding_in_settings, is_strict=is_strict)

@@ -12,8 +12,8 @@ from drivetrain_config.source import Entry
 PROGRAM = Source("code")
 # What Accelerate does where a program says nothing, although drivetrain's own default is another.
 UNSAID = Source("code", "Accelerate's default")
-# The same, where another value that the launch says is as right.
-YIELDING = Source("default", "Accelerate's default")
+# Of the checkpoints in one folder of `save_state`, not of those folders; what the launch says overrules it.
+ONE_IN_A_FOLDER = Source("default", "as in Accelerate, save_state replaces the checkpoint in its folder")
 FSDP_PLUGIN = Source("code", "the FSDP plugin")
 DEEPSPEED_PLUGIN = Source("code", "the DeepSpeed plugin")
 

@@ -254,7 +254,8 @@ def check_project(configuration: ProjectConfiguration) -> None:
     """Refuse what a project says about checkpoints that would not be heard.
 
     Raises:
-        TranslationError: Each node is to store what all share, or checkpoints without names of their own are counted.
+        TranslationError: Each node is to store what all share, checkpoints without names of their own are counted, or
+            none is to be kept.
     """
     if configuration.save_on_each_node:
         raise refusal(
@@ -271,6 +272,14 @@ def check_project(configuration: ProjectConfiguration) -> None:
             configuration.total_limit,
             "checkpoint.keep_last",
             "old checkpoints are known by their automatic names; say automatic_checkpoint_naming=True too",
+        )
+    if configuration.total_limit is not None and configuration.total_limit < 1:
+        raise refusal(
+            "ProjectConfiguration",
+            "total_limit",
+            configuration.total_limit,
+            "checkpoint.keep_last",
+            "it would delete the checkpoint that was just written; say 1 or more, or None to keep all",
         )
 
 

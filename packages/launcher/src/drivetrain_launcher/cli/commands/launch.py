@@ -125,7 +125,9 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
         script = Path(target.name).read_text(encoding="utf-8", errors="replace")
     check_plugins_of(layers, settings, script)
     check_files(layers, settings)
-    if not has_flags:
+    if (
+        not has_flags or settings["launch"].through
+    ):  # what a script takes that another module runs is its affair
         return
     known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
     if misplaced := misplaced_flags(target.arguments, known, script or ""):
