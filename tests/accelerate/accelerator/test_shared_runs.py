@@ -39,6 +39,9 @@ def _fresh_states() -> Iterator[None]:
     forget()
 
 
+REPLACED = "as in Accelerate, save_state replaces the checkpoint in its folder"
+
+
 def forget() -> None:
     for states in (AcceleratorState, accelerate.state.AcceleratorState):
         states._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
@@ -86,19 +89,14 @@ def test_the_plan_says_who_chose_what_the_program_has_not_written() -> None:
     assert found["run.cpu"] == found["state.device"] == "ACCELERATE_USE_CPU in the environment"
     assert found["run.gradient_accumulation_steps"] == "code"
     assert found["data.non_blocking"] == "Accelerate's default"
-    assert (
-        found["checkpoint.keep_last"] == "as in Accelerate, save_state replaces the checkpoint in its folder"
-    )
+    assert found["checkpoint.keep_last"] == REPLACED
 
 
 def test_the_plan_is_in_the_folder_of_the_logs(tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), logging_dir=str(tmp_path / "logs"))
     Accelerator(cpu=True, project_config=project).prepare(torch.nn.Linear(1, 1))
     stored = json.loads((tmp_path / "logs" / "plan.json").read_text())["settings"]
-    assert (
-        stored["checkpoint.keep_last"]["source"]
-        == "as in Accelerate, save_state replaces the checkpoint in its folder"
-    )
+    assert stored["checkpoint.keep_last"]["source"] == REPLACED
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -8,9 +8,9 @@ from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.accelerator.sourced_settings import (
     DEEPSPEED_PLUGIN,
     FSDP_PLUGIN,
+    ONE_IN_A_FOLDER,
     PROGRAM,
     UNSAID,
-    ONE_IN_A_FOLDER,
     SourcedSettings,
     source_of,
 )
