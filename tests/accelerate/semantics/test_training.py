@@ -43,6 +43,23 @@ def test_early_window() -> None:
     assert ours == 2.0
 
 
+def test_number_of_micro_batches_below_1() -> None:
+    """`gradient_accumulation_steps` below 1"""
+    with SIDES[0].accelerator(gradient_accumulation_steps=-1) as accelerator:
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+        assert accelerator.sync_gradients
+        assert model.weight.grad.item() == -1.0
+        accelerator.gradient_accumulation_steps = 0
+        with pytest.raises(ZeroDivisionError), accelerator.accumulate(model):
+            pass
+    with SIDES[1].accelerator() as accelerator:
+        for number in (0, -1):
+            with pytest.raises(ValueError, match=f"gradient_accumulation_steps={number}: must be an integer"):
+                accelerator.gradient_accumulation_steps = number
+
+
 def test_unscale() -> None:
     """`unscale_gradients` under fp16"""
     for side in SIDES[1:]:

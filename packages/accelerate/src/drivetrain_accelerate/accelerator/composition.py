@@ -133,7 +133,8 @@ def plan_composition(
 
 
 def _add_run(settings: SourcedSettings, options: RunOptions, deepspeed_plugin: Any) -> None:
-    precision, num_steps = options.mixed_precision, options.accumulation.num_steps or 1
+    precision, num_steps = options.mixed_precision, options.accumulation.num_steps
+    num_steps = 1 if num_steps is None else num_steps
     if precision is not None:
         settings.add(
             "run", {"mixed_precision": precision}, source_of(precision, "ACCELERATE_MIXED_PRECISION")

@@ -110,14 +110,40 @@ def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -
     """Return the options of accumulation that the arguments say.
 
     Raises:
-        ValueError: Both arguments say a number.
+        ValueError: Both arguments say a number, or the number is no integer of at least 1.
     """
     if plugin is None:
         launched = environ.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-        steps = int(launched) if launched is not None and num_steps == 1 else num_steps
-        return GradientAccumulationPlugin(num_steps=steps)
+        if launched is not None and num_steps == 1:
+            said = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+            return GradientAccumulationPlugin(num_steps=checked_num_steps(launched, said=said))
+        return GradientAccumulationPlugin(num_steps=checked_num_steps(num_steps))
     if num_steps != 1:
         raise ValueError(
             f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin=: say the number in one"
         )
+    if plugin.num_steps is not None:
+        checked_num_steps(plugin.num_steps, said="GradientAccumulationPlugin(num_steps")
     return plugin
+
+
+def checked_num_steps(given: object, *, said: str = "gradient_accumulation_steps") -> int:
+    """Return the number of micro-batches in one optimizer step.
+
+    Args:
+        given: The number, or its text.
+        said: Where it was said, for the error.
+
+    Raises:
+        ValueError: It is no integer of at least 1.
+    """
+    try:
+        number = int(str(given))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(
+            f"{said}={given!r}{')' if '(' in said else ''}: must be an integer of at least 1, the micro-batches in "
+            "one optimizer step; say 1 to step with each of them"
+        )
+    return number

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
+from drivetrain_accelerate.accelerator.run_options import checked_num_steps
 from drivetrain_accelerate.loaders.loader_adapter import sharded_of
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
@@ -35,12 +36,16 @@ class TrainingMethods(PrepareMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches in one optimizer step; it applies from the next window on."""
+        """The number of micro-batches in one optimizer step; it applies from the next window on.
+
+        Raises:
+            ValueError: It is set to no integer of at least 1.
+        """
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.num_steps = gradient_accumulation_steps
+        self.gradient_state.num_steps = checked_num_steps(gradient_accumulation_steps)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Generator[None]:
@@ -50,13 +55,15 @@ class TrainingMethods(PrepareMethods):
             *models: The models trained in it. An exception that leaves the block drops the gradients of its window
                 so far, and the loop may go on with the next micro-batch.
         """
-        at_end = self.gradient_state.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        closes_at_end = self.gradient_state.sync_with_dataloader
+        at_end = closes_at_end and self.gradient_state.end_of_dataloader
         self.follow_num_steps()
         window = self.inner.window
         window.is_open_ended, window.keeps_divisor = False, not self.is_strict
         self.step = 0 if at_end else self.step + 1
         try:
-            with self.inner.accumulate(*models, last=at_end or None):
+            # False leaves it to the number of micro-batches alone, None to the loaders as well.
+            with self.inner.accumulate(*models, last=None if closes_at_end and not at_end else at_end):
                 self.gradient_state.sync_gradients = self.inner.sync_gradients
                 self.gradient_state.is_window_set = False
                 self._is_accumulating = True
