@@ -88,6 +88,10 @@ class HasParts:
         """
         return self._parts.prepared.of(model)
 
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Return whether a model is prepared, and neither `free_memory` nor `end_training` has forgotten it."""
+        return self._parts.prepared.find(model) is not None
+
     def loss_scale_state(self) -> Mapping[str, Any] | None:
         """Return the state of the loss scale, for the same; None if the run does not scale its loss."""
         return self._parts.backend.state_dict()["scaler"]

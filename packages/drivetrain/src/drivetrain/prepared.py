@@ -95,13 +95,17 @@ class PreparedObjects:
             raise TypeError(
                 f"{model!r} is not a model: pass the model that prepare() returned, or several in a tuple"
             )
-        for one in self.models:
-            if any(given in (one.model, one.unwrap()) for given in (model, unwrap_compiled(model))):
-                return one
-        raise ValueError(
-            f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
-            "what prepare() returned"
-        )
+        if (found := self.find(model)) is None:
+            raise ValueError(
+                f"{type(model).__name__} was not prepared by this Accelerator; pass it to prepare() first, and then "
+                "what prepare() returned"
+            )
+        return found
+
+    def find(self, model: nn.Module) -> Prepared | None:
+        """Find a model as `of` does; None if it is not prepared."""
+        given = (model, unwrap_compiled(model))
+        return next((one for one in self.models if any(m in (one.model, one.unwrap()) for m in given)), None)
 
     def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
         """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""

@@ -16,6 +16,7 @@ from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, new
 from drivetrain_accelerate.accelerator.checkpoint_options import check_load_options, check_save_options
 from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
+from drivetrain_accelerate.accelerator.whole_models import save_whole
 from drivetrain_accelerate.pickled_weights import write_pickled_weights
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
@@ -166,21 +167,27 @@ class CheckpointMethods(PrepareMethods):
         """Write a model's full weights, as `from_pretrained` reads them. Called on all ranks.
 
         Args:
-            model: A prepared model.
+            model: A prepared model, or another one that is whole on each process, such as an average of weights.
             save_directory: The folder to write to.
             max_shard_size: The most bytes of a file, as a number or as "10GB".
             safe_serialization: Whether safetensors are written; if false, files of torch's own.
 
         Raises:
-            ValueError: The size is invalid.
+            TypeError: The argument is not a module.
+            ValueError: The size is invalid; or the model is divided among ranks, and not prepared by this Accelerator
+                or forgotten since.
             OtherRankFailedError: The main process could not write.
         """
-        if safe_serialization:
+        if safe_serialization and self._holds(model):
             self.inner.save_model(model, Path(save_directory), max_shard_size=max_shard_size)
             return
-        weights, folder = self.get_state_dict(model), Path(save_directory)
+        folder, context = Path(save_directory), self.state.context
+        if safe_serialization:
+            save_whole(context, model, folder, max_shard_size=max_shard_size)
+            return
+        weights = self.get_state_dict(model)
         write = partial(write_pickled_weights, weights, folder, max_shard_size=max_shard_size)
-        on_main(self.inner.context, write, doing=f"the export to {folder}")
+        on_main(context, write, doing=f"the export to {folder}")
 
     def save(self, obj: Any, f: str | PathLike[str] | Any, safe_serialization: bool = False) -> None:
         """Write an object on the main process, or on that of each node if the project says so.

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.accelerator.released_models import ReleasedModels
+from drivetrain_accelerate.accelerator.whole_models import whole_state
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import refuse_slicing
@@ -190,13 +191,20 @@ class PrepareMethods(ComposedRun):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks.
 
+        Args:
+            model: A prepared model, or another one that is whole on each process, such as an average of weights.
+            unwrap: Not used: names have no wrapper's prefix.
+
         Raises:
-            ValueError: The model was not prepared by this Accelerator.
+            TypeError: The argument is not a module.
+            ValueError: The model is divided among ranks, and not prepared by this Accelerator or forgotten since.
         """
         del unwrap
-        if any(model is each for each in self._evaluated):
-            return {name: value.detach().cpu() for name, value in model.state_dict().items()}
-        return self.inner.get_state_dict(model, everywhere=True)
+        return self.inner.get_state_dict(model, everywhere=True) if self._holds(model) else whole_state(model)
+
+    def _holds(self, model: nn.Module) -> bool:
+        """Return whether the run trains a model, which a program may give as anything."""
+        return self._inner is not None and isinstance(model, nn.Module) and self._inner.has_prepared(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out the first batches of its epochs, without reading them.
