@@ -1,6 +1,6 @@
 """A prepared optimizer, which steps when the window of micro-batches closes."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +18,8 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: The user's optimizer, or drivetrain's prepared one.
         device_placement: Not used: states lie where their parameters do.
         scaler: The loss scale of fp16, for programs that look at it.
+
+    A deep copy or pickle holds a copy of the user's optimizer: a snapshot, or one to be prepared with its own model.
 
     Attributes:
         optimizer: The user's optimizer.
@@ -133,8 +135,14 @@ class AcceleratedOptimizer(Optimizer):
         """True if the last step was skipped because a gradient was not finite."""
         return isinstance(self._prepared, PreparedOptimizer) and self._prepared.was_skipped
 
+    def __copy__(self) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.optimizer.__reduce_ex__(protocol)
+        # A deep copy or pickle has parameters of its own, which no run trains: it waits for their model.
+        return _copied, (type(self), self.optimizer, self.device_placement)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_prepared"):  # not yet set
@@ -143,6 +151,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _copied(
+    kind: type[AcceleratedOptimizer], optimizer: Optimizer, device_placement: bool
+) -> AcceleratedOptimizer:
+    """Return a prepared optimizer around a copy of the user's, for copy and pickle."""
+    copied = kind.__new__(kind)
+    AcceleratedOptimizer.__init__(copied, optimizer, device_placement)
+    return copied
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
