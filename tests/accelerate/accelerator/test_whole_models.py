@@ -1,6 +1,8 @@
 """Weights of models that no run divides: never prepared, or forgotten since; beside the real Accelerate."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +77,16 @@ def test_a_divided_model_is_saved_by_the_run_that_divides_it_and_its_average_by_
         accelerator.save_model(average, str(tmp_path))
         assert load_file(tmp_path / "model.safetensors")["weight"].equal(average.weight)
         accelerator.free_memory()
-        for take in (accelerator.get_state_dict, lambda each: accelerator.save_model(each, str(tmp_path))):
+        calls: list[Callable[[Any], Any]] = [
+            accelerator.get_state_dict,
+            partial(accelerator.save_model, save_directory=str(tmp_path)),
+        ]
+        for take in calls:
             with pytest.raises(ValueError, match=r"2 parameters that are divided.*before free_memory"):
                 take(prepared)
             with pytest.raises(TypeError, match="3 is not a model"):
                 take(3)
+        accelerator.end_training()
 
 
 def on_each_rank(folder: str) -> bool:

@@ -60,6 +60,25 @@ def test_number_of_micro_batches_below_1() -> None:
                 accelerator.gradient_accumulation_steps = number
 
 
+def test_second_accelerator() -> None:
+    """`prepare` by a second Accelerator of a model that the first trains"""
+    found: list[Any] = []
+    for side in SIDES:
+        with side.accelerator() as accelerator:
+            given = nn.Linear(1, 1, bias=False)
+            model, first = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
+            second = side("accelerate.Accelerator")()
+            again, stepped = second.prepare(model, torch.optim.SGD(given.parameters(), lr=1.0))
+            before = given.weight.item()
+            second.backward(again(torch.ones(1, 1)).sum())
+            stepped.step()
+            assert given.weight.item() == pytest.approx(before - 1.0)
+            found.append(said(first.step))
+    assert found[0] is None
+    assert "prepare() of another Accelerator that took its model" in found[1]
+    assert found[1] == found[2]
+
+
 def test_unscale() -> None:
     """`unscale_gradients` under fp16"""
     for side in SIDES[1:]:

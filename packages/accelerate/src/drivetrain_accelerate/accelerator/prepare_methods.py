@@ -1,6 +1,6 @@
 """The methods of an Accelerator that prepare what a loop trains and reads, and release it."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.accelerator.composed_run import ComposedRun
-from drivetrain_accelerate.accelerator.released_models import ReleasedModels
+from drivetrain_accelerate.accelerator.held_objects import HeldObjects, trains
 from drivetrain_accelerate.accelerator.whole_models import whole_state
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
@@ -27,17 +26,8 @@ from drivetrain_backends import Scheduler, unwrap_compiled
 from drivetrain_data.sharded_loader import is_loader
 
 
-class PrepareMethods(ComposedRun):
-    """The prepared objects of a run, by kind and in the order of their preparation."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[DataLoaderAdapter] = []
-        self._evaluated: list[nn.Module] = []
-        self._released = ReleasedModels()
+class PrepareMethods(HeldObjects):
+    """The part of an Accelerator that prepares objects, together or one by one."""
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; other objects come back as they are.
@@ -52,7 +42,7 @@ class PrepareMethods(ComposedRun):
             The prepared objects in the order given; a single object is returned by itself.
         """
         del device_placement
-        given, followers = self._replace_stand_ins(args)
+        given, followers = self._replace_stand_ins(self._take_over(args))
         trained = [each for each in given if self._is_new(each)]
         found: dict[int, Any] = dict(zip(map(id, trained), self._prepare_trained(trained), strict=True))
         found |= {id(each): self._follow_engine_schedule(each) for each in followers}
@@ -76,7 +66,7 @@ class PrepareMethods(ComposedRun):
         if evaluation_mode and not self.is_sharded:
             return self._add_evaluated(self.inner.prepare_evaluation(model))
         known = self._prepared_form(model)
-        (prepared,) = self._prepare_trained([model]) if known is None else (known,)
+        (prepared,) = self._prepare_trained(self._take_over([model])) if known is None else (known,)
         return prepared
 
     def _add_evaluated(self, model: nn.Module) -> nn.Module:
@@ -86,11 +76,6 @@ class PrepareMethods(ComposedRun):
         named: dict[str, Any] = {f"evaluation_model_{len(self._models) - 1}": model}
         self.inner.register_for_checkpointing(**named)
         return model
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the run divides models among ranks, so that one cannot stay whole."""
-        return str(self.state.distributed_type.value) in ("FSDP", "DEEPSPEED")
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -120,6 +105,7 @@ class PrepareMethods(ComposedRun):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
         """Prepare an optimizer whose model is prepared already."""
         del device_placement
+        self._take_over([optimizer])
         if not self._is_new(optimizer):
             return optimizer  # pyright: ignore[reportReturnType] it is a prepared one
         (prepared,) = self._prepare_trained([optimizer])
@@ -202,10 +188,6 @@ class PrepareMethods(ComposedRun):
         del unwrap
         return self.inner.get_state_dict(model, everywhere=True) if self._holds(model) else whole_state(model)
 
-    def _holds(self, model: nn.Module) -> bool:
-        """Return whether the run trains a model, which a program may give as anything."""
-        return self._inner is not None and isinstance(model, nn.Module) and self._inner.has_prepared(model)
-
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out the first batches of its epochs, without reading them.
 
@@ -213,29 +195,6 @@ class PrepareMethods(ComposedRun):
             ValueError: The number is negative.
         """
         return skip_first_batches(dataloader, num_batches)
-
-    def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget all prepared objects, release those given, and return a None for each.
-
-        A model that the program keeps is prepared again with an optimizer that trains it.
-        """
-        if self._inner is not None:
-            self.inner.unregister_from_checkpointing(*self._schedulers, *self._evaluated)
-        for optimizer in self._optimizers:
-            optimizer.schedules.clear()
-        for model in self._models:
-            if isinstance(model, EngineMethods):
-                model.schedules.clear()
-        self._released.keep(each for each in self._models if each not in self._evaluated)
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._evaluated):
-            kept.clear()
-        self.gradient_state.is_window_set = False
-        self.gradient_state.sync_gradients = True
-        return [] if self._inner is None and not objects else list(self.inner.free_memory(*objects))
-
-    def clear(self, *objects: Any) -> list[Any]:
-        """Do the same as `free_memory`."""
-        return self.free_memory(*objects)
 
     def _replace_stand_ins(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return objects with what a DeepSpeed configuration describes in place of stand-ins, and its schedules."""
@@ -269,10 +228,10 @@ class PrepareMethods(ComposedRun):
         plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
         self._take_back(plain)
         parameters = {id(one) for one in _parameters_of([*self._models, *plain])}
-        early = [each for each in plain if isinstance(each, Optimizer) and not _trains(each, parameters)]
+        early = [each for each in plain if isinstance(each, Optimizer) and not trains(each, parameters)]
         if self.is_sharded and self._models:
             early = []  # the models hold other parameters by now, which the backend pairs or refuses
-        late = [each for each in self._optimizers if each.is_waiting and _trains(each.optimizer, parameters)]
+        late = [each for each in self._optimizers if each.is_waiting and trains(each.optimizer, parameters)]
         now = [each for each in plain if not any(each is other for other in early)]
         whole = [*now, *(each.optimizer for each in late)]
         found: Any = self.inner.prepare(*whole) if whole else ()
@@ -289,7 +248,7 @@ class PrepareMethods(ComposedRun):
         """Prepare the models again that the program kept over `free_memory` and whose optimizer comes alone."""
         if not self.is_sharded:
             known = {id(one) for one in _parameters_of([*self._models, *trained])}
-            alone = [each for each in trained if isinstance(each, Optimizer) and not _trains(each, known)]
+            alone = [each for each in trained if isinstance(each, Optimizer) and not trains(each, known)]
             for model in self._released.trained_by(alone):
                 self.inner.prepare(unwrap_compiled(model))
                 self._models.append(model)
@@ -318,18 +277,14 @@ class PrepareMethods(ComposedRun):
     def _is_new(self, obj: Any) -> bool:
         """Return whether an object is a model or optimizer that is not prepared.
 
-        After `free_memory`, a prepared optimizer is new again.
+        A prepared optimizer is new again after `free_memory`, and so is one that waits for its model elsewhere or
+        is a copy.
         """
         if isinstance(obj, AcceleratedOptimizer):
-            return obj.is_released
+            return obj.is_released or (obj.is_waiting and not any(obj is each for each in self._optimizers))
         if isinstance(obj, nn.Module):
             return self._prepared_form(obj) is None
         return isinstance(obj, Optimizer)
-
-    def _prepared_form(self, model: nn.Module) -> nn.Module | None:
-        """Return what `prepare` returned for a model, which is given in that form or as the user built it."""
-        of_user = (each for each in self._models if model in (each, self.inner.unwrap_model(each)))
-        return next(of_user, None)
 
     def _prepare_other(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module):
@@ -355,8 +310,3 @@ def _parameters_of(objects: Sequence[Any]) -> Iterator[nn.Parameter]:
     for each in objects:
         if isinstance(each, nn.Module):
             yield from each.parameters()
-
-
-def _trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
-    """Return whether an optimizer holds one of the parameters, which are given by identity."""
-    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])

@@ -22,6 +22,10 @@ class ReleasedModels:
         """Remember models for as long as the program holds them."""
         self._models = [each for each in self._models if each() is not None] + [ref(each) for each in models]
 
+    def __contains__(self, model: object) -> bool:
+        """Return whether a model is one of them, in its prepared form."""
+        return any(each() is model for each in self._models)
+
     def drop(self, models: Sequence[nn.Module]) -> None:
         """Forget models that are prepared again, in the form that they had or as the user built them."""
         parameters = {id(each) for model in models for each in model.parameters()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.launched_plugin import add_unsaid_plugins
@@ -30,10 +31,12 @@ class AcceleratorState(PartialState):
         deepspeed_plugins: The plugins of DeepSpeed by name; None without.
         device_mesh: The mesh of the parallel dimensions; None without.
         is_sharding_in_settings: Whether drivetrain's settings, and not a plugin, say how models are sharded.
+        accelerators: The Accelerators of this process, as far as the program holds them; a reset leaves them.
         said_precision: The precision that the first Accelerator or its launch says; None if neither does.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
+    accelerators: ClassVar[WeakSet[Any]] = WeakSet()
 
     deepspeed_plugins: dict[str, Any] | None
     fsdp_plugin: Any

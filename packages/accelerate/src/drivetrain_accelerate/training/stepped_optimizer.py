@@ -35,6 +35,11 @@ class AcceleratedOptimizer(Optimizer):
         self.gradient_state = GradientState()
         self.schedules: list[Any] = []
 
+    def release(self) -> None:
+        """Have the run that prepared it forget it."""
+        if isinstance(self._prepared, PreparedOptimizer):
+            self._prepared.release()
+
     @property
     def is_released(self) -> bool:
         """True if the run that prepared it has forgotten it: it may be prepared again."""

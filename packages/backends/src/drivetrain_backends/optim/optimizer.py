@@ -50,8 +50,9 @@ class _Released:
             AccumulationError: Raised by every call.
         """
         raise AccumulationError(
-            f"step() of {type(optimizer).__name__} after free_memory() or end_training(): the backend of its "
-            "model is closed; prepare() model and optimizer again, or step the optimizer that you built"
+            f"step() of {type(optimizer).__name__} after free_memory(), end_training(), or the prepare() of another "
+            "Accelerator that took its model: the backend of its model is closed; prepare() model and optimizer "
+            "again, or step the optimizer that you built"
         )
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:

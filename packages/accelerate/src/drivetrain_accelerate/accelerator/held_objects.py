@@ -1,0 +1,123 @@
+"""The objects that a run holds, how it releases them, and how it takes over those of another Accelerator."""
+
+import gc
+from collections.abc import Container, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain_accelerate.accelerator.composed_run import ComposedRun
+from drivetrain_accelerate.accelerator.released_models import ReleasedModels
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
+from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+from drivetrain_accelerate.training.engine_model import EngineMethods
+from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
+from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
+from drivetrain_backends import restore_forward, unwrap_compiled
+from drivetrain_backends.modules.autocast_forward import PreparedForward
+from drivetrain_backends.modules.module_proxy import ModuleProxy
+
+
+class HeldObjects(ComposedRun):
+    """The prepared objects of a run, by kind and in the order of their preparation."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[DataLoaderAdapter] = []
+        self._evaluated: list[nn.Module] = []
+        self._released = ReleasedModels()
+        AcceleratorState.accelerators.add(self)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the run divides models among ranks, so that one cannot stay whole."""
+        return str(self.state.distributed_type.value) in ("FSDP", "DEEPSPEED")
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget all prepared objects, release those given, and return a None for each.
+
+        A model that the program keeps is prepared again with an optimizer that trains it.
+        """
+        if self._inner is not None:
+            self.inner.unregister_from_checkpointing(*self._schedulers, *self._evaluated)
+        for optimizer in self._optimizers:
+            optimizer.schedules.clear()
+        for model in self._models:
+            if isinstance(model, EngineMethods):
+                model.schedules.clear()
+        self._released.keep(each for each in self._models if each not in self._evaluated)
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._evaluated):
+            kept.clear()
+        self.gradient_state.is_window_set = False
+        self.gradient_state.sync_gradients = True
+        return [] if self._inner is None and not objects else list(self.inner.free_memory(*objects))
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do the same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def _holds(self, model: object) -> bool:
+        """Return whether the run trains a model, which a program may give as anything."""
+        return self._inner is not None and isinstance(model, nn.Module) and self._inner.has_prepared(model)
+
+    def _prepared_form(self, model: nn.Module) -> nn.Module | None:
+        """Return what `prepare` returned for a model, which is given in that form or as the user built it."""
+        of_user = (each for each in self._models if model in (each, self.inner.unwrap_model(each)))
+        return next(of_user, None)
+
+    def _take_over(self, given: Sequence[Any]) -> list[Any]:
+        """Return objects, those that another Accelerator has prepared in the form in which they are prepared anew.
+
+        The other one releases them: it may be gone, as where a notebook's cell runs twice. Called on all ranks.
+
+        Raises:
+            ValueError: Their parameters are divided among ranks, for good.
+        """
+        taken = [self._as_built(each) if isinstance(each, nn.Module) else each for each in given]
+        models = [*self._models, *(each for each in taken if isinstance(each, nn.Module))]
+        trained = {id(one) for model in models for one in model.parameters()}
+        for each in given:
+            is_own = any(each is own for own in self._optimizers)
+            if isinstance(each, AcceleratedOptimizer) and not is_own and trains(each.optimizer, trained):
+                each.release()
+        return taken
+
+    def _as_built(self, model: nn.Module) -> nn.Module:
+        """Return a model that another Accelerator has prepared as the user built it, and others as they are."""
+        built = _inside(model)
+        if built is None or model in self._released or self._prepared_form(model) is not None:
+            return model
+        if self.state.num_processes > 1:
+            gc.collect()  # ranks are to agree on whether the other one is gone
+        others = [
+            each for each in AcceleratorState.accelerators if each is not self and each._has_formed(model)
+        ]
+        if self.is_sharded:
+            raise ValueError(
+                f"{type(built).__name__} was prepared by another Accelerator of this process, which divided its "
+                "parameters among ranks: train it with that one, or build the model and its optimizer anew and "
+                "prepare these; in a notebook, run the cell that builds them again"
+            )
+        for other in others:
+            other.free_memory()
+        return restore_forward(built)
+
+    def _has_formed(self, model: nn.Module) -> bool:
+        return self._inner is not None and self._prepared_form(model) is not None
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """Return the user's module inside of what a `prepare` returned or changed; None of other models."""
+    inner = unwrap_compiled(model)
+    if isinstance(inner, ModuleProxy):
+        return inner.module
+    return next((each for each in (model, inner) if isinstance(each, PreparedForward)), None)
+
+
+def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
+    """Return whether an optimizer holds one of the parameters, which are given by identity."""
+    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
