@@ -154,7 +154,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of the parallel dimensions; None without."""
+        """The mesh of the parallel dimensions of more than one process; None without."""
         return self.state.device_mesh
 
     @property
@@ -164,28 +164,64 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank in the data parallel dimension, which is the only one."""
-        return self.process_index
+        """The rank among the replicas of the model.
+
+        Raises:
+            RuntimeError: The run has no parallel dimensions.
+        """
+        sizes = self._dimensions("data_parallel_rank")
+        return self.process_index // (sizes.total_size // sizes.dp_replicate_size)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The rank among those that divide a model."""
-        return self.process_index
+        """The rank among those that divide a replica.
+
+        Raises:
+            RuntimeError: The run has no parallel dimensions.
+        """
+        sizes = self._dimensions("data_parallel_shard_rank")
+        return self.process_index // sizes.non_data_parallel_size % sizes.dp_shard_size
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The rank in the tensor parallel dimension, which has one rank."""
+        """The rank among those that split a matrix: 0, since no backend splits any yet.
+
+        Raises:
+            RuntimeError: The run has no parallel dimensions.
+        """
+        self._dimensions("tensor_parallel_rank")
         return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """The rank in the pipeline parallel dimension, which has one rank."""
-        return 0
+        """Refuse, as Accelerate does: there is no pipeline parallel dimension.
+
+        Raises:
+            NotImplementedError: Raised by every call.
+        """
+        raise NotImplementedError("pipeline_parallel_rank: drivetrain has no pipeline parallel dimension yet")
 
     @property
     def context_parallel_rank(self) -> int:
-        """The rank in the context parallel dimension, which has one rank."""
-        return 0
+        """Refuse, as Accelerate does: the ranks that split a sequence have no number.
+
+        Raises:
+            NotImplementedError: Raised by every call.
+        """
+        raise NotImplementedError("context_parallel_rank: drivetrain has no context parallel dimension yet")
+
+    def _dimensions(self, asked: str) -> Any:
+        """Return the sizes of the parallel dimensions.
+
+        Raises:
+            RuntimeError: The run has none.
+        """
+        if self.parallelism_config is None:
+            raise RuntimeError(
+                f"{asked}: this run has no parallel dimensions; say Accelerator(parallelism_config=...), or ask "
+                "process_index for the rank among all"
+            )
+        return self.parallelism_config
 
     @property
     def fp8_backend(self) -> FP8BackendType:

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from operator import mul
 from typing import Any
 
 import torch
 
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.accelerator.real_rows import gather_first_rows, gather_real_rows
-from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.tensors.padding import pad_across_processes as pad_to_largest
 from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
@@ -143,9 +140,14 @@ class RankMethods(ComposedRun):
         return gathered(self.state.context, active, input_data, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors of equal shapes over ranks and scale them. Called on all ranks."""
-        found = reduce_over_ranks(tensor, reduction)
-        return found if scale == 1.0 else map_nested(partial(mul, scale), found)
+        """Reduce nested tensors of equal shapes over ranks. Called on all ranks.
+
+        Args:
+            tensor: Lists, tuples and mappings of tensors, nested.
+            reduction: "mean", "sum", "max" or "min"; "none" returns this rank's tensors.
+            scale: Not applied, with a warning: Accelerate applies it on XLA devices alone.
+        """
+        return reduce_over_ranks(tensor, reduction, scale)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

@@ -29,7 +29,7 @@ class AcceleratorState(PartialState):
 
     Attributes:
         deepspeed_plugins: The plugins of DeepSpeed by name; None without.
-        device_mesh: The mesh of the parallel dimensions; None without.
+        device_mesh: The mesh of the parallel dimensions of more than one process; None without.
         is_sharding_in_settings: Whether drivetrain's settings, and not a plugin, say how models are sharded.
         accelerators: The Accelerators of this process, as far as the program holds them; a reset leaves them.
         said_precision: The precision that the first Accelerator or its launch says; None if neither does.
@@ -75,6 +75,9 @@ class AcceleratorState(PartialState):
         is_in_settings = add_unsaid_plugins(
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
+        dimensions = plugins["parallelism_config"]
+        is_alone = dimensions is None or ranks.num_processes == 1
+        mesh = None if is_alone else dimensions.get_device_mesh(ranks.device.type)
         self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
@@ -86,7 +89,7 @@ class AcceleratorState(PartialState):
         for chosen in list((self.deepspeed_plugins or {}).values())[:1]:
             chosen.select(_from_accelerator_state=True)
         self.__dict__.update({name: plugins[name] for name in _OWN})
-        self.device_mesh = None
+        self.device_mesh = mesh
         self.distributed_type = self._chosen_type()
 
     def __repr__(self) -> str:

@@ -70,7 +70,7 @@ class PartialState(SharedState):
         self.debug = settings.debug
         self.backend = dist.get_backend() if context.group is not None else None
         self.distributed_type = (
-            DistributedType.NO if topology.world_size == 1 else _BY_DEVICE[context.device.type]
+            DistributedType.NO if topology.world_size == 1 else distributed_type_on(context.device.type)
         )
         self.num_processes, self.process_index = topology.world_size, topology.rank
         self.local_process_index = topology.local_rank
@@ -160,7 +160,15 @@ class PartialState(SharedState):
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank only; without a function, return the decorator."""
+        """Decorate a function so that it runs on one rank only; without a function, return the decorator.
+
+        On one process it runs whatever the rank, so that a program for several can be tried.
+
+        Raises:
+            ValueError: No rank is said, or there is none such, where there are several.
+        """
+        if self.num_processes == 1:
+            return _running(function)
         if process_index is None:
             raise ValueError("on_process(process_index=None): say the rank that runs the function")
         decorate = control.on_process(self.context, process_index)
@@ -169,7 +177,15 @@ class PartialState(SharedState):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank of each node; without a function, return the decorator."""
+        """Decorate a function so that it runs on one rank of each node; without a function, return the decorator.
+
+        On one process it runs whatever the rank.
+
+        Raises:
+            ValueError: No rank is said, where there are several.
+        """
+        if self.num_processes == 1:
+            return _running(function)
         if local_process_index is None:
             raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
 
@@ -200,9 +216,32 @@ def is_initialized() -> bool:
     return bool(PartialState._shared_state)  # pyright: ignore[reportPrivateUsage]
 
 
+def distributed_type_on(device_kind: str) -> DistributedType:
+    """Return the way in which several processes train on a kind of device.
+
+    Raises:
+        NotImplementedError: Accelerate's interface has no such way here.
+    """
+    if device_kind not in _BY_DEVICE:
+        raise NotImplementedError(
+            f"several processes on {device_kind}: programs for Accelerate train here on several of "
+            f"{', '.join(_BY_DEVICE)}; run one process on {device_kind}, or several with Accelerator(cpu=True)"
+        )
+    return _BY_DEVICE[device_kind]
+
+
 def asks_for_cpu() -> bool:
     """Return whether the launch says to compute on the CPU."""
     return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def _running(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a function as it is; without one, the decorator that does so."""
+
+    def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
+        return chosen
+
+    return decorate if function is None else function
 
 
 def _given(function: Callable[..., Any] | None) -> Callable[..., Any]:

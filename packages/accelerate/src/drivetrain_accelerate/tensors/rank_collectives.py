@@ -13,7 +13,7 @@ from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
 from drivetrain_state import Context, LeafError, RankLogger
 from drivetrain_state.collectives import operations
-from drivetrain_state.collectives._nested import rebuild, tensors_in
+from drivetrain_state.collectives.nested import rebuild, tensors_in
 
 logger = RankLogger(getLogger(__name__))
 
@@ -137,7 +137,7 @@ def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> A
     Args:
         tensor: Lists, tuples and mappings of tensors, nested.
         reduction: "mean", "sum", "max" or "min"; "none" returns this rank's tensors.
-        scale: The factor of the result on XLA devices; elsewhere it is not applied, as in Accelerate.
+        scale: Not applied, with a warning: Accelerate applies it on XLA devices alone.
 
     Raises:
         ValueError: The reduction is unknown, or the mean is of integers, where there are several ranks.
@@ -149,15 +149,12 @@ def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> A
     if (reduction or "none") not in _OPERATIONS:
         raise ValueError(f"reduction={reduction!r}: say one of {', '.join(_OPERATIONS)}")
     context = current_context()
-    on_xla = context.device.type == "xla"
-    if scale != 1.0 and not on_xla:
+    if scale != 1.0:
         logger.warning("reduce(scale=%s): it is applied on XLA devices alone; multiply the result", scale)
     if context.topology.world_size == 1 or reduction in (None, "none"):
-        result = recursively_apply(torch.clone, tensor, error_on_other_type=True)
-    else:
-        check_same_call(context, f"reduce(reduction={reduction!r})", tensor)
-        result = _of_tensors(_reducing(reduction), without_check(context), tensor)
-    return recursively_apply(torch.Tensor.mul, result, scale) if on_xla else result
+        return recursively_apply(torch.clone, tensor, error_on_other_type=True)
+    check_same_call(context, f"reduce(reduction={reduction!r})", tensor)
+    return _of_tensors(_reducing(reduction), without_check(context), tensor)
 
 
 def _reducing(reduction: Any) -> Callable[[Context, Any], Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from drivetrain_state.collectives._nested import Nested, leaves_with_paths
+from drivetrain_state.collectives.nested import Nested, leaves_with_paths
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
 

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
 import torch
 
-from drivetrain_state.collectives._nested import Nested
+from drivetrain_state.collectives.nested import Nested
 from drivetrain_state.collectives.operations import barrier
 from drivetrain_state.context import Context
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_state.collectives._nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
 from drivetrain_state.collectives.agreement import check_agreement
 from drivetrain_state.collectives.buckets import (
     Bucket,
@@ -28,6 +27,7 @@ from drivetrain_state.collectives.buckets import (
     unpack,
     unpack_rows,
 )
+from drivetrain_state.collectives.nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_state.collectives._nested import Data, Nested, rebuild, tensors_in
 from drivetrain_state.collectives.agreement import check_agreement
 from drivetrain_state.collectives.buckets import Bucket, as_bytes, map_buckets, pack, unpack
+from drivetrain_state.collectives.nested import Data, Nested, rebuild, tensors_in
 from drivetrain_state.collectives.operations import broadcast_object, check_rank
 from drivetrain_state.context import Context
 
