@@ -65,3 +65,24 @@ def test_the_number_of_micro_batches_may_be_a_text() -> None:
     for side in (THEIRS, OURS):
         with side.accelerator(gradient_accumulation_steps="2") as accelerator:
             assert accelerator.gradient_accumulation_steps == 2
+
+
+def test_a_schedule_counts_its_calls_in_open_windows_where_the_state_says_so() -> None:
+    found: list[list[Any]] = []
+    for side in (THEIRS, OURS):
+        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
+            model = torch.nn.Linear(1, 1)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+            schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+            found.append([])
+            for place in range(8):
+                accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] = place >= 4
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 1)).sum())
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                found[-1].append((schedule.state_dict()["_step_count"], schedule.get_last_lr()))
+    assert found[0] == found[1]
+    assert [count for count, _ in found[1]] == [1, 2, 2, 3, 4, 5, 6, 7]

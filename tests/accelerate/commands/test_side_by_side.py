@@ -54,7 +54,6 @@ def test_two_processes_are_compared_rank_by_rank(capsys: pytest.CaptureFixture[s
     assert len(lines) == 8
 
 
-@pytest.mark.slow
 def test_numbers_are_checked() -> None:
     with pytest.raises(ValueError, match="--steps 0: must be at least 1"):
         ComparisonArguments(script="x", steps=0)

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.tensors.rank_collectives import reduce
 from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
-
-_DIVIDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class LocalSGD:
@@ -35,7 +32,7 @@ class LocalSGD:
     def __init__(
         self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        if accelerator.distributed_type in _DIVIDED:
+        if accelerator.state.divides_models:
             raise NotImplementedError(
                 f"LocalSGD with {accelerator.distributed_type}: ranks hold parts of the model, and cannot train "
                 "alone; use data parallelism without sharding"

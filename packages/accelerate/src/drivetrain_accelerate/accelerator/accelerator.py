@@ -133,7 +133,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     @property
     def scaler(self) -> LossScaleView | None:
         """The loss scale under fp16, which programs save and load; None in other precisions, and in engines."""
-        if self.mixed_precision != "fp16" or self.deepspeed_plugin is not None:
+        if not self.state.scales_loss or self.deepspeed_plugin is not None:
             return None
         return LossScaleView(lambda: self.inner, self.options.handlers.scaler)
 

@@ -125,13 +125,13 @@ class HandlerProperties(ComposedRun):
         return False
 
     def _fp8_of(self, kind: type[Any]) -> Any:
-        """Return the options of fp8 if they are of this class; the oldest class, which is of two, is itself alone."""
+        """Return the options of fp8 if they are of a class; None if not.
+
+        `FP8RecipeKwargs`, the oldest class, derives from those of two libraries. It counts as neither of them.
+        """
         held = self.options.handlers.fp8
-        return (
-            held
-            if type(held) is kind or (isinstance(held, kind) and not isinstance(held, FP8RecipeKwargs))
-            else None
-        )
+        is_of_class = type(held) is kind or (isinstance(held, kind) and not isinstance(held, FP8RecipeKwargs))
+        return held if is_of_class else None
 
     def _replace(self, name: str, handler: KwargsHandler | None) -> None:
         if self._inner is not None:

@@ -32,11 +32,6 @@ class HeldObjects(ComposedRun):
         self._released = ReleasedModels()
         AcceleratorState.accelerators.add(self)
 
-    @property
-    def is_sharded(self) -> bool:
-        """True if the run divides models among ranks, so that one cannot stay whole."""
-        return str(self.state.distributed_type.value) in ("FSDP", "DEEPSPEED")
-
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects, release those given, and return a None for each.
 
@@ -96,7 +91,7 @@ class HeldObjects(ComposedRun):
         others = [
             each for each in AcceleratorState.accelerators if each is not self and each._has_formed(model)
         ]
-        if self.is_sharded:
+        if self.state.divides_models:
             raise ValueError(
                 f"{type(built).__name__} was prepared by another Accelerator of this process, which divided its "
                 "parameters among ranks: train it with that one, or build the model and its optimizer anew and "

@@ -63,7 +63,7 @@ class PrepareMethods(HeldObjects):
         del device_placement
         if any(model is each for each in self._models):
             return model
-        if evaluation_mode and not self.is_sharded:
+        if evaluation_mode and not self.state.divides_models:
             return self._add_evaluated(self.inner.prepare_evaluation(model))
         known = self._prepared_form(model)
         (prepared,) = self._prepare_trained(self._take_over([model])) if known is None else (known,)
@@ -229,7 +229,7 @@ class PrepareMethods(HeldObjects):
         self._take_back(plain)
         parameters = {id(one) for one in _parameters_of([*self._models, *plain])}
         early = [each for each in plain if isinstance(each, Optimizer) and not trains(each, parameters)]
-        if self.is_sharded and self._models:
+        if self.state.divides_models and self._models:
             early = []  # the models hold other parameters by now, which the backend pairs or refuses
         late = [each for each in self._optimizers if each.is_waiting and trains(each.optimizer, parameters)]
         now = [each for each in plain if not any(each is other for other in early)]
@@ -246,7 +246,7 @@ class PrepareMethods(HeldObjects):
 
     def _take_back(self, trained: Sequence[Any]) -> None:
         """Prepare the models again that the program kept over `free_memory` and whose optimizer comes alone."""
-        if not self.is_sharded:
+        if not self.state.divides_models:
             known = {id(one) for one in _parameters_of([*self._models, *trained])}
             alone = [each for each in trained if isinstance(each, Optimizer) and not trains(each, known)]
             for model in self._released.trained_by(alone):

@@ -15,7 +15,7 @@ from drivetrain_state.collectives import operations as collectives
 
 
 def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
-    """Gather results, of each rank's rows the first, as many as its real samples. Called on all ranks.
+    """Gather results, and keep the rows of real samples: the first rows of each rank. Called on all ranks.
 
     Args:
         context: The context of this process.
@@ -30,7 +30,7 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
             if context.topology.world_size == 1 and counts_to_keep(plan) is None:
                 return collectives.gather(context, data)  # most batches: nothing to exchange, count or cut
             gathered, rows = collectives.gather_rows(context, data)
-        except LeafError:  # a leaf that is no tensor is one on every rank
+        except LeafError:  # some leaf is no tensor; all ranks find this, since they give the same structure
             pass
         else:
             return real_rows(plan, gathered, rows, batch_size=getattr(active, "full_batch_size", None))
@@ -38,7 +38,7 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
 
 
 def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
-    """Gather results, of all ranks' rows together the first, as Accelerate does; see `gather_real_rows`."""
+    """Gather results, and keep the first rows of all ranks together, as Accelerate does; see `gather_real_rows`."""
     del context
     count = active.remainder if active is not None and active.end_of_dataloader else -1
     if as_objects or not _holds_tensors_alone(data):

@@ -140,7 +140,7 @@ class TrainingMethods(PrepareMethods):
             self._backward_alone(loss / self.gradient_state.num_steps, graph)
         elif self.gradient_state.is_window_set:
             self._backward_in_window(loss, model, graph)
-        elif self._is_accumulating or self.gradient_state.num_steps == 1 or self.is_sharded:
+        elif self._is_accumulating or self.gradient_state.num_steps == 1 or self.state.divides_models:
             self.inner.backward(loss, model=model, **graph)
         else:
             # The program counts its micro-batches itself: each divided loss is a window that a step may follow.
@@ -155,7 +155,7 @@ class TrainingMethods(PrepareMethods):
         Nothing is to be divided or scaled then.
         """
         are_waiting = all(each.is_waiting for each in self._optimizers)
-        return are_waiting and not self.is_sharded and self.state.mixed_precision != "fp16"
+        return are_waiting and not self.state.divides_models and not self.state.scales_loss
 
     def _backward_alone(self, loss: Tensor, graph: dict[str, Any]) -> None:
         """Add gradients on which the program steps by itself: torch's own backward, and the mean over ranks."""
@@ -183,7 +183,7 @@ class TrainingMethods(PrepareMethods):
             RuntimeError: The run scales its loss.
         """
         del optimizer
-        if self.state.mixed_precision == "fp16":
+        if self.state.scales_loss:
             raise RuntimeError(
                 "unscale_gradients(): gradients are unscaled by clip_grad_norm_(), clip_grad_value_() and step(); "
                 "call one of these, and read the gradients after it"
@@ -214,7 +214,7 @@ class TrainingMethods(PrepareMethods):
 
     def _norm_so_far(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """Return the norm of what this rank has accumulated, of shape ()."""
-        scale = self.inner.loss_scale_state() if self.state.mixed_precision == "fp16" else None
+        scale = self.inner.loss_scale_state() if self.state.scales_loss else None
         norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
         return norm if scale is None else norm / scale["scale"]
 

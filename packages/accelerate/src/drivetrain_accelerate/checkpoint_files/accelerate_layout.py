@@ -60,7 +60,7 @@ def _check_whole(accelerator: "Accelerator") -> None:
             "does not write: save_model() writes the weights for other programs, and save_state() what drivetrain "
             "continues"
         )
-    if accelerator.is_sharded:
+    if accelerator.state.divides_models:
         raise RuntimeError(
             "write_accelerate_layout(): ranks hold parts of the models: call save_fsdp_model() and "
             "save_fsdp_optimizer() of accelerate.utils, which write them in Accelerate's layout"

@@ -69,7 +69,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Attributes:
         num_steps: The number of micro-batches in one optimizer step.
-        adjust_scheduler: Whether a scheduler's step counts only when the optimizer steps.
+        adjust_scheduler: Whether a scheduler counts its calls in open windows, see `GradientState`. What is said here
+            does not reach that, as in Accelerate: a program sets it in the state's `plugin_kwargs`.
         sync_with_dataloader: Whether the last batch of a loader closes the window before it is full.
         sync_each_batch: Without effect: gradients are reduced once in a window, with the same sum.
     """

@@ -75,7 +75,7 @@ class AcceleratorState(PartialState):
         is_in_settings = add_unsaid_plugins(
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
-        dimensions = plugins["parallelism_config"]
+        dimensions: Any = plugins["parallelism_config"]
         is_alone = dimensions is None or ranks.num_processes == 1
         mesh = None if is_alone else dimensions.get_device_mesh(ranks.device.type)
         self.__dict__.update(PartialState._shared_state)
@@ -106,6 +106,16 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """The precision of forward and backward."""
         return self.said_precision or "no"
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if losses are scaled before backward, as under fp16."""
+        return self.mixed_precision == "fp16"
+
+    @property
+    def divides_models(self) -> bool:
+        """True if models are divided among ranks, so that one cannot stay whole."""
+        return self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     @property
     def fork_launched(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

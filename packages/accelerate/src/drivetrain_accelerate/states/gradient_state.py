@@ -83,7 +83,7 @@ class GradientState(SharedState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """True if a scheduler advances while gradients are accumulated."""
+        """True if a scheduler counts its calls in open windows; its learning rates move when the optimizer steps."""
         return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
@@ -137,7 +137,7 @@ class GradientState(SharedState):
         self._is_xla_gradients_synced = is_synced
 
     def set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the next micro-batch closes the window; programs that count micro-batches themselves do."""
+        """Say whether the next micro-batch closes the window. Programs that count their micro-batches call it."""
         self.sync_gradients = sync_gradients
         self.is_window_set = True
 
