@@ -30,7 +30,6 @@ FILES_MEANT = {
     "compat": _ONE_A_PACKAGE,
     "testing": "contracts for third parties, one module a package",
     "local": "the storage and the cluster that are this machine",
-    "_nested": "data and state walk nested batches, and know nothing of each other",
     "meta_init": "dispatch and backends build on meta, and know nothing of each other",
     "applied": _ONE_A_BACKEND,
     "backend": _ONE_A_BACKEND,

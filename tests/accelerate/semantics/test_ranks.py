@@ -57,6 +57,7 @@ def on_each_side(folder: str) -> dict[str, Numbers]:
                 **of_tails(side, accelerator),
                 **of_training(accelerator),
                 **of_collectives(side, accelerator.process_index),
+                "absent": said(lambda: accelerator.on_process(lambda: "ran", process_index=5)()),
             }
         with side.accelerator() as accelerator:
             _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TWELVE, batch_size=2))
@@ -322,3 +323,10 @@ def test_training_after_evaluation(by_rank: list[dict[str, Numbers]]) -> None:
     theirs, ours, restored = values(by_rank, "evaluated")
     assert theirs == [0.0, 1.0]
     assert ours == restored == [0.5, 0.5]
+
+
+def test_absent_rank(on_first: dict[str, Numbers]) -> None:
+    """`on_process` of a rank that is not there, on several processes"""
+    assert on_first["theirs"]["absent"] is None
+    assert on_first["ours"]["absent"] == on_first["restored"]["absent"]
+    assert "index=5 with world_size=2: name a rank that exists" in on_first["ours"]["absent"]

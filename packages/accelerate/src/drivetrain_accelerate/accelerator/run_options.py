@@ -132,7 +132,7 @@ def checked_num_steps(given: object, *, said: str = "gradient_accumulation_steps
 
     Args:
         given: The number, or its text.
-        said: Where it was said, for the error.
+        said: The argument or variable that said it, for the error.
 
     Raises:
         ValueError: It is no integer of at least 1.

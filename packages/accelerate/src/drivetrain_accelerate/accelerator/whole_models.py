@@ -29,7 +29,7 @@ def save_whole(context: Context, model: nn.Module, folder: Path, *, max_shard_si
 
     Args:
         context: The context of this process.
-        model: The model.
+        model: The model, in wrappers or as it was built.
         folder: The folder to write to.
         max_shard_size: The most bytes of a file, as a number or as "10GB".
 

@@ -75,9 +75,7 @@ class AcceleratorState(PartialState):
         is_in_settings = add_unsaid_plugins(
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
-        dimensions: Any = plugins["parallelism_config"]
-        is_alone = dimensions is None or ranks.num_processes == 1
-        mesh = None if is_alone else dimensions.get_device_mesh(ranks.device.type)
+        mesh = _mesh_of(plugins["parallelism_config"], ranks)
         self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
@@ -192,3 +190,10 @@ class AcceleratorState(PartialState):
                     f"{'none' if self._shown[name] is None else 'another'}, and they share a state: leave it out, or "
                     "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
                 )
+
+
+def _mesh_of(dimensions: Any, ranks: PartialState) -> Any:
+    """Return the mesh of parallel dimensions; None without any. Called on all ranks."""
+    if dimensions is None or ranks.num_processes == 1:
+        return None
+    return dimensions.get_device_mesh(ranks.device.type)
