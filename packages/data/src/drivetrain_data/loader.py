@@ -101,7 +101,7 @@ class ShardedLoader(Generic[Batch]):
 
     @property
     def position(self) -> int:
-        """How far the current epoch has been received, in samples; in batches if those are distributed whole."""
+        """The number of samples received of the current epoch; of batches if those are distributed whole."""
         return self._position
 
     def position_after(self, num_batches: int) -> int:

@@ -39,7 +39,7 @@ class DataLoaderStateMixin:
 
     @property
     def data_position(self) -> DataPosition | None:
-        """Where its loop is; None if it is not known."""
+        """The place of its loop in the data; None if it is not known."""
         return None
 
     def _remainder(self) -> int:
@@ -180,7 +180,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def data_position(self) -> DataPosition:
-        """Where the loop over the loader is."""
+        """The place of the loop over the loader in its data."""
         sharded = sharded_of(self.sharded)
         return {"epoch": sharded.epoch, "position": sharded.position, "stride": sharded.position_after(1)}
 

@@ -14,17 +14,17 @@ class ActiveLoader(Protocol):
 
     @property
     def data_position(self) -> "DataPosition | None":
-        """Where its loop is; None if it is not known."""
+        """The place of its loop in the data; None if it is not known."""
         ...
 
 
 class DataPosition(TypedDict):
-    """Where a loop is in its data, in plain values, as they are saved beside an optimizer's state.
+    """The place of a loop in its data, in plain values that are saved beside an optimizer's state.
 
     Attributes:
-        epoch: The epoch.
-        position: How far it has been read, in samples; in batches if those are distributed whole.
-        stride: How far each batch moves the position, over all ranks.
+        epoch: The number of the epoch that is read.
+        position: The number of samples read of it; of batches if those are distributed whole.
+        stride: The number by which each batch of all ranks moves the position.
     """
 
     epoch: int
@@ -98,7 +98,7 @@ class GradientState(SharedState):
 
     @property
     def data_position(self) -> DataPosition | None:
-        """Where the innermost loop is in its data; None outside all loops, or if it is not known."""
+        """The place of the innermost loop in its data; None outside all loops, or if it is not known."""
         return getattr(self.active_dataloader, "data_position", None)  # programs may add loaders of their own
 
     @property
