@@ -1,4 +1,4 @@
-"""The place of a run in its data, saved with the state of an optimizer, for programs that count batches by themselves.
+"""The place of a run in its data, saved with an optimizer's state, for programs that count batches by themselves.
 
 transformers' Trainer, for one, saves the optimizer's state and its own number of steps, and skips batches when it
 resumes. Where a batch has become larger or smaller, these are other samples than those that were read.
