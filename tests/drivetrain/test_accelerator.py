@@ -412,6 +412,24 @@ def test_saving_in_an_open_window_waits_for_its_step(tmp_path, step_inside: bool
     assert all(torch.equal(value, stepped[name]) for name, value in model.state_dict().items())
 
 
+def test_a_save_at_once_in_an_open_window_is_of_its_last_step_and_its_batches_come_again(tmp_path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path)
+    model, optimizer, _ = parts(accelerator)
+    loader = accelerator.prepare(DataLoader(torch.arange(8)))
+    weights: list[float] = []
+    for number, _ in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.item())
+        if number == 2:
+            assert accelerator.save_state(at_once=True).name == "step-1"
+    accelerator.load_state()
+    assert model.weight.item() == weights[1] == weights[2] != weights[3]
+    assert [batch.item() for batch in loader] == [2, 3, 4, 5, 6, 7]
+
+
 def test_a_save_that_was_put_off_is_made_when_training_ends(tmp_path) -> None:
     with Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path) as accelerator:
         model, optimizer, _ = parts(accelerator)

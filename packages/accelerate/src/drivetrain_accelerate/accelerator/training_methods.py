@@ -97,11 +97,11 @@ class TrainingMethods(PrepareMethods):
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Generator[None]:
         """Run a loop in which ranks may have different numbers of batches.
 
+        A loop that is running when the block begins goes on as it was.
+
         Args:
             joinables: The models trained in it.
             even_batches: Whether the prepared loaders fill their tails in the block; None, as when prepared.
-
-        A loop that is running at the block's begin goes on as it began.
         """
         del joinables  # drivetrain's loaders give all ranks equally many steps
         with ExitStack() as stack:
