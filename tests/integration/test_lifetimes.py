@@ -101,7 +101,7 @@ def test_a_step_after_the_models_were_released_is_refused() -> None:
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     accelerator.free_memory()
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(AccumulationError, match=r"step\(\) of SGD after free_memory\(\) or end_training\(\)"):
+    with pytest.raises(AccumulationError, match=r"step\(\) of SGD after free_memory\(\), end_training\(\)"):
         optimizer.step()
     optimizer.zero_grad()
     assert model.weight.grad is None
