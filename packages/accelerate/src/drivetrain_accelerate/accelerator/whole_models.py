@@ -5,7 +5,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from drivetrain_accelerate.model_structure import extract_model_from_parallel
-from drivetrain_accelerate.models.offloaded_state import get_state_dict_offloaded_model
 from drivetrain_backends import strip_wrapper_prefix, tied_weights
 from drivetrain_checkpoint import plan_export, write_export
 from drivetrain_state import Context
@@ -20,6 +19,8 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
         TypeError: The argument is not a module.
         ValueError: Parameters are divided among ranks.
     """
+    from drivetrain_accelerate.models.offloaded_state import get_state_dict_offloaded_model  # few runs ask for it
+
     state = get_state_dict_offloaded_model(_checked(model))
     return {strip_wrapper_prefix(name): value.detach().cpu() for name, value in state.items()}
 
