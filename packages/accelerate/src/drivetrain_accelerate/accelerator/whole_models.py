@@ -19,7 +19,9 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
         TypeError: The argument is not a module.
         ValueError: Parameters are divided among ranks.
     """
-    from drivetrain_accelerate.models.offloaded_state import get_state_dict_offloaded_model  # few runs ask for it
+    from drivetrain_accelerate.models.offloaded_state import (
+        get_state_dict_offloaded_model,  # few runs ask for it
+    )
 
     state = get_state_dict_offloaded_model(_checked(model))
     return {strip_wrapper_prefix(name): value.detach().cpu() for name, value in state.items()}
