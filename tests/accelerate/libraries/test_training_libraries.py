@@ -34,7 +34,7 @@ def assert_same(found: Any, expected: Any) -> None:
     assert ours == theirs | {place: pytest.approx(value, rel=1e-4) for place, value in numbers.items()}
 
 
-def check_equal(name: str, folder: Path, *arguments: str, num_processes: int = 1) -> Any:
+def assert_equal_on_both(name: str, folder: Path, *arguments: str, num_processes: int = 1) -> Any:
     """Run a program on both, compare what it found, and return it."""
     ours = run_program(name, str(folder / "ours"), *arguments, ours=True, num_processes=num_processes)
     real = run_program(name, str(folder / "real"), *arguments, ours=False, num_processes=num_processes)
@@ -45,27 +45,27 @@ def check_equal(name: str, folder: Path, *arguments: str, num_processes: int = 1
 @needs("transformers")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_trainer_does_the_same_however_it_is_used(tmp_path: Path, num_processes: int) -> None:
-    check_equal("with_trainer_options", tmp_path, num_processes=num_processes)
+    assert_equal_on_both("with_trainer_options", tmp_path, num_processes=num_processes)
 
 
 @needs("trl")
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("kind", ["sft", "completions", "packed", "dpo", "reward"])
 def test_trl_trains_from_texts_and_preferences(tmp_path: Path, kind: str, num_processes: int) -> None:
-    check_equal("with_trl", tmp_path, kind, num_processes=num_processes)
+    assert_equal_on_both("with_trl", tmp_path, kind, num_processes=num_processes)
 
 
 @needs("sentence_transformers")
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("loss", ["CosineSimilarityLoss", "MultipleNegativesRankingLoss"])
 def test_sentence_transformers_train(tmp_path: Path, loss: str, num_processes: int) -> None:
-    check_equal("with_sentence_transformers", tmp_path, "--loss", loss, num_processes=num_processes)
+    assert_equal_on_both("with_sentence_transformers", tmp_path, "--loss", loss, num_processes=num_processes)
 
 
 @needs("peft")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_an_adapter_of_peft_is_trained_saved_and_merged(tmp_path: Path, num_processes: int) -> None:
-    found = check_equal("with_peft", tmp_path, num_processes=num_processes)
+    found = assert_equal_on_both("with_peft", tmp_path, num_processes=num_processes)
     assert found["merged"] == pytest.approx(found["trained"], rel=1e-5)
 
 
@@ -83,4 +83,4 @@ def test_an_adapters_run_goes_on_from_its_checkpoint(tmp_path: Path, num_process
 def test_quantised_weights_are_loaded_computed_with_and_adapted(
     tmp_path: Path, map_: tuple[str, ...]
 ) -> None:
-    check_equal("with_quantized", tmp_path, "nf4", "fp4", "int8", "torchao", "--train", *map_)
+    assert_equal_on_both("with_quantized", tmp_path, "nf4", "fp4", "int8", "torchao", "--train", *map_)

@@ -169,6 +169,25 @@ def test_total_limit(tmp_path: Path) -> None:
             assert (folder / "checkpoints" / "checkpoint_0").exists() == (side is not THEIRS)
 
 
+def test_no_checkpoint_is_kept(tmp_path: Path) -> None:
+    """`total_limit` below 1"""
+
+    def kept(side: Side, limit: int) -> Any:
+        folder = tmp_path / f"{side.name}{limit}"
+        project = side("accelerate.utils.ProjectConfiguration")(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit
+        )
+        with run_of(side, project_config=project) as (accelerator, _, _):
+            accelerator.save_state()
+            accelerator.save_state()
+        return [path.name for path in (folder / "checkpoints").iterdir()]
+
+    for limit in (0, -1):
+        theirs, *others = (said(partial(kept, side, limit)) for side in SIDES)
+        assert theirs == ["checkpoint_1"]
+        assert all("say 1 or more, or None to keep all" in each for each in others)
+
+
 def test_a_model_taken_out(tmp_path: Path) -> None:
     """a hook that takes a model out of `weights`"""
 
