@@ -156,7 +156,9 @@ def test_the_memory_of_the_process_does_not_grow_with_calls(tmp_path: Path) -> N
     finally:
         tracemalloc.stop()
     group.finish()
-    assert after - before < 3000  # less than a byte a call
+    # What a call kept would take 24,000 bytes at least, a reference of 8 for each. Other threads of the process, of
+    # pytest and of earlier tests, allocate a few thousand in between.
+    assert after - before < 12_000
 
 
 def test_a_refused_value_does_not_count_as_logged(tmp_path: Path) -> None:
