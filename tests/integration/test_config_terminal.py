@@ -54,9 +54,9 @@ def test_arrow_keys_and_enter_choose_and_what_is_chosen_raises_its_questions(
     terminal.press(ENTER)
     terminal.wait_for("How many processes train on this machine")
     terminal.press("2", ENTER)
-    shown = terminal.wait_for(r"(?s)How do the processes share the model\?.*deepspeed")
-    assert "Recommended: auto: replicas are the fastest" in shown
-    assert " » auto" in shown
+    terminal.wait_for(r"(?s)How do the processes share the model\?.*deepspeed")
+    terminal.wait_for("Recommended: auto: replicas are the fastest")
+    terminal.wait_for(" » auto")
     terminal.press(DOWN)
     terminal.wait_for(" » deepspeed")
     terminal.press(DOWN)
@@ -162,8 +162,8 @@ def test_a_file_that_is_there_is_replaced_when_the_user_says_so_and_a_copy_kept(
     terminal.press(ENTER)
     terminal.wait_for("How many processes")
     terminal.press(ENTER)
-    shown = terminal.wait_for("micro-batches")
-    assert "Recommended: 4: as before, in drivetrain.yaml:2." in shown
+    terminal.wait_for("micro-batches")
+    terminal.wait_for(r"Recommended: 4: as before, in drivetrain\.yaml:2\.")
     terminal.press(ENTER)
     terminal.wait_for("Folder of checkpoints")
     terminal.press("none", ENTER)
