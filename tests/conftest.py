@@ -18,6 +18,9 @@ from processes import Completed, RankPool, rank_environment, run_script
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "bytecode"))
 
+# The lanes share the cores: the threads of more than one lane's operators would wait for each other in busy loops.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Machines differ and are shared: no example has a deadline, the whole test has pytest's.
 settings.register_profile("drivetrain", deadline=None)
 settings.load_profile("drivetrain")
@@ -77,12 +80,20 @@ def python(pythons: tuple[str, ...]) -> str:
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[dict[int, RankPool]]:
+def all_rank_pools() -> Iterator[dict[int, RankPool]]:
     """The pools of this session by their number of processes; each is started at its first use."""
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def rank_pools(all_rank_pools: dict[int, RankPool]) -> Iterator[dict[int, RankPool]]:
+    """The pools for the tests of a file; the next file may be one that needs none."""
+    yield all_rank_pools
+    for pool in all_rank_pools.values():
+        pool.rest()
 
 
 @pytest.fixture

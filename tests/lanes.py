@@ -24,10 +24,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return NUM_LANES if are_many else 0
 
 
+def pytest_sessionstart() -> None:
+    """Collect no garbage while the tests' modules are imported: there is hardly any."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep what was imported out of later collections of garbage: tests ask for hundreds."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

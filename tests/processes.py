@@ -22,6 +22,24 @@ from types import ModuleType
 from typing import Any
 
 TESTS = Path(__file__).parent
+MOST_GROUPS = 8  # of a pool's rank, see RankPool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank of a pool answers a call with.
+
+    Attributes:
+        has_raised: Whether the function raised.
+        result: What it returned; None if it raised.
+        output: What it printed, and the traceback of what it raised.
+        num_groups: The number of process groups that the rank has now.
+    """
+
+    has_raised: bool
+    result: object = None
+    output: str = ""
+    num_groups: int = 0
 
 
 def free_port() -> int:
@@ -161,6 +179,9 @@ def without_libraries(text: str) -> str:
 class RankPool:
     """`num_processes` processes joined in one gloo group, started once and reused by many tests.
 
+    Each idle gloo group wakes up a hundred times a second, and torch's meshes and DeepSpeed keep theirs: `rest` ends
+    processes with more than `MOST_GROUPS`, and the next call starts others.
+
     Args:
         num_processes: How many.
         pythons: The programs that start them, in turn.
@@ -175,6 +196,7 @@ class RankPool:
         self._arguments = ("accelerated",) if accelerated else ()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._num_groups = 0
 
     def call(self, function: Callable[..., object], *args: object, timeout_seconds: float) -> list[object]:
         """Call `function(*args)` on every rank and return the results in rank order."""
@@ -187,6 +209,11 @@ class RankPool:
             connection.send_bytes(call)
         return self._answers(timeout_seconds)
 
+    def rest(self) -> None:
+        """Call it where the pool may have nothing to do for long."""
+        if self._num_groups > MOST_GROUPS:
+            self.close()
+
     def close(self) -> None:
         """End every process of the pool."""
         for connection in self._connections:
@@ -195,6 +222,7 @@ class RankPool:
             process.kill()
             process.wait()
         self._processes, self._connections = [], []
+        self._num_groups = 0
 
     def _start(self) -> None:
         port = free_port()
@@ -215,33 +243,36 @@ class RankPool:
     def _answers(self, timeout_seconds: float) -> list[object]:
         """What each rank returned, in rank order; the pool ends if one raised, died or gave no answer."""
         answers = self._collect(time.monotonic() + timeout_seconds)
-        if any(answer is None or answer[0] == "raised" for answer in answers):
+        if any(answer is None or answer.has_raised for answer in answers):
             self.close()  # a group with a lost or failed rank is not one to go on with
             raise AssertionError(self._report(answers, timeout_seconds))
-        return [answer[1] for answer in answers if answer is not None]
+        self._num_groups = max(answer.num_groups for answer in answers if answer is not None)
+        return [answer.result for answer in answers if answer is not None]
 
-    def _collect(self, deadline: float) -> list[tuple[str, object, str] | None]:
-        answers: list[tuple[str, object, str] | None] = [None] * self.num_processes
+    def _collect(self, deadline: float) -> list[Answer | None]:
+        answers: list[Answer | None] = [None] * self.num_processes
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), timeout=left):
                 assert isinstance(ready, Connection)
                 rank = waiting.pop(ready)
                 try:
-                    answers[rank] = pickle.loads(ready.recv_bytes())
+                    answers[rank] = Answer(*pickle.loads(ready.recv_bytes()))
                 except EOFError:
-                    answers[rank] = ("raised", None, f"the process of rank {rank} died")
-            if any(answer is not None and answer[0] == "raised" for answer in answers):
+                    answers[rank] = Answer(True, output=f"the process of rank {rank} died")
+            if any(answer is not None and answer.has_raised for answer in answers):
                 deadline = min(deadline, time.monotonic() + 3)  # the others may be waiting for it
         return answers
 
-    def _report(self, answers: list[tuple[str, object, str] | None], timeout_seconds: float) -> str:
+    def _report(self, answers: list[Answer | None], timeout_seconds: float) -> str:
         lines: list[str] = []
         for rank, answer in enumerate(answers):
             if answer is None:
                 lines.append(f"--- rank {rank}: no answer within {timeout_seconds} s")
             else:
-                lines.append(f"--- rank {rank}: {answer[0]}\n{answer[2]}")
+                lines.append(
+                    f"--- rank {rank}: {'raised' if answer.has_raised else 'returned'}\n{answer.output}"
+                )
         return "\n".join(lines)
 
 
@@ -306,7 +337,7 @@ def _serve(file: str, accelerated: str = "") -> None:
     if not accelerated or os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group(f"cpu:gloo,{device.NAME}:hccl" if accelerated else "gloo")
     joined = dist.is_initialized()
-    connection.send_bytes(pickle.dumps(("returned", None, "")))
+    connection.send_bytes(pickle.dumps((False,)))
     left_groups = _noted_groups()
     num_modules = 0
     while True:
@@ -327,9 +358,9 @@ def _serve(file: str, accelerated: str = "") -> None:
             with redirect_stdout(output), redirect_stderr(output):
                 result = getattr(_load(path, module), name)(*pickle.loads(args))
             assert dist.is_initialized() == joined, f"{name} left its pool without the group it was given"
-            answer = ("returned", result, output.getvalue())
+            answer = (False, result, output.getvalue(), len(dist.distributed_c10d._world.pg_map))
         except BaseException:  # noqa: BLE001 whatever it was, the test is told and shows it
-            answer = ("raised", None, output.getvalue() + traceback.format_exc())
+            answer = (True, None, output.getvalue() + traceback.format_exc())
         # Plain bytes: multiprocessing would hand tensors over as shared memory, which dies with the pool.
         connection.send_bytes(pickle.dumps(answer))
 

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skipped)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def accelerated_pools() -> Iterator[dict[int, RankPool]]:
     """The processes with the device, by how many there are; each pool is started at its first use."""
     device.compiled()

@@ -72,11 +72,11 @@ def test_every_planted_leak_is_found_and_named(name: str, python: str) -> None:
 
 def test_clean_runs_raise_no_alarm(python: str) -> None:
     pytest.importorskip("transformers")  # whose models are among the runs
-    assert [one for one in watched(python, "clean_runs.py", "0", "10") if one["leaks"]] == []
+    assert [one for one in watched(python, "clean_runs.py", "0", "5") if one["leaks"]] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(10, 100, 5))
+@pytest.mark.parametrize("first", range(5, 100, 5))
 def test_a_hundred_clean_runs_raise_no_alarm(first: int, python: str) -> None:
     found = watched(python, "clean_runs.py", str(first), str(first + 5))
     assert [one for one in found if one["leaks"]] == []
