@@ -92,7 +92,9 @@ def comparisons(size: Size) -> dict[str, Comparison]:
             flags=("--millions", str(size.millions_of_parameters)),
             shown={
                 "save": (f"`save_state` of {size.millions_of_parameters} million parameters with AdamW", "s"),
-                "load": ("`load_state` of the same", "s"),
+                "save to disk": ("The same, until its files are on the disk", "s"),
+                "load": ("`load_state` of the same, at once", "s"),
+                "load from disk": ("`load_state` of the same, from the disk", "s"),
                 "bytes": ("The checkpoint on the disk", "MB"),
             },
         ),
