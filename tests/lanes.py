@@ -3,6 +3,7 @@
 A file's tests stay in one lane, in their order, so that what a module or a session sets up is set up once a lane.
 """
 
+import atexit
 import fcntl
 import gc
 from collections.abc import Generator, Iterator
@@ -37,8 +38,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the end free what modules hold; some libraries count what is left."""
-    gc.unfreeze()
+    """Let the end free what modules hold, since some libraries count what is left."""
+    atexit.register(gc.unfreeze)  # then: before, pytest collects five times for the errors of destructors
 
 
 @pytest.hookimpl(wrapper=True)
