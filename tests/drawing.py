@@ -1,4 +1,7 @@
-"""What a commit draws: the cases of a sweep, and the order of the slow tests, which end when their time is over."""
+"""What a commit draws: the cases of a sweep, and the order of the slow tests, which end when their time is over.
+
+A slow test may take longer than a fast one: it trains on several ranks or compiles something, beside others that do.
+"""
 
 import random
 import subprocess
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 SLOW_MINUTES = 10.0
+SECONDS_EACH = 600  # that a slow test may take, unless it says so itself
 
 
 @cache
@@ -64,7 +68,10 @@ class _Draw:
         )
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Order the files, since those of one file share what they set up, and the tests of each."""
+        """Order the files, whose tests share what they set up, and the tests of each; give each test its time."""
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SECONDS_EACH))
         order = {name: random.Random(commit() + name).random() for name in {item.nodeid for item in items}}
         files = {name: random.Random(commit() + name).random() for name in map(_file_of, items)}
         items.sort(key=lambda item: (files[_file_of(item)], order[item.nodeid]))

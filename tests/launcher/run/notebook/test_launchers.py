@@ -124,7 +124,7 @@ def wait_for_each_other():
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
     dist.barrier()  # in native code, where no handler of Python's runs
 debug_launcher(wait_for_each_other)
 """
@@ -133,7 +133,7 @@ debug_launcher(wait_for_each_other)
     began = time.monotonic()
     output = process.stdout.read()  # ends when the last rank has closed it
     assert (output.count("ready\n"), process.wait(60)) == (2, -signal.SIGKILL), output
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
 
 
 @pytest.mark.parametrize("number", [0, -1, "2", True])
