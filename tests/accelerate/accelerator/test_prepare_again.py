@@ -17,9 +17,9 @@ BOTH = (Accelerator, accelerate.Accelerator)
 
 
 @contextmanager
-def made(kind: Any) -> Generator[Any]:
+def made(kind: Any, **settings: Any) -> Generator[Any]:
     torch.manual_seed(0)
-    accelerator = kind(cpu=True)
+    accelerator = kind(cpu=True, **settings)
     try:
         yield accelerator
     finally:
@@ -60,6 +60,24 @@ def test_a_loop_after_free_memory_goes_on_with_the_optimizer_and_the_masks_of_th
             found.append(outcome(accelerator))
     assert found[0] == pytest.approx(found[1])
     assert found[0][1::2] == [4, 3, 4, 3]
+
+
+def referred(accelerator: Any) -> list[float]:
+    reference = torch.nn.Linear(4, 3)
+    accelerator.prepare_model(reference, evaluation_mode=True)
+    accelerator.free_memory()  # a Trainer's train() begins with it
+    model = torch.nn.Linear(4, 3)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return reference(torch.randn(2, 4)).flatten().tolist()
+
+
+def test_a_reference_model_computes_in_the_runs_precision_after_free_memory_as_with_the_real_one() -> None:
+    found: list[list[float]] = []
+    for kind in BOTH:
+        with made(kind, mixed_precision="bf16") as accelerator:
+            found.append(referred(accelerator))
+    assert found[0] == found[1]
+    assert torch.tensor(found[0]).bfloat16().tolist() == found[0]
 
 
 def kept_after(accelerator: Any) -> list[Any]:

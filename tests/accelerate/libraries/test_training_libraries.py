@@ -55,6 +55,15 @@ def test_trl_trains_from_texts_and_preferences(tmp_path: Path, kind: str, num_pr
     assert_equal_on_both("with_trl", tmp_path, kind, num_processes=num_processes)
 
 
+@needs("trl", "peft")
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("kind", ["grpo", "grpo-adapter", "rloo", "kto", "orpo", "cpo"])
+def test_trl_learns_from_sampled_completions_and_labels(
+    tmp_path: Path, kind: str, num_processes: int
+) -> None:
+    assert_equal_on_both("with_trl_rewards", tmp_path, kind, num_processes=num_processes)
+
+
 @needs("sentence_transformers")
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("loss", ["CosineSimilarityLoss", "MultipleNegativesRankingLoss"])

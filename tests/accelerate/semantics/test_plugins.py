@@ -1,11 +1,13 @@
 """Rows of the table "Where it differs" about the plugins of FSDP and DeepSpeed."""
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from accelerate_sides import OURS, RESTORED, SIDES, THEIRS, said
 from drivetrain_accelerate.accelerator.composition import plan_composition
@@ -112,6 +114,21 @@ def test_autocast_that_is_off_for_models() -> None:
         found.append(seen)
     assert found[:2] == ["torch.float32", [torch.float32]]
     assert "models would not compute in mixed_precision='bf16'" in found[2]
+
+
+def test_a_forward_that_is_replaced() -> None:
+    """a `forward` that the program sets on a prepared model, in half precision"""
+    found: list[torch.Tensor] = []
+    given = torch.nn.Linear(4, 3)
+    expected = given(batch := torch.rand(2, 4))
+    for side in SIDES:
+        with side.accelerator(mixed_precision="bf16") as accelerator:
+            model = accelerator.prepare(deepcopy(given))
+            model.forward = partial(linear, weight=model.weight, bias=model.bias)
+            found.append(model(batch))
+    assert torch.equal(found[0], expected)
+    for restored in found[1:]:
+        assert torch.equal(restored, given.bfloat16()(batch.bfloat16()).float())
 
 
 def test_a_limit_without_automatic_names(tmp_path: Path) -> None:

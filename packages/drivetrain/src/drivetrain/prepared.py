@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ class PreparedObjects:
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
-        evaluated: The models that are prepared for evaluation alone.
+        evaluated: The models that are prepared for evaluation alone, as long as the program holds them.
         on_step: The same functions; more may be added before anything is prepared.
     """
 
@@ -36,7 +37,7 @@ class PreparedObjects:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[ShardedLoader[Any]] = []
-        self.evaluated: list[nn.Module] = []
+        self.evaluated: WeakSet[nn.Module] = WeakSet()
         self._holders: dict[Tensor, Prepared] = {}
         self.on_step = on_step
 
@@ -59,8 +60,7 @@ class PreparedObjects:
                 optimizer.on_step = self.on_step[0] if len(self.on_step) == 1 else _all_of(self.on_step)
 
     def clear(self) -> None:
-        """Forget all objects."""
-        self.restore_evaluated(self.evaluated)
+        """Forget all objects. Models prepared for evaluation keep the run's precision until they are trained."""
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
@@ -71,7 +71,7 @@ class PreparedObjects:
         """Restore those of some models that are prepared for evaluation, so that they can be trained."""
         plain = [self.unwrap(each, keep_autocast=True) for each in models]
         restored = [each for each in self.evaluated if each in plain]
-        self.evaluated = [each for each in self.evaluated if each not in restored]
+        self.evaluated.difference_update(restored)
         for each in restored:
             restore_forward(each)
 

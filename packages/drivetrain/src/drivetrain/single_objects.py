@@ -26,7 +26,7 @@ class SingleObjects(HasParts):
         parts.prepared.restore_evaluated([model])
         model.to(parts.context.device)
         prepare_forward(model, parts.policy, parts.context.device)
-        parts.prepared.evaluated.append(model)
+        parts.prepared.evaluated.add(model)
         return model
 
     def prepare_loader(self, loader: Any, *, even: UnevenPolicy) -> ShardedLoader[Any]:
