@@ -82,6 +82,6 @@ def check_scaler(scaler: Any, *, is_scaled: bool) -> None:
     given = type(scaler).__name__ + ("" if scaler is None else f", enabled={not is_idle}")
     raise ValueError(
         f"accelerator.scaler = ({given}): drivetrain scales, unscales and updates by itself where the run is in "
-        "fp16, and nowhere else; a GradScaler of the program's must have enabled=False, in a run that is not in fp16. For "
-        "other numbers of fp16's scale, pass GradScalerKwargs(init_scale=...) in kwargs_handlers"
+        "fp16, and nowhere else; a GradScaler of the program's must have enabled=False, in a run that is not in "
+        "fp16. For other numbers of fp16's scale, pass GradScalerKwargs(init_scale=...) in kwargs_handlers"
     )
