@@ -181,3 +181,20 @@ def test_the_loss_scale_goes_on_from_where_it_was_saved() -> None:
 def test_other_precisions_have_no_loss_scale() -> None:
     with OURS.accelerator(mixed_precision="bf16") as accelerator:
         assert accelerator.scaler is None
+
+
+def test_a_scaler_that_is_not_enabled_may_be_set_where_the_run_has_none() -> None:
+    with OURS.accelerator() as accelerator:
+        idle = torch.amp.GradScaler("cpu", enabled=False)
+        accelerator.scaler = idle
+        assert accelerator.scaler is idle
+        accelerator.scaler = None
+        assert accelerator.scaler is None
+
+
+def test_a_run_in_fp16_keeps_its_own_scale() -> None:
+    with OURS.accelerator(mixed_precision="fp16") as accelerator:
+        accelerator.scaler = accelerator.scaler
+        for other in (None, torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")):
+            with pytest.raises(ValueError, match=r"drivetrain scales.*pass GradScalerKwargs"):
+                accelerator.scaler = other

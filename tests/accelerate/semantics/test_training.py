@@ -87,6 +87,20 @@ def test_unscale() -> None:
                 accelerator.unscale_gradients()
 
 
+def test_a_scaler_of_the_program() -> None:
+    """`accelerator.scaler` set to an enabled GradScaler"""
+    with SIDES[0].accelerator() as accelerator:
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        assert model.weight.grad.item() == 4.0
+    with (
+        SIDES[1].accelerator() as accelerator,
+        pytest.raises(ValueError, match=r"enabled=True.*pass GradScalerKwargs"),
+    ):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="scales no loss on the CPU")
 def test_the_real_one_unscales() -> None:

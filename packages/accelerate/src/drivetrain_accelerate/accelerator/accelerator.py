@@ -33,7 +33,7 @@ from drivetrain_accelerate.plugins.translate_kwargs import check_group
 from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
-from drivetrain_accelerate.training.loss_scale import LossScaleView
+from drivetrain_accelerate.training.loss_scale import LossScaleView, check_scaler
 from drivetrain_state import best_device_kind
 
 _NOT_SAID = object()
@@ -124,6 +124,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         self.rng_types = rng_types or ["generator"]
         self.project_configuration = project
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._idle_scaler: Any = None
 
     @property
     def mixed_precision(self) -> str:
@@ -131,8 +132,19 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         return self.state.mixed_precision
 
     @property
-    def scaler(self) -> LossScaleView | None:
-        """The loss scale under fp16, which programs save and load; None in other precisions, and in engines."""
+    def scaler(self) -> Any:
+        """The loss scale under fp16, which programs save and load; None in other precisions, and in engines.
+
+        A program may set one that is not enabled in a run without, and has it back.
+        """
+        return self._idle_scaler if (own := self._loss_scale()) is None else own
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        check_scaler(scaler, is_scaled=self._loss_scale() is not None)
+        self._idle_scaler = scaler
+
+    def _loss_scale(self) -> LossScaleView | None:
         if not self.state.scales_loss or self.deepspeed_plugin is not None:
             return None
         return LossScaleView(lambda: self.inner, self.options.handlers.scaler)

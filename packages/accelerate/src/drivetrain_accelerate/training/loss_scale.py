@@ -64,3 +64,24 @@ class LossScaleView:
         saved = self._accelerator().loss_scale_state()
         assert saved is not None  # the run computes in fp16
         return saved
+
+
+def check_scaler(scaler: Any, *, is_scaled: bool) -> None:
+    """Check a scaler that a program sets on its Accelerator: it must leave the run as it is.
+
+    Args:
+        scaler: A GradScaler of the program's, the run's own view, or None.
+        is_scaled: Whether the run scales its losses.
+
+    Raises:
+        ValueError: It would scale losses, or take the place of the run's own scale.
+    """
+    is_idle = scaler is None or not scaler.is_enabled()
+    if isinstance(scaler, LossScaleView) if is_scaled else is_idle:
+        return
+    given = type(scaler).__name__ + ("" if scaler is None else f", enabled={not is_idle}")
+    raise ValueError(
+        f"accelerator.scaler = ({given}): drivetrain scales, unscales and updates by itself where the run is in "
+        "fp16, and nowhere else; a GradScaler of the program's must have enabled=False, in a run that is not in "
+        "fp16. For other numbers of fp16's scale, pass GradScalerKwargs(init_scale=...) in kwargs_handlers"
+    )
