@@ -13,7 +13,12 @@ from trl import GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOO
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-SAMPLED = {"max_completion_length": 8, "shuffle_dataset": False, "steps_per_generation": 2, "num_iterations": 2}
+SAMPLED = {
+    "max_completion_length": 8,
+    "shuffle_dataset": False,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+}
 
 
 def colourful(completions: list[str], **others: Any) -> list[float]:

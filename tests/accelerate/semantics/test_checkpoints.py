@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate_resumed_loops import trained_after_resume
 from accelerate_sides import OURS, SIDES, THEIRS, Side, said
 from drivetrain_accelerate import write_accelerate_layout
 
@@ -67,6 +68,17 @@ def test_skipped_batches(tmp_path: Path) -> None:
     theirs, ours, restored = (read_after_resume(side, tmp_path / side.name) for side in SIDES)
     assert theirs == restored == [[0, 1, 2, 3, 4, 5], [2, 3, 4, 5]]
     assert ours == [[2, 3, 4, 5]] * 2
+
+
+def test_passed_over_batches(tmp_path: Path) -> None:
+    """`load_state`, then a loop that passes over as many batches as were read"""
+    theirs, ours, restored = (
+        said(lambda side=side: trained_after_resume(side, tmp_path / side.name, num_batches=8, skip=3))
+        for side in SIDES
+    )
+    assert theirs == restored == [3, 4, 5, 6, 7]
+    assert "3 batches were passed over before the first backward after load_state" in ours
+    assert "have loaders begin their epoch anew" in ours
 
 
 def read_after(side: Side) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
 from drivetrain_accelerate.accelerator.run_options import checked_num_steps
 from drivetrain_accelerate.loaders.loader_adapter import sharded_of
+from drivetrain_accelerate.loaders.passed_batches import PassedBatches
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
@@ -128,12 +129,16 @@ class TrainingMethods(PrepareMethods):
         Raises:
             ValueError: An argument is not supported.
             AccumulationError: The graph cannot be kept, as under FSDP and DeepSpeed.
+            DataStateError: The program passes over batches that a resumed loader has left out already.
             PairingError: The loss trains a model whose optimizer is not prepared, while others are, or the run
                 divides its models or scales its losses.
         """
         kwargs.pop("scale_wrt_gas", None)
         model: nn.Module | None = kwargs.pop("model", None)
         graph = _graph_arguments(kwargs)
+        passed: PassedBatches | None = getattr(self.gradient_state.active_dataloader, "passed_batches", None)
+        if passed is not None:
+            passed.check(self.gradient_state.num_steps)
         if not self.gradient_state.is_window_set:
             self.follow_num_steps()
         if self._leaves_steps_alone:

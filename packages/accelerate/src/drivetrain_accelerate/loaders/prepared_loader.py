@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
+from drivetrain_accelerate.loaders.passed_batches import PassedBatches, passed_batches
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
 from drivetrain_accelerate.loaders.resumed_position import check_epoch
 from drivetrain_accelerate.states.partial_state import PartialState
@@ -30,7 +31,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         torch_device_mesh: The mesh of the parallel dimensions.
         iteration: The number of loops that have read their epoch to its end.
         **kwargs: Further arguments of DataLoader.
+
+    Attributes:
+        passed_batches: The batches that a loop which goes on in an epoch has received; None without one.
     """
+
+    passed_batches: PassedBatches | None = None
 
     def __init__(
         self,
@@ -58,14 +64,21 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         try:
             self._draw()
+            self.passed_batches = passed_batches(self) or self.passed_batches
             for batch in self.sharded:
+                if self.passed_batches is not None:
+                    self.passed_batches.receive()
                 current = sharded_of(self.sharded).current
                 if current is not None and current.is_last:
                     self.end_of_dataloader = True
                     self._reach_end(current)
                 yield batch
             self.iteration += 1  # not for loops that are broken off, as with Accelerate
+            if self.passed_batches is not None:
+                self.passed_batches.has_ended = True
         finally:
+            if self.passed_batches is not None and not self.passed_batches.has_ended:
+                self.passed_batches = None
             self.end()
 
     def _reach_end(self, plan: BatchPlan) -> None:
