@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate_sides import SIDES, Side, said
 from processes import RankPool
@@ -55,6 +55,7 @@ def on_each_side(folder: str) -> dict[str, Numbers]:
             found[side.name] = {
                 **of_loaders(accelerator),
                 **of_tails(side, accelerator),
+                **of_workers(accelerator),
                 **of_training(accelerator),
                 **of_collectives(side, accelerator.process_index),
                 "absent": said(lambda: accelerator.on_process(lambda: "ran", process_index=5)()),
@@ -111,6 +112,24 @@ def of_loaders(accelerator: Any) -> Numbers:
         gathered = accelerator.gather_for_metrics(means).tolist()
         tail = [batch.tolist(), accelerator.gather_for_metrics(batch).tolist(), gathered]
     return {"tail": tail, "order": order, "joined": joined}
+
+
+class SharedOut(IterableDataset[int]):
+    """The numbers 0 to 11, of which each worker reads its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        yield from range(12) if worker is None else range(worker.id, 12, worker.num_workers)
+
+
+def of_workers(accelerator: Any) -> Numbers:
+    """Return what a rank reads of a stream that two workers read, and what is gathered of it."""
+    read: list[list[int]] = []
+    gathered: list[int] = []
+    for batch in accelerator.prepare(DataLoader(SharedOut(), batch_size=2, num_workers=2)):
+        read.append(batch.tolist())
+        gathered += accelerator.gather_for_metrics(batch).tolist()
+    return {"by workers": read, "gathered of workers": sorted(gathered)}
 
 
 def of_tails(side: Side, accelerator: Any) -> Numbers:
@@ -289,6 +308,17 @@ def test_dispatched_tail(by_rank: list[dict[str, Numbers]]) -> None:
     assert ours == restored
     assert [len(each[-1]) for each in ours] == [2, 2]
     assert ours[0][-1][0] == 8
+
+
+def test_workers_of_a_stream(by_rank: list[dict[str, Numbers]]) -> None:
+    """a stream that several workers of the main process read for all"""
+    theirs, ours, restored = values(by_rank, "by workers")
+    assert theirs == [[[0, 2], [4, 6], [8, 10]], [[1, 3], [5, 7], [9, 11]]]
+    assert ours == restored
+    assert [each[:2] for each in ours] == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    assert [len(each) for each in ours] == [4, 4]
+    theirs, ours, _ = values(by_rank, "gathered of workers")
+    assert theirs == ours == [list(range(12))] * 2
 
 
 def test_split(by_rank: list[dict[str, Numbers]]) -> None:
