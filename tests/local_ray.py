@@ -4,7 +4,9 @@ A line on its standard input loses the second node and adds another one; the end
 """
 
 import sys
+from pathlib import Path
 
+from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 
 ADDRESS = "127.0.0.1"
@@ -20,6 +22,8 @@ def main(port: int, folder: str) -> None:
         "dashboard_port": port,
         "temp_dir": folder,
     }
+    # Ray writes its address there too, and does not create the folder where it is told another one for all else.
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args=head)
     node = cluster.add_node(**SMALL)
     print("ready", flush=True)
