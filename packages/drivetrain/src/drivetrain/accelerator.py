@@ -382,6 +382,8 @@ class Accelerator(
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects, release those given, and return a None for each: see `release_memory`.
 
+        Models prepared for evaluation keep the run's precision until they are prepared for training.
+
         Args:
             *objects: Objects to empty in place, such as the prepared model and optimizer.
         """

@@ -27,7 +27,8 @@ class PassedBatches:
 
     def receive(self) -> None:
         """Count a batch, if the loop goes on."""
-        self._num_received += not self.has_ended
+        if not self.has_ended:
+            self._num_received += 1
 
     def check(self, num_steps: int) -> None:
         """Check them at the first backward, and no more at later ones.
