@@ -1,3 +1,4 @@
+import time
 from io import StringIO
 
 from drivetrain_launcher.doctor.report.step_display import StepDisplay
@@ -29,3 +30,19 @@ def test_elsewhere_each_step_is_a_line_and_waits_are_shown_now_and_then() -> Non
     lines = stream.getvalue().splitlines()
     assert lines[0] == "drivetrain: doctor: limits"
     assert len(lines) <= 3
+
+
+def test_the_first_wait_is_shown_however_soon_it_comes_and_a_new_one_once_it_may() -> None:
+    stream = StringIO()
+    progress = StepDisplay(stream, seconds_between_waits=0.05)
+    progress("limits")
+    for _ in range(3):
+        progress("waiting for host 0")
+    for _ in range(20):
+        progress("waiting for host 1")
+        time.sleep(0.01)
+    assert stream.getvalue().splitlines() == [
+        "drivetrain: doctor: limits",
+        "drivetrain: doctor: waiting for host 0",
+        "drivetrain: doctor: waiting for host 1",
+    ]

@@ -4,38 +4,47 @@ import shutil
 import time
 from typing import TextIO
 
-_WAIT_SECONDS = 5.0
+_WAIT = "waiting"
 
 
 class StepDisplay:
     """Shows steps on a stream; call it with each step, and `clear` at the end.
 
-    A step that repeats, such as a wait, is shown at most every five seconds where lines cannot be changed.
+    Where lines cannot be changed, each step is a line of its own; waits that follow a wait, such as those for ever
+    fewer hosts, are shown at most every few seconds.
+
+    Args:
+        stream: The stream that the lines go to.
+        seconds_between_waits: The least time between two lines of waits.
     """
 
-    def __init__(self, stream: TextIO, *, is_shown: bool = True) -> None:
+    def __init__(self, stream: TextIO, *, seconds_between_waits: float = 5.0) -> None:
         self._stream = stream
-        self._is_shown = is_shown
+        self._seconds_between_waits = seconds_between_waits
         self._is_terminal = stream.isatty()
         self._last = ""
         self._shown_at = float("-inf")
 
     def __call__(self, step: str) -> None:
         """Show a step."""
-        if not self._is_shown or step == self._last:
+        if step == self._last:
             return
-        now = time.monotonic()
         if self._is_terminal:
             width = shutil.get_terminal_size().columns
             self._stream.write(f"\r\x1b[K{f'doctor: {step} ...'[: width - 1]}")
-        elif not step.startswith("waiting") or now - self._shown_at > _WAIT_SECONDS:
+        elif self._is_too_soon(step):
+            return  # and not the last step: it is shown once it is asked for later
+        else:
             self._stream.write(f"drivetrain: doctor: {step}\n")
-            self._shown_at = now
         self._stream.flush()
-        self._last = step
+        self._last, self._shown_at = step, time.monotonic()
+
+    def _is_too_soon(self, step: str) -> bool:
+        both_wait = step.startswith(_WAIT) and self._last.startswith(_WAIT)
+        return both_wait and time.monotonic() - self._shown_at < self._seconds_between_waits
 
     def clear(self) -> None:
         """Remove the line from the terminal."""
-        if self._is_terminal and self._is_shown:
+        if self._is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
