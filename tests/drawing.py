@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW_MINUTES = 10.0
+SLOW_MINUTES = 8.0
 SECONDS_EACH = 600  # that a slow test may take, unless it says so itself
 
 
