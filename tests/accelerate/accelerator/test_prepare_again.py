@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from accelerate_sides import SIDES
+from accelerate_sides import OURS, SIDES
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 
 accelerate: Any = pytest.importorskip("accelerate")
@@ -170,7 +170,8 @@ def wrapper_kept_over_free_memory(accelerator: Any) -> list[float]:
                 optimizer.zero_grad()
         accelerator.free_memory()
         optimizer = accelerator.prepare(optimizer)
-    return [*found, *(each.item() for each in model.parameters())]
+    whole = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters())
+    return [*found, *(each.item() for each in whole)]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,20 @@ def test_a_model_kept_over_free_memory_trains_with_its_optimizer(options: dict[s
         with side.accelerator(**options) as accelerator:
             found.append(wrapper_kept_over_free_memory(accelerator))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def on_replicas_and_divided() -> list[list[float]]:
+    plugin = OURS("accelerate.FullyShardedDataParallelPlugin")(fsdp_version=2)
+    found: list[list[float]] = []
+    for options in ({}, {"fsdp_plugin": plugin}):
+        with OURS.accelerator(**options) as accelerator:
+            found.append(wrapper_kept_over_free_memory(accelerator))
+    return found
+
+
+def test_a_divided_model_kept_over_free_memory_trains_as_replicas_do(run_ranks: Any) -> None:
+    for replicated, divided in run_ranks(on_replicas_and_divided):
+        assert divided == pytest.approx(replicated, rel=1e-5)
 
 
 def on_each_rank() -> list[Any]:

@@ -121,6 +121,15 @@ def test_a_divided_model_trains_as_replicas_do_and_goes_on_at_another_number_of_
 
 
 @pytest.mark.slow
+def test_a_trainer_trains_adapters_twice_on_replicas_and_on_a_divided_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the adapters are its")
+    options = (*FULL_BATCHES, "--times", "2", "--lora")
+    replicas = trained(tmp_path / "ours", *options, ours=True, num_processes=2)
+    assert_same(replicas, trained(tmp_path / "real", *options, ours=False, num_processes=2))
+    assert_same(trained(tmp_path / "fsdp", *options, *DIVIDED["FSDP"], ours=True, num_processes=2), replicas)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FSDP", "ZeRO 2", "ZeRO 3"])
 def test_adapters_train_on_a_divided_base_and_go_on(tmp_path: Path, name: str) -> None:
     pytest.importorskip("peft", reason="the adapters are its")

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--fsdp", type=json.loads, help="the options of fsdp_config")
     parser.add_argument("--deepspeed", type=json.loads, help="a configuration of DeepSpeed")
     parser.add_argument("--lora", action="store_true", help="train adapters of PEFT")
+    parser.add_argument("--times", type=int, default=1, help="how often the Trainer trains")
     parser.add_argument("--die-after", type=int, default=0, help="the step after which the program is killed")
     options = parser.parse_args()
     set_seed(0)
@@ -91,7 +92,8 @@ def main() -> None:
         eval_dataset=data[:10],
         callbacks=[Death(options.die_after)],
     )
-    trainer.train(resume_from_checkpoint=options.resume)
+    for _ in range(options.times):
+        trainer.train(resume_from_checkpoint=options.resume)
     predicted = trainer.predict(data[:10])
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
     history = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]

@@ -1,12 +1,11 @@
 """The FSDP2 backend: each model's parameters, gradients and optimizer states are sharded over the ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -19,21 +18,19 @@ from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.dtypes import plan_dtypes
-from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
 from drivetrain_backends.fsdp.meta_init import parameters_on_meta
-from drivetrain_backends.fsdp.misuse import explain_ungathered, refuse_misuse
+from drivetrain_backends.fsdp.misuse import explain_ungathered
 from drivetrain_backends.fsdp.optimizer_probe import check_steps_shards
 from drivetrain_backends.fsdp.optimizer_shards import repoint
-from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
 from drivetrain_backends.fsdp.refused_parameters import check_trainable
-from drivetrain_backends.fsdp.shard import Sharding, check_dtypes, check_sources, shard_model
+from drivetrain_backends.fsdp.retained_models import RetainedModel, RetainedModels, shard_for_good
+from drivetrain_backends.fsdp.shard import Sharding, check_dtypes, check_sources
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import make_islands, plan_islands
@@ -109,6 +106,7 @@ class FSDPBackend(TorchBackend):
         )
         self._buffers = SharedBuffers(context, enabled=own.broadcast_buffers)
         self._plans: dict[nn.Module, BlockPlan] = {}
+        self._retained = RetainedModels()
         self._guard = AssignmentGuard()
         self._successors = WeakIdKeyDictionary()  # unsharded parameters, with their shards
 
@@ -121,6 +119,8 @@ class FSDPBackend(TorchBackend):
     ) -> tuple[TorchPrepared, ...]:
         """Shard models and point their optimizers to the shards; see `Backend.prepare`. Called on all ranks.
 
+        A model that this backend sharded before `close` is trained from its shards, with the options it had.
+
         Raises:
             ValueError: A model is already sharded, shares a parameter with another, has no module of a class to wrap,
                 or has a trainable parameter that FSDP cannot shard; or an optimizer cannot step shards. Nothing was
@@ -128,12 +128,13 @@ class FSDPBackend(TorchBackend):
         """
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() returns what optimizers hold
-        self._check(models)
+        new = [model for model in models if self._retained.find(unwrap_compiled(model)) is None]
+        self._check(models, new)
         islands = plan_islands(models, self.policy, known=self._sharded)
         check_steps_parameters(optimizers)
         for optimizer in optimizers:
             check_divisible(optimizer, where="FSDP", scalars=True)
-        for model in models:
+        for model in new:
             settings = self.settings
             plan = plan_blocks(
                 unwrap_compiled(model),
@@ -208,56 +209,40 @@ class FSDPBackend(TorchBackend):
         super().close()
         self._guard.close()
         self._plans.clear()
+        for sharded in self._sharded.values():
+            sharded.drop_held()
         self._sharded.clear()
+        self._gradients.held.clear()
         self._gradients.hooks.clear()
         self._buffers.clear()
         self._order.close()
 
     def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
         del optimizer
-        settings, plan = self.settings, self._plans.pop(model)
         inner = unwrap_compiled(model)  # a torch.compile wrapper traces its module at the call
-        islands, dtypes = self._islands[model], self._sharding.dtypes
-        make_islands(inner, islands, self.context.device, outside=dtypes.compute)
-        blocks = [inner.get_submodule(name) for name in plan.blocks]
-        checkpoint_activations(blocks or [inner], settings.activation_checkpointing)
-        before = dict(inner.named_parameters())
-        sharded = shard_model(inner, plan, self._sharding, self.context, islands)
-        for name, parameter in before.items():
-            self._successors[parameter] = sharded.parameters[name]
-        self._gradients.hooks[model] = ParameterHooks(sharded, before)
-        refuse_misuse(sharded)
-        self._order.watch(sharded)
-        self._buffers.watch(inner)
-        fp8_gather = Fp8Gather(
-            sharded,
-            note=self._order.noting("scale", f"the weights of {class_name(inner)}"),
-            shares_scales=not settings.offload,  # the copy of a shard on the device has no scale
+        retained = self._retained.find(inner) or self._shard(
+            inner, self._plans.pop(model), self._islands[model]
         )
-        _set_prefetch(sharded, settings.prefetch)
-        inner.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
-        inner.register_forward_hook(_after_forward_without_gradients(sharded, self._order))
-        if settings.compile_regions:
-            for block in blocks or [inner]:
-                block.forward = torch.compile(block.forward, backend=settings.compile_backend)
+        sharded = retained.sharded
+        self._gradients.hooks[model] = retained.hooks
+        self._order.open(sharded)
+        self._buffers.watch(inner)
         # FSDP casts parameters and inputs by itself.
         own_casts = DtypePolicy(output=self.policy.dtypes.output)
         without_autocast = replace(self.policy, autocast_dtype=None, dtypes=own_casts)
-        uncopyable = f"{class_name(inner)} {_UNCOPYABLE}"
         prepare_forward(
             model,
             without_autocast,
             self.context.device,
             progress=self.context.progress,
-            uncopyable=uncopyable,
+            uncopyable=f"{class_name(inner)} {_UNCOPYABLE}",
             explain=partial(explain_ungathered, sharded),
         )
         self._sharded[model] = sharded
         self._guard.watch(inner)
-        self._frozen.add(sharded)
         return FSDPPrepared(
             model,
-            sharded,
+            retained,
             context=self.context,
             tracker=self._tracker,
             all_sharded=self._sharded,
@@ -266,10 +251,20 @@ class FSDPBackend(TorchBackend):
             gradients=self._gradients,
             order=self._order,
             buffers=self._buffers,
-            fp8_gather=fp8_gather,
         )
 
-    def _check(self, models: Sequence[nn.Module]) -> None:
+    def _shard(self, inner: nn.Module, plan: BlockPlan, islands: frozenset[nn.Module]) -> RetainedModel:
+        """Shard a new model. Called on all ranks."""
+        make_islands(inner, islands, self.context.device, outside=self._sharding.dtypes.compute)
+        retained, successors = shard_for_good(
+            inner, plan, self._sharding, self.context, self.settings, islands=islands, order=self._order
+        )
+        self._successors.update(successors)
+        self._frozen.add(retained.sharded)
+        self._retained.add(retained)
+        return retained
+
+    def _check(self, models: Sequence[nn.Module], new: Sequence[nn.Module]) -> None:
         holders: dict[Tensor, nn.Module] = {
             p: model for model, sharded in self._sharded.items() for p in sharded.parameters.values()
         }
@@ -281,11 +276,13 @@ class FSDPBackend(TorchBackend):
                         f"{kind} shares a parameter with {type(other).__name__}, and a parameter is sharded with one "
                         "model: put both into one nn.Module, and prepare that"
                     )
+        for model in new:
             if any(isinstance(m, FSDPModule) for m in model.modules()) or any(
                 isinstance(p, DTensor) for p in model.parameters()
             ):
                 raise ValueError(
-                    f"{kind} is prepared already: it is sharded; prepare() a model once, or build it anew"
+                    f"{type(unwrap_compiled(model)).__name__} is prepared already: it is sharded; prepare() a model "
+                    "once, or build it anew"
                 )
 
 
@@ -297,52 +294,3 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
         if tuple(part.shape) == shape.sizes:
             return part
     return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
-
-
-def _after_forward_without_gradients(sharded: ShardedModel, order: CollectiveOrder) -> Callable[..., None]:
-    """Return a hook for the end of a forward that no backward follows.
-
-    It compares the gathered blocks across ranks, because there may be no later step that would. It also frees what
-    FSDP keeps for a backward; otherwise requires_grad would be set on parameters that the next gather replaces.
-    """
-
-    def finish(*_: object) -> None:
-        if not torch.is_grad_enabled():
-            order.compare_gathered()
-            sharded.reshard()
-
-    return finish
-
-
-def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
-    """Return a hook that makes FSDP allocate its gather buffers once, as tensors that a training step may use.
-
-    FSDP allocates them at the first forward; under `inference_mode`, no later forward could be trained through.
-    """
-    is_made = False
-
-    def make_room(*_: object) -> None:
-        nonlocal is_made
-        if is_made or not torch.is_inference_mode_enabled():
-            is_made = True
-            return
-        with torch.inference_mode(False):
-            for block in sharded.blocks:
-                block.unshard()
-                block.reshard()
-        is_made = True
-
-    return make_room
-
-
-def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
-    """Let each block prefetch the next ones, in forward and backward; None keeps torch's own order."""
-    if depth is None:
-        return
-    *blocks, root = sharded.blocks
-    forward, backward = [root, *blocks], [root, *reversed(blocks)]
-    for index, block in enumerate(forward):
-        block.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
-    for index, block in enumerate(backward):
-        # An empty list would mean torch's own order; the block itself is already gathered by then.
-        block.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth] or [block])

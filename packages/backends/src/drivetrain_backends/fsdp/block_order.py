@@ -50,24 +50,37 @@ class CollectiveOrder:
         self._group: Callable[[], ProcessGroup | None] = lambda: None
 
     def close(self) -> None:
-        """Destroy the checksums' process group, until a model is watched again. Called on all ranks."""
+        """Destroy the checksums' process group, until `open`. Called on all ranks."""
         self._num_compared_at_once = 0
         if (group := self._group()) is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self._group = lambda: None
-        # After an error ranks may have come differently far; what is watched next begins alike.
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the collectives so far: after an error, ranks may have come differently far."""
         self._past.clear()
         self._num_past = self._checksum = self._reductions = 0
 
-    def watch(self, model: ShardedModel) -> None:
-        """Record the order of a model's collectives from now on. Called on all ranks."""
+    def open(self, model: ShardedModel) -> None:
+        """Compare a model's collectives from now on, until `close`. Called on all ranks."""
         if self._context.topology.world_size == 1:
             return
         if self._group() is None:
             made = cast("ProcessGroup", dist.new_group(backend="gloo"))
             # A rank that closed the group at once would break connections that others are still making.
             dist.barrier(made)
+            # Models of an earlier training may have run since; what is compared begins alike.
+            self._forget()
             self._group = ref(made)
+        # Ranks of different replicas gather independently, and may differ there.
+        if len(self._divisions) == 1:
+            self._num_compared_at_once += _PASSES * sum(len(parameter_groups(b)) for b in model.blocks)
+
+    def watch(self, model: ShardedModel) -> None:
+        """Record the order of a model's collectives, for as long as the model lives."""
+        if self._context.topology.world_size == 1:
+            return
         names = [*model.plan.blocks, ""]
         kind = class_name(model.module)
         for name, block in zip(names, model.blocks, strict=True):
@@ -82,8 +95,6 @@ class CollectiveOrder:
                         is_divided=len(self._divisions[0]) > 1,
                     ),
                 )
-                # Ranks of different replicas gather independently, and may differ there.
-                self._num_compared_at_once += _PASSES if len(self._divisions) == 1 else 0
 
     def compare(self, news: int = 0, *, at_step: bool = True) -> list[int]:
         """Compare with the other ranks before reduced values are used. Called on all ranks.

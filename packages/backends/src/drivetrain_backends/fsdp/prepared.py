@@ -14,14 +14,13 @@ from drivetrain_backends.errors import UnreducedGradientError, UnshardedParamete
 from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
-from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.low_bit_states import unify_forms
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
+from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.state import divided_like, load_model
 from drivetrain_backends.gradients.tracker import GradientTracker
-from drivetrain_backends.modules.activation_checkpointing import restore_activations
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.optim.optimizer import StepResult
 from drivetrain_backends.state_dict.dtensor import (
@@ -43,7 +42,7 @@ class FSDPPrepared(TorchPrepared):
 
     Args:
         model: The module that the user calls: the sharded module, or the torch.compile wrapper around it.
-        sharded: The sharded model with its blocks and parameters.
+        retained: The sharded model, and what lives as long as it does.
         context: The ranks and the device.
         tracker: The gradient state that the backend's models share.
         all_sharded: The backend's sharded models by user module.
@@ -52,7 +51,6 @@ class FSDPPrepared(TorchPrepared):
         gradients: The reducer of the backend's gradients.
         order: The order of the ranks' collectives.
         buffers: The buffers of the backend's models.
-        fp8_gather: The weights that are gathered in 8 bits.
 
     Attributes:
         sharded: The sharded model with its blocks and parameters.
@@ -63,7 +61,7 @@ class FSDPPrepared(TorchPrepared):
     def __init__(
         self,
         model: nn.Module,
-        sharded: ShardedModel,
+        retained: RetainedModel,
         *,
         context: Context,
         tracker: GradientTracker,
@@ -73,17 +71,16 @@ class FSDPPrepared(TorchPrepared):
         gradients: ShardedGradients,
         order: CollectiveOrder,
         buffers: SharedBuffers,
-        fp8_gather: Fp8Gather,
     ) -> None:
         super().__init__(model, context=context, tracker=tracker)
-        self.sharded = sharded
+        self.sharded = retained.sharded
         self._all_sharded = all_sharded
         self._successors = successors
         self._guard = guard
         self._gradients = gradients
         self._order = order
         self._buffers = buffers
-        self._fp8_gather = fp8_gather
+        self._fp8_gather = retained.fp8_gather
         self._num_checked: dict[Optimizer, int] = {}
         self._told_mixed = set[Optimizer]()
 
@@ -200,11 +197,9 @@ class FSDPPrepared(TorchPrepared):
                 local(parameter).copy_(own_part(values, parameter))
 
     def release(self) -> nn.Module:
-        """Undo the preparation; the parameters stay sharded, because torch cannot undo that."""
+        """End the training; the parameters stay sharded, because torch cannot undo that, and blocks as they are."""
         self.sharded.reshard()
         self._fp8_gather.close()
-        for name in self.sharded.plan.blocks:
-            restore_activations(self.sharded.module.get_submodule(name))
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:

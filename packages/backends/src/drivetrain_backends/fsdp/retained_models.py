@@ -1,0 +1,156 @@
+"""Sharded models that outlast their training: torch cannot undo the sharding.
+
+`close` ends the training of a model and leaves its parameters in shards. A later `prepare` of the same backend finds
+the model here, and trains it from its shards.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backends.fsdp.block_order import CollectiveOrder
+from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
+from drivetrain_backends.fsdp.misuse import refuse_misuse
+from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
+from drivetrain_backends.fsdp.shard import Sharding, shard_model
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
+from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
+from drivetrain_backends.settings import FSDPSettings
+from drivetrain_precision.fp8.protocol import gathers_in_fp8
+from drivetrain_state import Context
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+class RetainedModel:
+    """A sharded model, and what lives as long as it does.
+
+    Attributes:
+        sharded: The sharded model with its blocks and parameters.
+        hooks: The users' hooks on its parameters.
+        fp8_gather: The weights that are gathered in 8 bits.
+    """
+
+    sharded: ShardedModel
+    hooks: ParameterHooks
+    fp8_gather: Fp8Gather
+
+
+class RetainedModels:
+    """The models that a backend has sharded, for as long as the program holds them."""
+
+    def __init__(self) -> None:
+        # Weak references, since a value holds its key; a forward hook of the module holds the value.
+        self._found: WeakKeyDictionary[nn.Module, ref[RetainedModel]] = WeakKeyDictionary()
+
+    def find(self, model: nn.Module) -> RetainedModel | None:
+        """Return what is retained of a module as the user built it; None if this backend has not sharded it."""
+        found = self._found.get(model)
+        return None if found is None else found()
+
+    def add(self, retained: RetainedModel) -> None:
+        """Retain a model, unless it has fp8 layers, which `close` converts to plain ones."""
+        module = retained.sharded.module
+        if not any(map(gathers_in_fp8, module.modules())):
+            self._found[module] = ref(retained)
+
+
+def shard_for_good(
+    model: nn.Module,
+    plan: BlockPlan,
+    sharding: Sharding,
+    context: Context,
+    settings: FSDPSettings,
+    *,
+    islands: frozenset[nn.Module],
+    order: CollectiveOrder,
+) -> tuple[RetainedModel, dict[Tensor, nn.Parameter]]:
+    """Shard a model, and set the hooks that its forwards need. Called on all ranks.
+
+    Args:
+        model: The module as the user built it, whose islands compute in fp32 already.
+        plan: The plan of its blocks.
+        sharding: The sharding options of the run.
+        context: The ranks and the device.
+        settings: The `fsdp` section.
+        islands: The modules that stay in fp32.
+        order: The order of the ranks' collectives.
+
+    Returns:
+        The sharded model, and the parameter in the place of each former one.
+
+    Raises:
+        ValueError: Ranks hold different models, or a module on meta cannot fill itself.
+    """
+    blocks = [model.get_submodule(name) for name in plan.blocks]
+    checkpoint_activations(blocks or [model], settings.activation_checkpointing)
+    before = dict(model.named_parameters())
+    sharded = shard_model(model, plan, sharding, context, islands)
+    hooks = ParameterHooks(sharded, before)
+    refuse_misuse(sharded)
+    order.watch(sharded)
+    fp8_gather = Fp8Gather(
+        sharded,
+        note=order.noting("scale", f"the weights of {class_name(model)}"),
+        shares_scales=not settings.offload,  # the copy of a shard on the device has no scale
+    )
+    retained = RetainedModel(sharded=sharded, hooks=hooks, fp8_gather=fp8_gather)
+    _set_prefetch(sharded, settings.prefetch)
+    model.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
+    model.register_forward_hook(_finish_without_gradients(retained, order))
+    if settings.compile_regions:
+        for block in blocks or [model]:
+            block.forward = torch.compile(block.forward, backend=settings.compile_backend)
+    return retained, {former: sharded.parameters[name] for name, former in before.items()}
+
+
+def _finish_without_gradients(retained: RetainedModel, order: CollectiveOrder) -> Callable[..., None]:
+    """Return a hook for the end of a forward that no backward follows.
+
+    It compares the gathered blocks across ranks, because there may be no later step that would. It also frees what
+    FSDP keeps for a backward; otherwise requires_grad would be set on parameters that the next gather replaces.
+    """
+
+    def finish(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            order.compare_gathered()
+            retained.sharded.reshard()
+
+    return finish
+
+
+def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
+    """Return a hook that makes FSDP allocate its gather buffers once, as tensors that a training step may use.
+
+    FSDP allocates them at the first forward; under `inference_mode`, no later forward could be trained through.
+    """
+    is_made = False
+
+    def make_room(*_: object) -> None:
+        nonlocal is_made
+        if is_made or not torch.is_inference_mode_enabled():
+            is_made = True
+            return
+        with torch.inference_mode(False):
+            for block in sharded.blocks:
+                block.unshard()
+                block.reshard()
+        is_made = True
+
+    return make_room
+
+
+def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
+    """Let each block prefetch the next ones, in forward and backward; None keeps torch's own order."""
+    if depth is None:
+        return
+    *blocks, root = sharded.blocks
+    forward, backward = [root, *blocks], [root, *reversed(blocks)]
+    for index, block in enumerate(forward):
+        block.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
+    for index, block in enumerate(backward):
+        # An empty list would mean torch's own order; the block itself is already gathered by then.
+        block.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth] or [block])
