@@ -126,6 +126,41 @@ def test_an_engine_is_saved_and_looked_at(
         assert "call optimizer.step()" in found["step"]
 
 
+def trained_after_free_memory(stage: int) -> tuple[str, list[float], list[float]]:
+    """Return how the former optimizer is refused, and the losses before and after the memory is freed."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+    said, losses = "", []
+    for is_first in (True, False):
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+        trained, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            loss = trained(torch.ones(2, 3)).square().mean()
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+        if is_first:
+            with pytest.raises(ValueError, match="SGD holds partitions of a DeepSpeed engine") as refusal:
+                accelerator.prepare(model, optimizer)
+            said = str(refusal.value)
+    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
+    return said, losses[:3], losses[3:]
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_model_trains_on_after_free_memory_with_a_new_optimizer(
+    run_ranks: Any, deepspeed_operators: None, stage: int
+) -> None:
+    for said, before, after in run_ranks(trained_after_free_memory, stage):
+        assert "build a new Trainer" in said
+        losses = [*before, *after]
+        assert losses == sorted(losses, reverse=True)
+        assert after[0] < before[-1]
+
+
 def test_files_of_deepspeeds_own_are_refused(tmp_path: Path) -> None:
     from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
     from drivetrain_checkpoint import NoCheckpointError

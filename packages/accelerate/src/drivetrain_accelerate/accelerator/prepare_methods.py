@@ -229,6 +229,8 @@ class PrepareMethods(HeldObjects):
         self._take_back(plain)
         parameters = {id(one) for one in _parameters_of([*self._models, *plain])}
         early = [each for each in plain if isinstance(each, Optimizer) and not trains(each, parameters)]
+        if self.state.deepspeed_plugin is not None:
+            _refuse_partitioned(trained, early)
         if self.state.divides_models and self._models:
             early = []  # the models hold other parameters by now, which the backend pairs or refuses
         late = [each for each in self._optimizers if each.is_waiting and trains(each.optimizer, parameters)]
@@ -296,6 +298,22 @@ class PrepareMethods(HeldObjects):
         if is_loader(obj):
             return self.prepare_data_loader(obj)
         return self.prepare_scheduler(obj) if isinstance(obj, Scheduler) else obj
+
+
+def _refuse_partitioned(given: Sequence[Any], unpaired: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer whose parameters are partitions of an engine that has ended.
+
+    Raises:
+        ValueError: There is one; nothing was prepared.
+    """
+    ended = (each for each in given if isinstance(each, AcceleratedOptimizer) and each.is_released)
+    for each in ended:
+        if any(each.optimizer is one for one in unpaired):
+            raise ValueError(
+                f"{type(each.optimizer).__name__} holds partitions of a DeepSpeed engine that free_memory() has "
+                "ended, as the second train() of a Trainer does: build an optimizer over model.parameters() and "
+                "prepare both, or build a new Trainer"
+            )
 
 
 def _drop_empty_groups(optimizer: Optimizer) -> None:
