@@ -120,8 +120,10 @@ def cases(script: str) -> dict[str, tuple[str, dict[str, Callable[[], float]]]]:
 
 
 def main() -> None:
-    """Time every case."""
-    arguments = parse_arguments(__doc__, rounds=9)
+    """Time every case, or those that --only names."""
+    arguments = parse_arguments(
+        __doc__, rounds=9, only="only the cases whose title has this, such as 'two processes'"
+    )
     # The compiled files are kept, as where packages are installed, whatever this machine's habit is.
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -132,6 +134,7 @@ def main() -> None:
         tables = [
             Table(title=title, unit=unit, measured=take_turns(contestants, rounds=arguments.rounds))
             for title, (unit, contestants) in {**cases(str(script)), **cases_with_torch(Path(folder))}.items()
+            if arguments.only in title
         ]
     report("startup", tables, arguments)
 
