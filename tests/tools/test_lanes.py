@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from drawing import commit, drawn_by_commit
+from drawing import SLOW_MINUTES, commit, drawn_by_commit
 from lanes import in_room
 
 TESTS = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def run_slow(folder: Path, *arguments: str) -> str:
 
 def test_slow_tests_run_in_an_order_that_is_said_until_their_time_is_over(tmp_path: Path) -> None:
     said = run_slow(tmp_path)
-    assert f"in the order that commit {commit()} draws, begun within 10 minutes" in said
+    assert f"in the order that commit {commit()} draws, begun within {SLOW_MINUTES:g} minutes" in said
     assert "6 passed, 2 deselected" in said
     order = [line.split()[0] for line in said.splitlines() if line.endswith("%]")]
     assert [line.split()[0] for line in run_slow(tmp_path).splitlines() if line.endswith("%]")] == order

@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from drivetrain_backends import SingleBackend
+from drivetrain_backends import SchedulerError, SingleBackend
+from drivetrain_backends.optim.schedule_guard import ScheduleGuard
 from drivetrain_backends.torch.prepared import TorchPrepared
 from single_process import backend, linear
+from tuples_on_threads import tuples_on_threads
 
 
 def sequence(optimizer: SGD) -> SequentialLR:
@@ -118,3 +120,17 @@ def test_a_resume_between_step_and_schedule_loses_neither() -> None:
     assert resumed.optimizers[0].param_groups[0]["lr"] == 0.25
     resumed.schedulers[0].step()
     assert resumed.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+def test_a_schedule_left_out_is_looked_for_while_other_threads_make_tuples() -> None:
+    optimizer = SGD(linear().parameters(), lr=1.0)
+    schedule = StepLR(optimizer, step_size=100)
+    with tuples_on_threads() as failures:
+        for _ in range(20):
+            guard = ScheduleGuard(optimizer)
+            guard.begin(optimizer.param_groups)
+    assert not failures
+    optimizer.step()
+    schedule.step()
+    with pytest.raises(SchedulerError, match="the learning-rate schedule of SGD advanced"):
+        guard.check(optimizer)

@@ -18,6 +18,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # pyrigh
 # The attributes of a module in which it keeps its tensors and submodules, whose names a user knows without them.
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
+# The iterator of a loader with workers.
+WORKERS_ITERATOR: type[Any] = _MultiProcessingDataLoaderIter
+
 
 def workers_of(iterator: object) -> dict[int, str]:
     """Return the processes of an iterator of a loader, by process id, with a name for each; empty for others."""

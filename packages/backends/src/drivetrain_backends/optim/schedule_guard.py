@@ -82,8 +82,10 @@ class ScheduleGuard:
         Objects hidden by `gc.freeze` are not found; changing rates still reveal their schedules.
         """
         own = [optimizer() for optimizer in self._optimizers]
-        everything = gc.get_objects()
-        schedulers = [one for one in everything if issubclass(type(one), LRScheduler)]
+        # Objects refer to their class. gc.get_objects() would hold tuples that other threads are making from
+        # generators, which CPython then fails to finish (SystemError).
+        candidates = gc.get_referrers(*_with_subclasses(LRScheduler))
+        schedulers = [one for one in candidates if issubclass(type(one), LRScheduler)]
         return [
             ref(one) for one in schedulers if any(getattr(one, "optimizer", None) is each for each in own)
         ]
@@ -91,6 +93,13 @@ class ScheduleGuard:
     def _progress_now(self) -> list[object]:
         schedulers = [known() for known in self._schedulers]
         return [None if one is None else one.last_epoch for one in schedulers]
+
+
+def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
+    found = [kind]
+    for each in found:  # grows by those of each
+        found += each.__subclasses__()
+    return found
 
 
 def _rates_of(groups: Sequence[dict[str, Any]]) -> list[object]:

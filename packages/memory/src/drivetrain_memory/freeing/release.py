@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain_memory.compat import end_persistent_workers, is_compiled
+from drivetrain_memory.freeing.live_objects import live_objects
 from drivetrain_memory.system_heap import trim_heap
 
 
@@ -99,21 +100,18 @@ class _Released:
         modules = [one for one in self.objects if isinstance(one, nn.Module)]
         own = {id(inner) for one in modules for inner in one.modules()} | set(map(id, self.objects))
         # A wrapper such as DDP holds the module that is released, and is no user of it beside.
-        own |= {id(one) for one in _live(nn.Module) if own & {id(child) for child in one.children()}}
+        live = live_objects(nn.Module)
+        own |= {id(one) for one in live if own & {id(child) for child in one.children()}}
         found: set[int] = set()
-        for one in _live(nn.Module):
+        for one in live:
             if id(one) not in own:
                 found |= {
                     id(tensor) for tensor in [*one.parameters(recurse=False), *one.buffers(recurse=False)]
                 }
-        for one in _live(Optimizer):
+        for one in live_objects(Optimizer):
             if id(one) not in own and not (modules and _trains_only(one, modules)):
                 found |= {id(tensor) for group in one.param_groups for tensor in group["params"]}
         return found
-
-
-def _live(kind: type[Any]) -> list[Any]:
-    return [one for one in gc.get_objects() if issubclass(type(one), kind) and hasattr(one, "__dict__")]
 
 
 def _trains_only(optimizer: Optimizer, modules: Iterable[nn.Module]) -> bool:

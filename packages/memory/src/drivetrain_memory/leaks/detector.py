@@ -8,7 +8,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from drivetrain_memory.compat import workers_of
+from drivetrain_memory.compat import WORKERS_ITERATOR, workers_of
+from drivetrain_memory.freeing.live_objects import live_objects
 from drivetrain_memory.leaks.cycles import collect_cycles
 from drivetrain_memory.leaks.findings import Leak, grown_holders, has_grown, unexplained, with_graphs
 from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth, is_fragmented
@@ -217,6 +218,6 @@ def _with_line(leak: Leak) -> Leak:
 
 def _known_workers() -> dict[int, str]:
     found: dict[int, str] = {}
-    for one in gc.get_objects():
-        found |= workers_of(one)
+    for iterator in live_objects(WORKERS_ITERATOR):
+        found |= workers_of(iterator)
     return found
