@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from drivetrain_backends import FSDPBackend, Prepared
+from drivetrain_backends import FSDPBackend, Prepared, UnshardedParameterError
 from sharded_stack import fsdp, loss_of, stack, tokens, weights
 
 Again = Callable[[FSDPBackend, Prepared], Prepared]
@@ -121,6 +121,32 @@ def unfrozen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_second_stage_trains_what_the_first_had_frozen(run_ranks) -> None:
     for found, plain in run_ranks(unfrozen):
         torch.testing.assert_close(found, plain)
+
+
+def changed(kind: str) -> str:
+    backend = fsdp()
+    model = stack(0)
+    backend.prepare([model], [], [])
+    backend.close()
+    if kind == "added":
+        model.extra = nn.Linear(2, 2)
+    else:
+        model.head = nn.Linear(6, 5, bias=False)
+    model(tokens(0)).sum()  # leaves the blocks gathered, as no backward follows
+    try:
+        backend.prepare([model], [], [])
+    except UnshardedParameterError as error:
+        return str(error)
+    return "prepared"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("added", "extra.weight was created after"), ("replaced", "head.weight was created after")],
+)
+def test_a_model_that_was_changed_in_between_is_refused(run_ranks, kind: str, said: str) -> None:
+    for message in run_ranks(changed, kind):
+        assert said in message
 
 
 def memory_after() -> tuple[bool, str]:

@@ -122,13 +122,14 @@ class FSDPBackend(TorchBackend):
         A model that this backend sharded before `close` is trained from its shards, with the options it had.
 
         Raises:
+            UnshardedParameterError: A model that was sharded before has other parameters now. Nothing was changed.
             ValueError: A model is already sharded, shares a parameter with another, has no module of a class to wrap,
                 or has a trainable parameter that FSDP cannot shard; or an optimizer cannot step shards. Nothing was
                 changed.
         """
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() returns what optimizers hold
-        new = [model for model in models if self._retained.find(unwrap_compiled(model)) is None]
+        new = [model for model in models if not self._retained.holds(unwrap_compiled(model))]
         self._check(models, new)
         islands = plan_islands(models, self.policy, known=self._sharded)
         check_steps_parameters(optimizers)

@@ -51,6 +51,18 @@ class RetainedModels:
         found = self._found.get(model)
         return None if found is None else found()
 
+    def holds(self, model: nn.Module) -> bool:
+        """Return whether a module is retained, and release what a forward since `close` has left gathered.
+
+        Raises:
+            UnshardedParameterError: It has other parameters than those that were sharded.
+        """
+        retained = self.find(model)
+        if retained is not None:
+            retained.sharded.reshard()
+            retained.sharded.check(thoroughly=True)
+        return retained is not None
+
     def add(self, retained: RetainedModel) -> None:
         """Retain a model, unless it has fp8 layers, which `close` converts to plain ones."""
         module = retained.sharded.module
