@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
+from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings, Prepared
 from drivetrain_backends.state_dict.full_state_dict import full_state_dict, full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import Context, StateSettings, connect
@@ -97,6 +97,23 @@ def scaled() -> Scaled:
 def loss_of(model: nn.Module, rank: int) -> Tensor:
     """The loss of a rank's tokens."""
     return model(tokens(rank)).square().mean()
+
+
+def train_window(backend: FSDPBackend, prepared: Prepared, first: int) -> list[float]:
+    """Step after two micro-batches, of which the first is held back: the losses. Called on all ranks."""
+    losses: list[float] = []
+    for closes in (False, True):
+        backend.window.begin()
+        loss = loss_of(prepared.model, first + closes)
+        losses.append(loss.item())
+        if closes:
+            prepared.backward(loss)
+        else:
+            with prepared.no_sync():
+                prepared.backward(loss)
+    prepared.optimizers[0].step()
+    prepared.optimizers[0].zero_grad()
+    return losses
 
 
 def weights(prepared: object) -> dict[str, Tensor]:

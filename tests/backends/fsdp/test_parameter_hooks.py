@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain_backends import UnshardedParameterError
-from sharded_stack import Stack, fsdp, loss_of, stack, weights
+from sharded_stack import Stack, fsdp, loss_of, stack, train_window, weights
 
 
 def mask(tensor: Tensor) -> Tensor:
@@ -44,16 +44,7 @@ def train(kind: str, when: str, **options: object) -> tuple[dict[str, Tensor], d
             found.append(weights(prepared))
             for handle in handles:
                 handle.remove()
-        for closes in (False, True):
-            backend.window.begin()
-            loss = loss_of(prepared.model, 2 * dist.get_rank() + closes)
-            if closes:
-                prepared.backward(loss)
-            else:
-                with prepared.no_sync():
-                    prepared.backward(loss)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        train_window(backend, prepared, 2 * dist.get_rank())
     found.append(weights(prepared))
     backend.close()
     return found[0], found[1]

@@ -11,27 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from drivetrain_backends import FSDPBackend, Prepared, UnshardedParameterError
-from sharded_stack import fsdp, loss_of, stack, tokens, weights
+from sharded_stack import fsdp, loss_of, stack, tokens, train_window, weights
 
 Again = Callable[[FSDPBackend, Prepared], Prepared]
 
 
 def steps(backend: FSDPBackend, prepared: Prepared, number: int = 2) -> list[float]:
     """Train for some windows of two micro-batches, whose first is held back: the losses."""
-    losses: list[float] = []
-    for step in range(number):
-        for closes in (False, True):
-            backend.window.begin()
-            loss = loss_of(prepared.model, 2 * step + closes + dist.get_rank())
-            losses.append(loss.item())
-            if closes:
-                prepared.backward(loss)
-            else:
-                with prepared.no_sync():
-                    prepared.backward(loss)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
-    return losses
+    windows = (train_window(backend, prepared, 2 * step + dist.get_rank()) for step in range(number))
+    return [loss for window in windows for loss in window]
 
 
 def as_it_is(_: FSDPBackend, prepared: Prepared) -> Prepared:

@@ -40,6 +40,10 @@ class PrepareMethods(HeldObjects):
 
         Returns:
             The prepared objects in the order given; a single object is returned by itself.
+
+        Raises:
+            ValueError: An optimizer holds partitions of a DeepSpeed engine that `free_memory` has ended; or the
+                backend refuses a model.
         """
         del device_placement
         given, followers = self._replace_stand_ins(self._take_over(args))

@@ -129,7 +129,8 @@ class FSDPBackend(TorchBackend):
         """
         for sharded in self._sharded.values():
             sharded.reshard()  # so that parameters() returns what optimizers hold
-        new = [model for model in models if not self._retained.holds(unwrap_compiled(model))]
+        self._retained.begin_again(map(unwrap_compiled, models))
+        new = [model for model in models if self._retained.find(unwrap_compiled(model)) is None]
         self._check(models, new)
         islands = plan_islands(models, self.policy, known=self._sharded)
         check_steps_parameters(optimizers)

@@ -4,7 +4,7 @@
 the model here, and trains it from its shards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
@@ -51,17 +51,15 @@ class RetainedModels:
         found = self._found.get(model)
         return None if found is None else found()
 
-    def holds(self, model: nn.Module) -> bool:
-        """Return whether a module is retained, and release what a forward since `close` has left gathered.
+    def begin_again(self, models: Iterable[nn.Module]) -> None:
+        """Release what forwards since `close` left gathered in those of the modules that are retained.
 
         Raises:
-            UnshardedParameterError: It has other parameters than those that were sharded.
+            UnshardedParameterError: A module has other parameters than those that were sharded.
         """
-        retained = self.find(model)
-        if retained is not None:
+        for retained in filter(None, map(self.find, models)):
             retained.sharded.reshard()
             retained.sharded.check(thoroughly=True)
-        return retained is not None
 
     def add(self, retained: RetainedModel) -> None:
         """Retain a model, unless it has fp8 layers, which `close` converts to plain ones."""
