@@ -109,6 +109,16 @@ class ShardedLoader(Generic[Batch]):
         return self._source.position_after(0, num_batches)
 
     @property
+    def even(self) -> UnevenPolicy:
+        """The treatment of the tails of the loops at the moment."""
+        return self._source.sharding.even
+
+    @property
+    def splits_batches(self) -> bool:
+        """True if the batch size of the user's loader is the sum over shards."""
+        return self._source.sharding.split
+
+    @property
     def is_dispatched(self) -> bool:
         """True if one rank reads the data and hands the others their batches."""
         return self._dispatch is not None

@@ -6,6 +6,8 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard
+from drivetrain_accelerate.loaders.shown_loader import shown_loader
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader
 from drivetrain_data.loader import SkippedBatches
@@ -56,7 +58,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         **kwargs: Further arguments of DataLoader.
 
     Attributes:
-        base_dataloader: The user's DataLoader.
+        users_loader: The user's DataLoader.
+        base_dataloader: The loader whose attributes this one shows.
         sharded: The loader that yields this process's batches.
         iteration: The number of loops that have read their epoch to its end.
         device: The device that batches are copied to; None leaves them on the CPU.
@@ -65,6 +68,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         use_stateful_dataloader: Whether the program asked for `state_dict`, which ours always has.
     """
 
+    users_loader: DataLoader[Any]
     base_dataloader: DataLoader[Any]
     sharded: ShardedLoader[Any] | SkippedBatches[Any]
     iteration: int
@@ -110,7 +114,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         # DataLoader.__init__ is not called: the user's loader has checked its arguments.
         sharded_of(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
         self.__dict__.update(
-            base_dataloader=base,
+            users_loader=base,
+            base_dataloader=shown_loader(base, sharded),
             sharded=sharded,
             device=device,
             iteration=0,
@@ -121,9 +126,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("base_dataloader", "sharded"):  # not yet set
+        if name in ("users_loader", "base_dataloader", "sharded"):  # not yet set
             raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
+        shown = self.base_dataloader
+        return getattr(shown if hasattr(shown, name) else self.users_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
@@ -143,7 +149,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
         an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
         """
-        base: Any = self.base_dataloader
+        base: Any = self.users_loader
         if (
             isinstance(base, DataLoader)
             and base.generator is None
@@ -162,6 +168,14 @@ class DataLoaderAdapter(DataLoader[Any]):
         return GradientState()
 
     @property
+    def batch_sampler(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] torch's is an attribute
+        """The batches of indices of this process, as the tails of its loops are treated at the moment."""
+        shown = self.base_dataloader.batch_sampler
+        if isinstance(shown, BatchSamplerShard):
+            shown.even_batches = sharded_of(self.sharded).even != "uneven"
+        return shown
+
+    @property
     def skip_batches(self) -> int:
         """The number of batches that the loader's epochs leave out."""
         return self.sharded.num_batches if isinstance(self.sharded, SkippedBatches) else 0
@@ -169,13 +183,13 @@ class DataLoaderAdapter(DataLoader[Any]):
     @property
     def drops_last(self) -> bool:
         """True if an incomplete last batch is dropped."""
-        base = self.base_dataloader
+        base = self.users_loader
         return any(getattr(each, "drop_last", False) for each in (base, getattr(base, "batch_sampler", None)))
 
     @property
     def full_batch_size(self) -> int | None:
         """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
-        own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
+        own = getattr(getattr(self.users_loader, "batch_sampler", None), "batch_size", None)
         return sharded_of(self.sharded).batch_size or own
 
     @property

@@ -10,6 +10,7 @@ from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, Data
 from drivetrain_accelerate.loaders.passed_batches import PassedBatches, passed_batches
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
 from drivetrain_accelerate.loaders.resumed_position import check_epoch
+from drivetrain_accelerate.loaders.shown_loader import told_epochs
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
@@ -85,12 +86,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Take note of the epoch's last batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next loop, and tell the dataset if it wants to know."""
+        """Choose the epoch of the next loop, and tell the dataset and the samplers that want to know."""
         check_epoch(sharded_of(self.sharded), epoch)
         self.iteration = epoch
         sharded_of(self.sharded).set_epoch(epoch)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        for each in told_epochs(self.users_loader):
+            each.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int:
@@ -104,7 +105,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def get_sampler(self) -> Sampler[Any] | None:
         """Return the user's sampler, whose order this loader follows."""
-        return getattr(self.base_dataloader, "sampler", None)
+        return getattr(self.users_loader, "sampler", None)
 
     def set_sampler(self, sampler: Sampler[Any]) -> None:
         """Refuse: the order was divided among the ranks when the loader was prepared.

@@ -78,7 +78,7 @@ def prepare_data_loader(
 def get_sampler(dataloader: Any) -> Any:
     """Return the sampler of single indices that a loader's batches are made of; None if it has none."""
     if isinstance(dataloader, DataLoaderAdapter):
-        dataloader = dataloader.base_dataloader
+        dataloader = dataloader.users_loader
     batches: Any = getattr(dataloader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler

@@ -20,7 +20,7 @@ def is_stock(loader: Any) -> bool:
 
 
 def rebuild(
-    loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **layout: Any
+    loader: DataLoader[Any], dataset: Any, generator: torch.Generator | None, **layout: Any
 ) -> DataLoader[Any]:
     """Return a DataLoader with a user's workers, pinning and other options, but another dataset and layout."""
     layout.setdefault("collate_fn", loader.collate_fn)
