@@ -8,9 +8,11 @@ from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard
 from drivetrain_accelerate.loaders.shown_loader import shown_loader
+from drivetrain_accelerate.loaders.stateful import built
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader
-from drivetrain_data.loader import SkippedBatches
+from drivetrain_data.skipped_batches import SkippedBatches
+from drivetrain_data.state.torchdata_state import torchdata_kind
 
 
 class DataLoaderStateMixin:
@@ -53,7 +55,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: The dataset to read.
-        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
         batch_sampler: The batches of this process.
         **kwargs: Further arguments of DataLoader.
 
@@ -65,7 +67,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         device: The device that batches are copied to; None leaves them on the CPU.
         rng_types: Empty: the order needs no generator to be synchronised.
         synchronized_generator: None, for the same reason.
-        use_stateful_dataloader: Whether the program asked for `state_dict`, which ours always has.
+        use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads.
     """
 
     users_loader: DataLoader[Any]
@@ -83,9 +85,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
-        base = DataLoader(dataset, **kwargs)
+        base = built(use_stateful_dataloader, dataset, **kwargs)
         self._set(base, shard_loader(base, Shard(0, 1)))
-        self.use_stateful_dataloader = use_stateful_dataloader
 
     @classmethod
     def over(
@@ -121,9 +122,14 @@ class DataLoaderAdapter(DataLoader[Any]):
             iteration=0,
             rng_types=[],
             synchronized_generator=None,
-            use_stateful_dataloader=False,
+            use_stateful_dataloader=torchdata_kind(base) is not None,
             _is_accelerate_prepared=True,
         )
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] as isinstance asks for it
+        """The class that isinstance finds beside the loader's own: torchdata's, where that reads."""
+        return torchdata_kind(self.users_loader) or type(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("users_loader", "base_dataloader", "sharded"):  # not yet set
@@ -199,12 +205,20 @@ class DataLoaderAdapter(DataLoader[Any]):
         return {"epoch": sharded.epoch, "position": sharded.position, "stride": sharded.position_after(1)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was received, which any number of processes can load."""
-        return sharded_of(self.sharded).state_dict()
+        """Return the position after the last batch that was received.
+
+        Any number of processes can load it; with `use_stateful_dataloader`, it is a state of torchdata's loader.
+        """
+        sharded = sharded_of(self.sharded)
+        return sharded.torchdata_state() if self.use_stateful_dataloader else sharded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a position: the next loop goes on from there."""
-        sharded_of(self.sharded).load_state_dict(state_dict)
+        sharded = sharded_of(self.sharded)
+        if self.use_stateful_dataloader and "format" not in state_dict:
+            sharded.load_torchdata_state(state_dict)
+        else:
+            sharded.load_state_dict(state_dict)
 
     def begin_anew(self) -> None:
         """Forget the position in the epoch that was loaded: the next loop reads the epoch from its beginning."""

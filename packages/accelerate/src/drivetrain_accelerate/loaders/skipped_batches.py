@@ -37,5 +37,4 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     check_skipped(sharded_of(dataloader.sharded), num_batches)
     rest = type(dataloader).over(dataloader.users_loader, skipping, dataloader.device)
     rest.iteration = dataloader.iteration
-    rest.use_stateful_dataloader = dataloader.use_stateful_dataloader
     return rest

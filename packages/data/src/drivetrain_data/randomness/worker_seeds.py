@@ -79,10 +79,22 @@ class LoopSeededDataset(DatasetProxy, Dataset[Any]):
         return [dataset[index] for index in indices]
 
     def __reduce__(self) -> tuple[type["LoopSeededDataset"], tuple[Any]]:
-        return LoopSeededDataset, (self._drivetrain_dataset,)
+        return type(self), (self._drivetrain_dataset,)
 
     def _seed_for(self, loop: Loop) -> None:
         if self._drivetrain_loop != loop.number:
             vars(self)["_drivetrain_loop"] = loop.number
             info = get_worker_info()
             seed_global_generators(hash_key(loop.seed, info.id if info else 0))
+
+
+class StatefulLoopSeededDataset(LoopSeededDataset):
+    """The same of a dataset with a state of its own, which torchdata's loader asks its class for."""
+
+    def state_dict(self) -> Any:
+        """Return the state of the dataset."""
+        return self._drivetrain_dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a state of the dataset."""
+        self._drivetrain_dataset.load_state_dict(state)

@@ -8,13 +8,19 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.randomness.permutation import hash_key
-from drivetrain_data.randomness.worker_seeds import LoopSeededDataset, LoopSeedSampler
+from drivetrain_data.randomness.worker_seeds import (
+    LoopSeededDataset,
+    LoopSeedSampler,
+    StatefulLoopSeededDataset,
+)
 from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
 from drivetrain_data.sampling.sharding import DataSharding
-from drivetrain_data.sources.batch_source import BatchSource, Reading
+from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.state.sampler_parts import length_of
+from drivetrain_data.state.stateful import StatefulReader
+from drivetrain_data.state.torchdata_state import CountedBatches, num_yielded, samples_yielded
 
 
 class MapStyleSource(BatchSource):
@@ -31,10 +37,16 @@ class MapStyleSource(BatchSource):
         self._sampler = sampler
         self._order = sampler.order
         self._num_samples = length_of(self.dataset)
+        self._counted: CountedBatches | None = None
         self._loop_seeds = LoopSeedSampler(sampler) if loader.persistent_workers else None
         self._generator = Generator()
-        dataset = self.dataset if self._loop_seeds is None else LoopSeededDataset(self.dataset)
+        dataset = self.dataset
+        if self._loop_seeds is not None:
+            has_state = isinstance(dataset, StatefulReader)
+            dataset = (StatefulLoopSeededDataset if has_state else LoopSeededDataset)(dataset)
         steps: Any = self._loop_seeds or sampler
+        if self.states is not None:
+            steps = self._counted = CountedBatches(steps)
         layout: dict[str, Any] = {"batch_sampler": steps}
         if isinstance(sampler, ItemSampler):
             layout = {"sampler": steps, "batch_size": None}
@@ -69,20 +81,59 @@ class MapStyleSource(BatchSource):
         # The seed does not depend on the program's draws, and includes the position so that workers do not repeat
         # their draws after a resume.
         seed = hash_key(self.seed, epoch, self.sharding.shard.index, position)
-        self._generator.manual_seed(seed >> 1)
+        is_begin = not (epoch or position or self.sharding.shard.index)
+        # torchdata's state holds the seed, which is then the one of a loader of the program's own.
+        self._generator.manual_seed(self.seed if self.states is not None and is_begin else seed >> 1)
         if self._loop_seeds is not None:
             self._loop_seeds.begin(seed)
+        if self.states is not None and self._counted is not None:
+            num_batches, num_samples = self.num_before(position)
+            self._counted.begun = num_samples or 0
+            self.states.begin(self._loader, num_batches)
         batches = iter(self._loader)
         plans = self._sampler.plans
         if not self.sharding.for_all:
             for batch in batches:
-                yield plans.popleft(), batch, None
+                yield plans.popleft(), batch, self._origin()
             return
         for first in batches:
             plan = plans.popleft()
             assert plan.real_counts is not None
             num_others = len(self.sharding.readers(plan.real_counts)) - 1
-            yield plan, [first, *islice(batches, num_others)], None
+            step = [first, *islice(batches, num_others)]
+            yield plan, step, self._origin()
+
+    def _origin(self) -> StepOrigin | None:
+        return None if self.states is None else StepOrigin(0, state=self.states.take(self._loader))
+
+    def initial_state(self) -> dict[str, Any]:
+        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
+        none: dict[str, Any] = {"batch_sampler": CountedBatches(())}
+        if isinstance(self._sampler, ItemSampler):
+            none = {"sampler": CountedBatches(()), "batch_size": None}
+        reader: Any = rebuild(self._users_loader, self.dataset, Generator(), **none)
+        return reader.state_dict()
+
+    def num_before(self, position: int) -> tuple[int, int | None]:
+        """Return how many batches, and samples, torchdata's loader has yielded before a position."""
+        count = self.sharding.shard.count
+        num_steps = -(-position // self.stride)
+        num_batches = num_steps * count if self.sharding.for_all else num_steps
+        if self.batch_size is None:
+            return num_batches, None
+        return num_batches, position if self.reads_all else num_steps * self.batch_size
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return the position that a state of torchdata's loader has behind it."""
+        if not self.reads_all:
+            position = num_yielded(state) * self.stride
+        elif self.batch_size is None:
+            position = num_yielded(state)
+        else:
+            found = samples_yielded(state)
+            size: Any = self._users_loader.batch_size or self._users_loader.batch_sampler.batch_size
+            position = min(num_yielded(state) * size, self.length(0)) if found is None else found
+        return position
 
     def length(self, epoch: int) -> int:
         """Return the number of positions in an epoch."""
