@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard
 from drivetrain_accelerate.loaders.shown_loader import shown_loader
-from drivetrain_accelerate.loaders.stateful import built
+from drivetrain_accelerate.loaders.torchdata_loader import built
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader
-from drivetrain_data.skipped_batches import SkippedBatches
+from drivetrain_data.skipping_view import SkippedBatches
 from drivetrain_data.state.torchdata_state import torchdata_kind
 
 
@@ -127,7 +127,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         )
 
     @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] as isinstance asks for it
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] as isinstance asks for it
         """The class that isinstance finds beside the loader's own: torchdata's, where that reads."""
         return torchdata_kind(self.users_loader) or type(self)
 
