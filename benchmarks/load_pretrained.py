@@ -5,7 +5,8 @@
 A decoder, and a mixture of experts whose experts lie one by one in the file and stacked in the model; in memory, and
 on the disk, where stacked experts are written to a folder first and found there by later loads. Contestants take
 turns, each in a fresh process that has imported all it needs. `from_pretrained` takes a device map with Accelerate
-installed. Memory is what the process itself takes, without pages of files, at most, beyond what it had before.
+installed. "Trained" is until each weight in memory was written to, as by an optimizer's step. Memory is what the
+process itself takes, without pages of files, at most, beyond what it had before.
 """
 
 import argparse
@@ -61,6 +62,9 @@ def contestant(name: str, folder: Path) -> Callable[[], Any]:
 
     who, _, where = name.partition(", ")
     place = "disk" if where.startswith("disk") else "cpu"
+    if where.endswith("trained"):
+        load = contestant(f"{who}, memory", folder)
+        return lambda: trained(load())
     model_class = transformers.AutoModelForCausalLM
     with torch.device("meta"):  # imports the module of the model
         model_class.from_config(transformers.AutoConfig.from_pretrained(folder))
@@ -77,6 +81,14 @@ def contestant(name: str, folder: Path) -> Callable[[], Any]:
     )
 
 
+def trained(model: Any) -> Any:
+    """Write to each weight of a model, and return it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3)
+    return model
+
+
 def work(arguments: argparse.Namespace) -> None:
     """Be a contestant's process: get ready, wait to be told to begin, and say how long it took."""
     call = contestant(arguments.worker, arguments.folder)
@@ -91,7 +103,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 def measure(title: str, folder: Path, *, cold: bool, arguments: argparse.Namespace) -> list[Table]:
     """The tables of one checkpoint: time and memory."""
-    names = [f"{who}, {where}" for where in ("memory", "disk") for who in (THEIRS, OURS)]
+    names = [f"{who}, {where}" for where in ("memory", "memory, trained", "disk") for who in (THEIRS, OURS)]
     names.append(f"{OURS}, disk again")  # what was converted is there
     taken: dict[str, list[float]] = {name: [] for name in names}
     size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
