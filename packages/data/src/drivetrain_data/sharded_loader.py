@@ -37,6 +37,7 @@ def shard_loader(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
     seed_source: str = "",
+    draws_apart: bool = False,
     non_blocking: bool = True,
     copy_ahead: int = 1,
     read_ahead: bool = False,
@@ -58,6 +59,8 @@ def shard_loader(
         group: The ranks' process group; required to dispatch, and used to check that all draw the same samples.
         seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
+        draws_apart: Whether a map-style dataset that is read without workers draws as in a worker: from generators
+            seeded for each batch, without an effect on the program's own.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
         read_ahead: Whether to send the next batch while ranks compute on the current one, when dispatching.
@@ -77,6 +80,7 @@ def shard_loader(
         seed=seed,
         for_all=_is_dispatched(loader, shard, dispatch, group),
         group=group,
+        draws_apart=draws_apart,
     )
     source = _source_of(loader, sharding)
     stage = _dispatch(sharding, device, read_ahead=read_ahead)

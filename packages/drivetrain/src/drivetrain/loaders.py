@@ -40,6 +40,7 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
         activity=parts.reading,
         on_batch=partial(parts.context.progress.mark, "batch"),
         seed_source=seed_source,
+        draws_apart=True,
         **asked,
     )
     if parts.watch is not None:

@@ -25,6 +25,7 @@ class DataSharding:
         seed: The seed of shuffled orders.
         for_all: Whether one rank reads for all shards.
         group: The process group of the ranks that share the data; None if unknown.
+        draws_apart: Whether a map-style dataset that is read without workers draws as in a worker.
     """
 
     shard: Shard
@@ -35,6 +36,7 @@ class DataSharding:
     seed: int
     for_all: bool
     group: dist.ProcessGroup | None = None
+    draws_apart: bool = False
 
     @property
     def agree(self) -> Agree | None:

@@ -14,6 +14,7 @@ from drivetrain_data.sampling.partition import step_plan
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
+from drivetrain_data.sources.epoch_parts import epoch_parts
 from drivetrain_data.sources.shard_collate import CollatedStep, ShardCollate
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.state.integrations import left_out_of_state, own_draws, shuffles_unseeded
@@ -60,6 +61,7 @@ class IterableSource(BatchSource):
             stride=self.stride,
             persistent=loader.persistent_workers,
             trusted=self._left_out is None,
+            listeners=tuple(epoch_parts(self.dataset, loader.collate_fn)),
         )
         snapshotter = Snapshotter(self.dataset if self._reads_here else None, trusted=self._left_out is None)
         self._collate = ShardCollate(loader.collate_fn, size, sharding, snapshotter)

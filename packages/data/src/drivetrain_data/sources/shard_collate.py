@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from drivetrain_data.errors import stop_let_out
 from drivetrain_data.sampling.partition import tail_counts
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import StepOrigin
@@ -62,6 +63,12 @@ class ShardCollate:
             else:
                 begin = sum(counts[:shard])
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
-            batches.append(self._collate(chosen[0] if self._batch_size is None else chosen))
+            batches.append(self._collated(chosen[0] if self._batch_size is None else chosen))
         # Take the snapshot last, since collating may draw from the generators too.
         return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches)
+
+    def _collated(self, chosen: Any) -> Any:
+        try:
+            return self._collate(chosen)
+        except StopIteration as error:
+            raise stop_let_out("the collate function") from error
