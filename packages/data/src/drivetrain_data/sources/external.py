@@ -10,13 +10,14 @@ from torch.utils.data import IterableDataset
 
 from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.randomness.generators import KeyedDraws, load_plain_states
+from drivetrain_data.sampling.sample_signature import signature_of
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sampling.whole_batches import cut_into_steps, distribute, plan_of_batches
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
-from drivetrain_data.sources.epoch_parts import epoch_parts
+from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.integrations import left_out_of_state
-from drivetrain_data.state.sampler_parts import prepare_sampler
+from drivetrain_data.state.sampler_parts import length_of, prepare_sampler
 from drivetrain_data.state.stream_state import PositionedSnapshot, ReadPosition, Snapshotter
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ class ExternalSource(BatchSource):
         steps = KeyedDraws(self.seed, epoch).around(self._steps_from(position))
         first: list[Any] = []
         for (step, origin), is_last in look_ahead(steps):
-            first = first or step
+            if not first:
+                first = step
+                self.signature = signature_of(step) if self.sharding.compares_samples else None
             held = distribute(step, first, self.sharding)
             plan = self._plan(held, num_new=len(step), is_last=is_last)
             if self.sharding.for_all:  # also a batch without samples is its shard's own
@@ -85,6 +88,10 @@ class ExternalSource(BatchSource):
     def identity(self) -> Mapping[str, Any]:
         """Return the values that must match those of a saved state."""
         return {"order": f"loader:{self._name}"}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values that must be the same on all ranks that share the data."""
+        return {**super().facts(), "num_batches": length_of(self._loader)}
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
         """Return the loader's own state, if it has one; else the position suffices, if the loader repeats itself."""

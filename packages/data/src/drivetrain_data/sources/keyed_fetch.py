@@ -52,7 +52,8 @@ class FetchSampler(Sampler[Any]):
     def _fetches(self, batches: Iterator[Any], plans: deque[BatchPlan]) -> Iterator[Fetch]:
         sampler, sharding = self._sampler, self._sampler.sharding
         epoch, position = (sampler.order.seed, sampler.epoch), sampler.position
-        base, readers = hash_key(*epoch), deque[int]()
+        seed = base = hash_key(*epoch)
+        readers = deque[int]()
         for wanted in batches:
             if not readers:
                 seed = hash_key(base, position)

@@ -14,9 +14,9 @@ from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import BatchSource, Reading
-from drivetrain_data.sources.epoch_parts import epoch_parts
 from drivetrain_data.sources.keyed_fetch import FetchedDataset, FetchSampler
 from drivetrain_data.sources.torch_loader import rebuild
+from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.sampler_parts import length_of
 
 
@@ -28,6 +28,8 @@ class MapStyleSource(BatchSource):
         sharding: The division of the data.
     """
 
+    reads_forwards = False
+
     def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
         sampler = step_sampler_of(loader, sharding)
         super().__init__(loader, sampler.sharding, stride=sampler.stride, batch_size=sampler.batch_size)
@@ -37,7 +39,7 @@ class MapStyleSource(BatchSource):
         self._draws_apart = sharding.draws_apart and loader.num_workers == 0
         seeds = sharding.draws_apart or loader.num_workers > 0
         self._generator = Generator()
-        listeners = tuple(epoch_parts(self.dataset, loader.collate_fn))
+        listeners = epoch_parts(self.dataset, loader.collate_fn)
         self._fetched = FetchedDataset(self.dataset, listeners, seeds=seeds)
         layout: dict[str, Any] = {"batch_sampler": FetchSampler(sampler)}
         if isinstance(sampler, ItemSampler):
