@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
@@ -12,6 +11,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
+from drivetrain_data.sources.first_samples import ComparingOpener
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
 from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 
@@ -75,6 +75,7 @@ class ShardedLoader(Generic[Batch]):
         self._begun = False  # a loop has entered the current epoch: the next loop reads the next epoch
         self._finished = False
         self._newest = object()  # identifies the newest loop, the only one that moves the position
+        self._opener = ComparingOpener(source)
         self.may_interleave = False
         self._moves = 0  # calls that moved the position themselves: no running loop goes on after one
 
@@ -314,7 +315,7 @@ class ShardedLoader(Generic[Batch]):
             self._position = source.position_after(self._position, num_skipped)
         try:
             source.move_to(self._epoch, self._position)
-            open_source = partial(source.open, self._epoch, self._position)
+            open_source = self._opener.opening(source, self._epoch, self._position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
             arriving = readings if copies is None else copies.copied(readings)
             for plan, batch, origin in arriving if self.watch is None else self.watch(arriving):

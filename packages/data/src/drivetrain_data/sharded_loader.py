@@ -17,6 +17,7 @@ from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolic
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.external import ExternalSource
+from drivetrain_data.sources.first_samples import check_map_style
 from drivetrain_data.sources.iterable import IterableSource
 from drivetrain_data.sources.map_style import MapStyleSource
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
@@ -37,6 +38,8 @@ def shard_loader(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
     seed_source: str = "",
+    compare_samples: bool = True,
+    draws_apart: bool = False,
     non_blocking: bool = True,
     copy_ahead: int = 1,
     read_ahead: bool = False,
@@ -55,9 +58,13 @@ def shard_loader(
         num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
         split_batches: Whether the loader's batch size is the sum over shards; by default the size on each shard.
         dispatch: Whether the group's first rank reads for all; None only if a loader cannot be sharded by index.
-        group: The ranks' process group; required to dispatch, and used to check that all draw the same samples.
+        group: The ranks' process group; required to dispatch, and used to check that all have and draw the same.
         seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
+        compare_samples: Whether the ranks of a group compare a few samples too: of a map-style dataset now, of any
+            other in its first loop.
+        draws_apart: Whether a map-style dataset that is read without workers draws as in a worker: from generators
+            seeded for each batch, without an effect on the program's own.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
         read_ahead: Whether to send the next batch while ranks compute on the current one, when dispatching.
@@ -65,7 +72,8 @@ def shard_loader(
         on_batch: A callback to call for every batch.
 
     Raises:
-        TypeError, ValueError: The object is not a loader, or the settings do not fit it; the message says why.
+        TypeError, ValueError: The object is not a loader, the settings do not fit it, or the ranks' data differ; the
+            message says why.
     """
     _check(loader, shard, even, seed, copy_ahead)
     sharding = DataSharding(
@@ -77,8 +85,14 @@ def shard_loader(
         seed=seed,
         for_all=_is_dispatched(loader, shard, dispatch, group),
         group=group,
+        draws_apart=draws_apart,
+        compares_samples=compare_samples and group is not None and dist.get_world_size(group) > 1,
     )
     source = _source_of(loader, sharding)
+    if sharding.agreement is not None:
+        sharding.agreement.check_given(source.facts())
+        if sharding.compares_samples and not source.reads_forwards:
+            check_map_style(loader, sharding.agreement)
     stage = _dispatch(sharding, device, read_ahead=read_ahead)
     copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(

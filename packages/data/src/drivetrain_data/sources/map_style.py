@@ -7,13 +7,16 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from drivetrain_data.errors import stop_let_out
+from drivetrain_data.randomness.generators import leaving_generators
 from drivetrain_data.randomness.permutation import hash_key
-from drivetrain_data.randomness.worker_seeds import LoopSeededDataset, LoopSeedSampler
 from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import BatchSource, Reading
+from drivetrain_data.sources.keyed_fetch import FetchedDataset, FetchSampler
 from drivetrain_data.sources.torch_loader import rebuild
+from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.sampler_parts import length_of
 
 
@@ -25,20 +28,23 @@ class MapStyleSource(BatchSource):
         sharding: The division of the data.
     """
 
+    reads_forwards = False
+
     def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
         sampler = step_sampler_of(loader, sharding)
         super().__init__(loader, sampler.sharding, stride=sampler.stride, batch_size=sampler.batch_size)
         self._sampler = sampler
         self._order = sampler.order
         self._num_samples = length_of(self.dataset)
-        self._loop_seeds = LoopSeedSampler(sampler) if loader.persistent_workers else None
+        self._draws_apart = sharding.draws_apart and loader.num_workers == 0
+        seeds = sharding.draws_apart or loader.num_workers > 0
         self._generator = Generator()
-        dataset = self.dataset if self._loop_seeds is None else LoopSeededDataset(self.dataset)
-        steps: Any = self._loop_seeds or sampler
-        layout: dict[str, Any] = {"batch_sampler": steps}
+        listeners = epoch_parts(self.dataset, loader.collate_fn)
+        self._fetched = FetchedDataset(self.dataset, listeners, seeds=seeds)
+        layout: dict[str, Any] = {"batch_sampler": FetchSampler(sampler)}
         if isinstance(sampler, ItemSampler):
-            layout = {"sampler": steps, "batch_size": None}
-        self._loader = rebuild(loader, dataset, self._generator, **layout)
+            layout = {"sampler": FetchSampler(sampler), "batch_size": None}
+        self._loader = rebuild(loader, self._fetched, self._generator, **layout)
 
     @property
     def seed(self) -> int:
@@ -59,30 +65,29 @@ class MapStyleSource(BatchSource):
 
         Raises:
             ValueError: The length of the dataset has changed since the loader was sharded.
+            RuntimeError: The dataset or the collate function let a StopIteration out.
         """
+        self._fetched.begin((self.seed, epoch))
         if length_of(self.dataset) != self._num_samples:
             raise ValueError(
                 f"the dataset had {self._num_samples} samples when its loader was sharded, and has "
                 f"{length_of(self.dataset)} now: shard a new DataLoader over it"
             )
         self._sampler.epoch, self._sampler.position = epoch, position
-        # The seed does not depend on the program's draws, and includes the position so that workers do not repeat
-        # their draws after a resume.
-        seed = hash_key(self.seed, epoch, self.sharding.shard.index, position)
-        self._generator.manual_seed(seed >> 1)
-        if self._loop_seeds is not None:
-            self._loop_seeds.begin(seed)
+        # Torch seeds workers from it for what they draw as they start; each batch has a seed of its own.
+        self._generator.manual_seed(hash_key(self.seed, epoch, self.sharding.shard.index, position) >> 1)
         batches = iter(self._loader)
         plans = self._sampler.plans
-        if not self.sharding.for_all:
-            for batch in batches:
-                yield plans.popleft(), batch, None
-            return
+        if self._draws_apart:
+            batches = leaving_generators(batches)
         for first in batches:
-            plan = plans.popleft()
-            assert plan.real_counts is not None
-            num_others = len(self.sharding.readers(plan.real_counts)) - 1
-            yield plan, [first, *islice(batches, num_others)], None
+            num_batches = len(self.sharding.readers(plans[0].real_counts or ()))
+            held = [first, *islice(batches, num_batches - 1)]
+            if len(held) < num_batches:
+                break
+            yield plans.popleft(), held if self.sharding.for_all else first, None
+        if plans:
+            raise stop_let_out(f"the collate function of {type(self.dataset).__name__}'s loader")
 
     def length(self, epoch: int) -> int:
         """Return the number of positions in an epoch."""

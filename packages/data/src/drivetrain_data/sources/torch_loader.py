@@ -22,19 +22,20 @@ def is_stock(loader: Any) -> bool:
 def rebuild(
     loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **layout: Any
 ) -> DataLoader[Any]:
-    """Return a DataLoader with a user's workers, pinning and other options, but another dataset and layout."""
-    layout.setdefault("collate_fn", loader.collate_fn)
+    """Return a DataLoader with a user's workers, pinning and other options, but for those given."""
+    options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:
-        layout["pin_memory_device"] = loader.pin_memory_device
-    return DataLoader(
-        dataset,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        **layout,
-    )
+        options["pin_memory_device"] = loader.pin_memory_device
+    return DataLoader(dataset, generator=generator, **{**options, **layout})
+
+
+_KEPT = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
