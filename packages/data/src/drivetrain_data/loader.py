@@ -39,6 +39,7 @@ class ShardedLoader(Generic[Batch]):
         shard: The shard that this loader reads.
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
+        num_received: The number of batches yielded in all loops so far.
         seed_source: The origin of the seed, as a phrase for users.
         may_interleave: Whether loops may run in turns, each from where it stands; the loop that was advanced last has
             the loader's position. If not, which is the default, a loop raises once another has begun.
@@ -59,6 +60,7 @@ class ShardedLoader(Generic[Batch]):
         self.shard: Shard = source.sharding.shard
         self.batch_size = source.batch_size
         self.current: BatchPlan | None = None
+        self.num_received = 0
         self.seed_source = seed_source
         self._source = source
         self._sources: dict[UnevenPolicy, BatchSource] = {source.sharding.even: source}
@@ -322,6 +324,7 @@ class ShardedLoader(Generic[Batch]):
                 if origin is not None:
                     source.note_received(plan, origin)
                 self.current = plan
+                self.num_received += 1
                 if activity is not None:
                     activity.push(self)
                 if on_batch is not None:
@@ -331,6 +334,8 @@ class ShardedLoader(Generic[Batch]):
                 if self._newest is not this:
                     self._go_back_to(this, epoch, position, moves)
             self._finished = True
+            if activity is not None:
+                activity.finish(self)
         finally:
             if self._newest is this:
                 self._end_loop()
