@@ -214,15 +214,13 @@ class Accelerator(
         Args:
             *models: The models trained in the micro-batch; all prepared ones by default.
             last: Whether the micro-batch closes the window before it is full; None closes it with the last one of a
-                loader's last batch. Pass it where batches are split into different numbers of micro-batches. Must be
-                the same on all ranks.
+                loader's last batch. Pass it where batches have different numbers of them; the same on all ranks.
 
         Returns:
             The context of the micro-batch, which is reused for every batch and cannot be nested.
 
         Raises:
-            AccumulationError: A micro-batch is already open; or a loader's last batch has more or fewer of them than
-                the batch before it.
+            AccumulationError: A micro-batch is open; or a loader's last batch has more of them than the one before.
         """
         micro_batch = self._micro_batch
         if micro_batch.is_open:
