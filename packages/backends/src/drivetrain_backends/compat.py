@@ -7,7 +7,7 @@ The names of DDP, FSDP2 and DeepSpeed stand beside their backends, in `torch.com
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -104,6 +104,16 @@ def has_load_hooks(module: nn.Module) -> bool:
 def changes_states(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a hook that changes a state before it is loaded."""
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ()))
+
+
+def schedulers_in(scheduler: Any) -> Sequence[Any]:
+    """Return the schedulers that a `SequentialLR` or `ChainedScheduler` is made of; none for another one."""
+    return getattr(scheduler, "_schedulers", ())
+
+
+def milestones_of(scheduler: Any) -> Sequence[int]:
+    """Return the steps at which a `SequentialLR` goes on to its next scheduler; none for another one."""
+    return getattr(scheduler, "_milestones", ())
 
 
 def is_compiler_imported() -> bool:

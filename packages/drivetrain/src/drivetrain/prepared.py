@@ -28,6 +28,10 @@ class PreparedObjects:
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
+        lengths: The number of batches of a loader before and after it was prepared, where they are compared; each
+            None if unknown.
+        counted_steps: The numbers of steps that the program was told for its schedules.
+        told_schedulers: The schedulers whose length was told to fit no prepared loader.
         evaluated: The models that are prepared for evaluation alone, as long as the program holds them.
         on_step: The same functions; more may be added before anything is prepared.
     """
@@ -37,6 +41,9 @@ class PreparedObjects:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[ShardedLoader[Any]] = []
+        self.lengths: dict[ShardedLoader[Any], tuple[int | None, int | None]] = {}
+        self.counted_steps: set[int] = set()
+        self.told_schedulers: set[PreparedScheduler] = set()
         self.evaluated: WeakSet[nn.Module] = WeakSet()
         self._holders: dict[Tensor, Prepared] = {}
         self.on_step = on_step
@@ -65,6 +72,9 @@ class PreparedObjects:
         self.optimizers.clear()
         self.schedulers.clear()
         self.loaders.clear()
+        self.lengths.clear()
+        self.counted_steps.clear()
+        self.told_schedulers.clear()
         self._holders.clear()
 
     def restore_evaluated(self, models: Sequence[nn.Module]) -> None:

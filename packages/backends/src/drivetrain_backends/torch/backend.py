@@ -165,7 +165,9 @@ class TorchBackend:
             self._islands = {}
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
-            prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
+            prepared.schedulers.append(
+                PreparedScheduler(scheduler, optimizer, is_main=self.context.topology.is_main)
+            )
             touched.append(prepared)
         return tuple(dict.fromkeys(touched))
 
