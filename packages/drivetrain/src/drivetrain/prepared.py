@@ -1,6 +1,6 @@
 """The objects that an Accelerator has prepared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakSet
@@ -61,7 +61,7 @@ class PreparedObjects:
         for one in prepared:
             if one not in self.models:
                 self.models.append(one)
-                for parameter in one.unwrap().parameters():
+                for parameter in _parameters_of(one.unwrap()):
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
                 optimizer.on_step = self.on_step[0] if len(self.on_step) == 1 else _all_of(self.on_step)
@@ -140,11 +140,16 @@ class PreparedObjects:
         if parameters and parameters[0] in self._holders:
             return self._holders[parameters[0]]
         for one in self.models:  # a gathered model has other parameter objects
-            if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
+            if parameters and any(parameters[0] is parameter for parameter in _parameters_of(one.unwrap())):
                 return one
         raise ValueError(
             f"the {len(parameters)} parameters to clip belong to no prepared model; pass model.parameters() of one"
         )
+
+
+def _parameters_of(module: nn.Module) -> Iterator[Tensor]:
+    """Return a module's parameters, whatever a `parameters` of its own leaves out."""
+    return (parameter for _, parameter in nn.Module.named_parameters(module))
 
 
 def _all_of(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:

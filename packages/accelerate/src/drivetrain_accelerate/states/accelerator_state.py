@@ -76,7 +76,6 @@ class AcceleratorState(PartialState):
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
         mesh = _mesh_of(plugins["parallelism_config"], ranks)
-        self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
         # What was given, not the plugins themselves: a run fills them as it prepares its models.
@@ -89,6 +88,12 @@ class AcceleratorState(PartialState):
         self.__dict__.update({name: plugins[name] for name in _OWN})
         self.device_mesh = mesh
         self.distributed_type = self._chosen_type()
+
+    def __getattr__(self, name: str) -> Any:
+        # The ranks and the device are those of PartialState, also after a reset of what is added here.
+        if name in (ranks := PartialState._shared_state):
+            return ranks[name]
+        return super().__getattr__(name)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
