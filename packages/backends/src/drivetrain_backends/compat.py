@@ -25,6 +25,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The attribute of a DTensor that holds this rank's shard: read without an operation that autograd records.
 LOCAL_SHARD = "_local_tensor"
 
+# A context in which torch leaves operations on subclasses of tensors to itself.
+WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+
 # One kernel for many tensors on one device: multiply in place by a number or a tensor of shape (), and the norms.
 foreach_multiply: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateUsage]
 foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
@@ -43,7 +46,7 @@ def values_of_sparse(gradient: Tensor) -> Tensor:
 def parameters_with_hooks(parameters: Iterable[Any]) -> list[Any]:
     """Return the parameters that have hooks on their gradient or on its accumulation."""
     # Otherwise reading attributes of a DTensor goes through Python, which takes 8 times as long.
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+    with WITHOUT_TORCH_FUNCTION():
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
