@@ -9,6 +9,7 @@ divides parameters too.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import getclosurevars
 from typing import Any, NamedTuple
@@ -37,6 +38,45 @@ def num_elements(parameter: Any) -> int:
 def is_divided(parameter: Any) -> bool:
     """Return whether stage 3 has divided a parameter among the ranks."""
     return hasattr(parameter, "ds_id")
+
+
+# In its block, the empty parameters of stage 3 are read as they are, and faster; see `partitioned_parameter`.
+as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+
+
+def is_empty(status: Any) -> bool:
+    """Return whether a divided parameter with this status is an empty tensor."""
+    return status.name == "NOT_AVAILABLE"
+
+
+def is_gathered_by_hand(parameter: Any) -> bool:
+    """Return whether a parameter is in a block of `zero.GatheredParameters`."""
+    return getattr(parameter, "_ds_z3_gathered_param_context_depth", 0) > 0
+
+
+def gathered(parameters: list[Any]) -> AbstractContextManager[None]:
+    """Gather divided parameters in the block, and spread what rank 0 writes there. Called on all ranks."""
+    from deepspeed import zero
+
+    return zero.GatheredParameters(parameters, modifier_rank=0)
+
+
+def is_building() -> bool:
+    """Return whether the code runs inside `zero.Init`."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    return partition_parameters.zero_init_context > 0
+
+
+def call_after_module(init: Any, call: Callable[[nn.Module], None]) -> None:
+    """Have `call` run for each module that is built in `zero.Init`, after its parameters are divided."""
+    divide = init._post_init_method
+
+    def divide_and_call(module: nn.Module) -> None:
+        divide(module)
+        call(module)
+
+    init._post_init_method = divide_and_call
 
 
 def divided_part(parameter: Any) -> Tensor:
