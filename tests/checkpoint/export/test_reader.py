@@ -91,7 +91,7 @@ def test_a_torn_file_is_named_before_a_tensor_is_read(tmp_path: Path, name: str,
 )
 def test_an_index_that_is_none_is_named(tmp_path: Path, index: bytes) -> None:
     (tmp_path / INDEX).write_bytes(index)
-    with pytest.raises(CorruptCheckpointError, match=f"{INDEX} is no index of weight files"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{INDEX} is no (index of weight files|JSON)"):
         open_export(tmp_path)
 
 
