@@ -4,7 +4,7 @@ import atexit
 import multiprocessing
 import os
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from socket import gethostname, if_nameindex
@@ -131,12 +131,12 @@ def _own_ranks() -> RankEnvironment | None:
     )
 
 
-def _gloo_on_loopback() -> AbstractContextManager[None]:
+def _put_gloo_on_loopback(undo: ExitStack) -> None:
     """Have gloo listen on loopback alone, where the ranks have met, unless the user names an interface."""
     names = {name for _, name in if_nameindex()} & {"lo", "lo0"}
-    if not names or environ.read("GLOO_SOCKET_IFNAME") is not None:
-        return nullcontext()
-    return environ.exported(GLOO_SOCKET_IFNAME=names.pop())
+    if names and environ.read("GLOO_SOCKET_IFNAME") is None:
+        environ.put(GLOO_SOCKET_IFNAME=names.pop())
+        undo.callback(environ.put, GLOO_SOCKET_IFNAME=None)
 
 
 def _topology(launched: RankEnvironment | None) -> Topology:
@@ -215,7 +215,7 @@ def _join(
         )
     else:
         if is_loopback(launched.master_addr):
-            undo.enter_context(_gloo_on_loopback())
+            _put_gloo_on_loopback(undo)
         _form_group(backend, launched, timeout, device_id)
     atexit.register(_leave_at_exit)
     undo.callback(_leave)
