@@ -120,7 +120,7 @@ def stepped_in_a_hook(way: str) -> str:
 @pytest.mark.parametrize(
     ("way", "told"),
     [
-        ("prepared", "a step or clip of Writing while backward() runs, from a hook on a parameter"),
+        ("prepared", "Writing while backward() runs, from a hook on a parameter"),
         ("own", "first.weight changed while backward() ran: a hook steps there"),
         ("update", "first.weight of Writing: a forward, or a hook in backward, wrote into it"),
     ],

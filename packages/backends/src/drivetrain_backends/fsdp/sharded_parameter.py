@@ -191,11 +191,11 @@ def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _whole(sharded: DTensor) -> Tensor:
+def _whole(sharded: Any) -> Tensor:
     """Return the full tensor, whose gradient ranks average. Called on all ranks."""
     with WITHOUT_TORCH_FUNCTION():
         if not (sharded.requires_grad and torch.is_grad_enabled()):
-            return DTensor.detach(sharded).full_tensor()
+            return sharded.detach().full_tensor()
         whole = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
         if sharded.is_leaf and sharded.device.type != "cpu":
             whole.register_hook(partial(_wait_for_reduction, sharded))

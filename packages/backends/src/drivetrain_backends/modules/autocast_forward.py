@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from drivetrain_backends.errors import BatchMismatchError
-from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_precision import Policy, autocast
 from drivetrain_precision.dtypes.dtype_policy import HALF
 from drivetrain_precision.dtypes.nested_casting import cast_floating, floating_dtypes
@@ -157,7 +156,7 @@ def _dtype_mismatch(model: nn.Module, args: Any, kwargs: Any, error: RuntimeErro
         return None
     names = " and ".join(sorted(str(dtype)[6:] for dtype in held))
     return (
-        f"the batch holds {' and '.join(odd)}, the weights of {class_name(model)} are {names}, and nothing casts "
+        f"the batch holds {' and '.join(odd)}, the model's weights are {names}, and nothing casts "
         "between them: convert the batch; or leave the model in fp32 and say mixed_precision='bf16' or 'fp16', or "
         "precision.param_dtype, which cast what a forward is given"
     )

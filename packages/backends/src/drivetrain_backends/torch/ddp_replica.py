@@ -57,7 +57,8 @@ class Replica(ModuleProxy, DistributedDataParallel):
         """Run the model's forward; bypass DDP where it would wait in vain for gradients: of a frozen model."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
-        if compat.in_functional_transform():  # its gradients are returned, and never in `.grad`
+        # The gradients of a transform of torch.func are returned, and never in `.grad`.
+        if not torch.compiler.is_compiling() and compat.in_functional_transform():
             return self.module(*inputs, **kwargs)
         try:
             output = super().forward(*inputs, **kwargs)
