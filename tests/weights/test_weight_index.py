@@ -87,7 +87,11 @@ def test_of_two_variants_one_is_to_be_named(sharded: Path) -> None:
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
-            r'has no "weight_map" from tensors to files',
+            r'has no "weight_map" from tensors to files, and is no such map',
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"a": "x", "metadata": {}}'),
+            r'has no "weight_map" from tensors to files, and is no such map',
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
@@ -134,3 +138,11 @@ def test_what_an_index_leaves_out_is_read_only_if_asked_for(sharded: Path) -> No
     listed = WeightIndex(weight_map={name: index.weight_map[name] for name in ("a", "c")})
     assert set(open_indexed(path, listed)) == {"a", "c"}
     assert set(open_indexed(path, listed, unlisted=True)) == set(index.weight_map)
+
+
+def test_an_index_that_is_the_map_alone_is_read(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = read_index(path)
+    path.write_text(json.dumps(dict(index.weight_map)))
+    assert read_index(path).weight_map == index.weight_map
+    assert set(open_weights(sharded)) == set(index.weight_map)

@@ -74,18 +74,60 @@ def test_a_process_gets_the_samples_of_the_real_one(
 def test_parts_that_are_not_equal_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of the 2"):
         iterable_shard.IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)
-    with pytest.raises(ValueError, match="say even_batches=False"):
-        batch_shards.BatchSamplerShard([[0], [1, 2]], 2, 0)  # pyright: ignore[reportArgumentType]
+    for size in (3, None):
+        with pytest.raises(ValueError, match=f"batch_size={size} must be a multiple of the 2"):
+            batch_shards.BatchSamplerShard(Batches([[0]], batch_size=size), 2, 0, split_batches=True)
 
 
-def test_batches_of_other_sizes_are_handed_out_in_turns() -> None:
-    given_batches: Any = [[0], [1, 2], [3, 4, 5]]
-    for process in range(2):
+class Batches(BatchSampler):
+    """Batches as a program lists them, with the attributes that it gives them."""
+
+    def __init__(self, listed: list[list[int]], **said: Any) -> None:
+        self.listed = listed
+        vars(self).update(said)
+
+    def __iter__(self) -> Any:
+        return iter(self.listed)
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+
+LISTED = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=9)
+
+
+@given(
+    LISTED, st.integers(1, 4), st.booleans(), st.sampled_from(({}, {"batch_size": None}, {"drop_last": True}))
+)
+@settings(max_examples=300, deadline=None)
+def test_batches_of_other_sizes_are_those_of_the_real_one(
+    listed: list[list[int]], processes: int, even: bool, said: dict[str, Any]
+) -> None:
+    for process in range(processes):
         mine, theirs = (
-            module.BatchSamplerShard(given_batches, 2, process, even_batches=False)
+            module.BatchSamplerShard(Batches(listed, **said), processes, process, even_batches=even)
             for module in (batch_shards, real)
         )
-        assert list(mine) == list(theirs)
+        assert (list(mine), len(mine)) == (list(theirs), len(theirs))
+
+
+@given(LISTED, st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_no_sample_is_lost_where_batches_have_not_the_size_that_is_said(
+    listed: list[list[int]], processes: int, split: bool, even: bool, drop_last: bool
+) -> None:
+    said = {"batch_size": 4 * processes if split else 2, "drop_last": drop_last}
+    by_process = [
+        list(batch_shards.BatchSamplerShard(Batches(listed, **said), processes, process, split, even))
+        for process in range(processes)
+    ]
+    kept = listed
+    if drop_last:
+        kept = listed[:-1] if split else listed[: max(0, len(listed) - 1) // processes * processes]
+    read = [index for batches in by_process for batch in batches for index in batch]
+    assert set(read) >= {index for batch in kept for index in batch}
+    if even:
+        assert len({len(batches) for batches in by_process}) == 1
 
 
 def test_the_seedable_order_is_the_real_one() -> None:

@@ -126,3 +126,130 @@ def test_a_batch_sampler_that_drops_its_tail_leaves_no_remainder() -> None:
         loader = accelerator.prepare(DataLoader(numbers, batch_sampler=batches))  # pyright: ignore[reportArgumentType]
         gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
     assert gathered == [[0, 1, 2, 3], [4, 5, 6, 7]]  # the real one cuts the last
+
+
+class ByEpoch(torch.utils.data.BatchSampler):
+    """Batches of two of eight samples, in an order of their own for each epoch that they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.batch_size, self.drop_last = 2, False
+        self.sampler: Any = ToldSampler()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.told[-1])).tolist()
+        return iter([order[at : at + 2] for at in range(0, 8, 2)])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class ToldSampler:
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+@pytest.mark.parametrize("constructs", [False, True])
+def test_the_epoch_is_told_to_samplers_at_once_and_kept_by_a_skip(constructs: bool, dispatch: Any) -> None:
+    for side in (
+        (THEIRS, OURS) if dispatch is None else (OURS,)
+    ):  # their dispatcher does not tell a batch sampler
+        options = side("accelerate.utils.DataLoaderConfiguration")(dispatch_batches=dispatch)
+        with side.accelerator(dataloader_config=options) as accelerator:
+            batches = ByEpoch()
+            kind = side("accelerate.data_loader.DataLoaderShard") if constructs else DataLoader
+            loader = accelerator.prepare(kind(list(range(8)), batch_sampler=batches))
+            loader.set_epoch(3)
+            assert (batches.told, batches.sampler.told) == ([3], [3]), side.name
+            rest = accelerator.skip_first_batches(loader, 1)
+            assert rest.iteration == 3, side.name
+            order = torch.randperm(8, generator=torch.Generator().manual_seed(3)).tolist()
+            assert torch.cat(list(rest)).tolist() == order[2:], side.name
+            assert (rest.iteration, accelerator.skip_first_batches(rest, 1).iteration) == (4, 4), side.name
+
+
+NAMES = ("batch_size", "drop_last", "num_workers", "total_dataset_length")
+
+
+def shown(loader: Any) -> Any:
+    """Return the attributes of a loader that programs read, its batches of indices and their attributes."""
+    found: dict[str, Any] = {name: getattr(loader, name) for name in NAMES if hasattr(loader, name)}
+    chain: list[str] = []
+    batches = loader.batch_sampler
+    listed = [] if isinstance(loader.dataset, IterableDataset) else list(batches)
+    while batches is not None:
+        said = (
+            "num_processes",
+            "process_index",
+            "split_batches",
+            "even_batches",
+            "skip_batches",
+            "batch_size",
+        )
+        chain.append(f"{type(batches).__name__} { {name: getattr(batches, name, None) for name in said} }")
+        batches = getattr(batches, "batch_sampler", None)
+    return found, type(loader.sampler).__name__, listed, chain
+
+
+class Buckets(ByEpoch):
+    batch_size = None  # pyright: ignore[reportAssignmentType,reportIncompatibleVariableOverride] as programs leave it out
+
+    def __init__(self) -> None:
+        self.told = [0]
+
+
+def loaders() -> dict[str, Any]:
+    numbers: Any = list(range(8))
+    return {
+        "batches": DataLoader(numbers, batch_size=4),
+        "dropped": DataLoader(numbers, batch_size=4, drop_last=True, num_workers=1),
+        "sampler": DataLoader(numbers, batch_size=2, sampler=torch.utils.data.SequentialSampler(numbers)),
+        "own": DataLoader(numbers, batch_sampler=Buckets()),
+        "stream": DataLoader(StreamWithLength(8), batch_size=4),
+    }
+
+
+def shown_on_a_rank() -> dict[str, Any]:
+    """Return what each kind of loader shows on this rank, on each side."""
+    found: dict[str, Any] = {}
+    for side, split, dispatch in product((THEIRS, OURS), (False, True), (None, True)):
+        options = side("accelerate.utils.DataLoaderConfiguration")(
+            split_batches=split, dispatch_batches=dispatch
+        )
+        with side.accelerator(dataloader_config=options) as accelerator:
+            for name, loader in loaders().items():
+                if name == "own" and split:
+                    continue  # an error on both
+                prepared = accelerator.prepare(loader)
+                case = f"{side.name} {name} {split} {dispatch}"
+                found[case] = shown(prepared)
+                found[f"{case} skip"] = shown(accelerator.skip_first_batches(prepared, 1))
+    return found
+
+
+def test_a_loader_shows_the_batches_of_its_process_as_the_real_one(run_ranks: Any) -> None:
+    for found in (shown_on_a_rank(), *run_ranks(shown_on_a_rank)):
+        for case, theirs in found.items():
+            if case.startswith(THEIRS.name):
+                assert found[case.replace(THEIRS.name, OURS.name, 1)] == theirs, case
+
+
+def shown_in_a_block() -> list[bool]:
+    with OURS.accelerator() as accelerator:
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        loader = accelerator.prepare(DataLoader(list(range(7)), batch_size=2))  # pyright: ignore[reportArgumentType]
+        found = [loader.batch_sampler.even_batches]
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            found.append(loader.batch_sampler.even_batches)
+        return [*found, loader.batch_sampler.even_batches]
+
+
+def test_the_batches_show_how_tails_are_treated_in_a_block(run_ranks: Any) -> None:
+    assert run_ranks(shown_in_a_block) == [[True, False, True]] * 2

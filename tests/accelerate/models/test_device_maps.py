@@ -8,6 +8,7 @@ from torch import nn
 
 from drivetrain_accelerate.models import device_maps
 from drivetrain_dispatch import DeviceMapError
+from drivetrain_dispatch.model.sizes import nearest_entry
 
 theirs = pytest.importorskip("accelerate.utils.modeling")
 
@@ -102,6 +103,52 @@ def test_accelerators_share_a_model(model: Model) -> None:
 def test_a_model_that_fits_nowhere_is_an_error(model: Model) -> None:
     with pytest.raises(DeviceMapError, match="disk"):
         device_maps.infer_auto_device_map(model, {"cpu": 10, "disk": 10})
+
+
+def test_a_map_that_a_forward_does_not_keep_is_told(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    assert device_maps.infer_auto_device_map(model, {0: 10, "cpu": 10}) == {"": "disk"}
+    assert "keeps the budgets between forwards alone" in caplog.text
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("buffer", torch.ones(8))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(30))
+
+
+BUDGETS: tuple[dict[Any, int], ...] = (
+    {0: 50, 1: 1000}, {0: 200, 1: 200}, {0: 200}, {0: 100, "cpu": 300}, {"cpu": 10}, {0: 0, "cpu": 1000},
+    {0: 10, 1: 10, "cpu": 10}, {"cpu": 100, "disk": 10_000}, {"disk": 10_000}, {0: 300, 1: 300, 2: 300},
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Current model requires")
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("whole", [None, ["Block"]])
+@pytest.mark.parametrize("kind", [Tied, Block, lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))])
+def test_there_is_a_map_for_budgets_that_no_forward_keeps(kind: Any, whole: Any, buffers: bool) -> None:
+    for budgets in BUDGETS:
+        found = kind()
+        planned = device_maps.infer_auto_device_map(found, dict(budgets), whole, offload_buffers=buffers)
+        device_maps.check_device_map(found, planned)
+        assert theirs.infer_auto_device_map(found, dict(budgets), whole, offload_buffers=buffers)
+        sizes = dict.fromkeys(budgets, 0)
+        for name, tensor in (*found.named_parameters(), *found.named_buffers()):
+            entry = nearest_entry(name, planned)
+            assert entry is not None
+            if planned[entry] != "disk":
+                sizes[planned[entry]] += tensor.nbytes
+        assert all(sizes[device] <= size for device, size in budgets.items()), (budgets, planned)
 
 
 def test_classes_that_a_model_has_are_found(model: Model) -> None:

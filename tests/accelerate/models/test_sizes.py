@@ -9,6 +9,7 @@ from torch import nn
 from drivetrain_accelerate.models import module_sizes as sizes
 from drivetrain_accelerate.models import tied_weights
 from drivetrain_accelerate.plugins.enums import CustomDtype
+from drivetrain_weights.errors import TiedParametersError
 
 theirs = pytest.importorskip("accelerate.utils.modeling")
 
@@ -117,3 +118,31 @@ def test_tied_weights_are_found_and_tied_again(caplog: pytest.LogCaptureFixture)
     assert tied_weights.check_tied_parameters_in_config(model) == theirs.check_tied_parameters_in_config(
         model
     )
+
+
+@pytest.mark.parametrize("first_is_meta", [False, True])
+def test_tensors_whose_values_differ_become_the_first_that_has_some(first_is_meta: bool) -> None:
+    for room in (tied_weights, theirs):
+        model = nn.ModuleDict(
+            {
+                name: nn.Linear(2, 2, device="meta" if name == "a" and first_is_meta else None)
+                for name in "abc"
+            }
+        )
+        model.register_buffer("one", torch.ones(2))
+        model.register_buffer("other", torch.zeros(2))
+        kept: Any = model["b" if first_is_meta else "a"]
+        values = kept.weight.detach().clone()
+        room.retie_parameters(model, [["a.weight", "b.weight", "c.weight"], ["one", "other"], ["a.bias"]])
+        assert {id(each.weight) for each in model.values()} == {id(kept.weight)}
+        assert torch.equal(kept.weight, values)
+        assert model.other is model.one
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)})
+    before = model["b"].weight
+    with pytest.raises(TiedParametersError, match=r"the model has no parameter c\.weight"):
+        tied_weights.retie_parameters(model, [["a.weight", "c.weight"]])
+    with pytest.raises(
+        TiedParametersError, match=r"a\.weight \(2, 2\), b\.weight \(3, 2\): tensors of one shape"
+    ):
+        tied_weights.retie_parameters(model, [["a.weight", "b.weight"]])
+    assert model["b"].weight is before

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate_sides import SIDES, THEIRS, Side
+from accelerate_sides import SIDES, THEIRS, Side, said
 
 pytest.importorskip("accelerate")
 
@@ -55,3 +55,26 @@ def test_device_map() -> None:
     theirs, ours, restored = (planned(side, model) for side in SIDES)
     assert theirs == {"0": "cpu", "1": "disk", "2": "disk"}
     assert ours == restored == {"0": "cpu", "1": "cpu", "2": "disk"}
+
+
+def test_budget_of_the_disk() -> None:
+    """the disk's budget in `max_memory`"""
+    for side in SIDES:
+        infer = side("accelerate.infer_auto_device_map")
+        found = said(lambda infer=infer: dict(infer(two_layers(), max_memory={"cpu": 0, "disk": 10})))
+        assert found == {"": "disk"} if side is THEIRS else "the devices may hold 10 B together" in found
+
+
+def test_retied_shapes() -> None:
+    """`retie_parameters` of tensors of other shapes"""
+    for side in SIDES:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)})
+        found = said(
+            lambda side=side, model=model: side("accelerate.utils.retie_parameters")(
+                model, [["a.weight", "b.weight"]]
+            )
+        )
+        is_one = model["a"].weight is model["b"].weight
+        assert (
+            (found is None and is_one) if side is THEIRS else ("tensors of one shape" in found and not is_one)
+        )

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from drivetrain_data.errors import TrimError as TrimError
     from drivetrain_data.errors import UnpreparedLoaderError as UnpreparedLoaderError
     from drivetrain_data.loader import ShardedLoader as ShardedLoader
-    from drivetrain_data.loader import SkippedBatches as SkippedBatches
-    from drivetrain_data.loader import skip_first_batches as skip_first_batches
     from drivetrain_data.loader_seeds import own_seed as own_seed
     from drivetrain_data.loader_seeds import seed_at as seed_at
     from drivetrain_data.randomness.permutation import ORDER_VERSION as ORDER_VERSION
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
     from drivetrain_data.sharded_loader import divides_itself as divides_itself
     from drivetrain_data.sharded_loader import is_loader as is_loader
     from drivetrain_data.sharded_loader import shard_loader as shard_loader
+    from drivetrain_data.skipped_batches import SkippedBatches as SkippedBatches
+    from drivetrain_data.skipped_batches import skip_first_batches as skip_first_batches
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -52,7 +52,7 @@ _MODULES = {
     "Partition": "sampling.partition",
     "Permutation": "randomness.permutation",
     "PermutationSampler": "sampling.samplers",
-    "SkippedBatches": "loader",
+    "SkippedBatches": "skipped_batches",
     "ResumedLoaderError": "errors",
     "Shard": "shard",
     "ShardedLoader": "loader",
@@ -67,7 +67,7 @@ _MODULES = {
     "batch_sizes": "remainder",
     "seed_at": "loader_seeds",
     "shard_loader": "sharded_loader",
-    "skip_first_batches": "loader",
+    "skip_first_batches": "skipped_batches",
     "trim": "remainder",
     "trim_objects": "remainder",
 }

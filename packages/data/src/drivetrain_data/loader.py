@@ -1,7 +1,7 @@
 """A sharded loader as a training loop sees it: one shard's batches on its device, each with its plan."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
@@ -14,6 +14,7 @@ from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.first_samples import ComparingOpener
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
 from drivetrain_data.state.loader_state import STATE_FORMAT, check_state, fingerprint_of
+from drivetrain_data.state.torchdata_state import TorchdataStates, counted_from, num_yielded
 
 Batch = TypeVar("Batch")
 # Each step's plan, batch and origin, handed on in order.
@@ -111,6 +112,16 @@ class ShardedLoader(Generic[Batch]):
     def position_after(self, num_batches: int) -> int:
         """Return the position after a number of batches of an epoch, as each shard counts them."""
         return self._source.position_after(0, num_batches)
+
+    @property
+    def even(self) -> UnevenPolicy:
+        """The treatment of the tails of the loops at the moment."""
+        return self._source.sharding.even
+
+    @property
+    def splits_batches(self) -> bool:
+        """True if the batch size of the user's loader is the sum over shards."""
+        return self._source.sharding.split
 
     @property
     def is_dispatched(self) -> bool:
@@ -274,6 +285,51 @@ class ShardedLoader(Generic[Batch]):
         self._start(state["epoch"], position=state["position"])
         self._repeats = state.get("repeats", 0)
 
+    def torchdata_state(self) -> dict[str, Any]:
+        """Return the position as a state of torchdata's StatefulDataLoader, which the user's loader is.
+
+        A StatefulDataLoader over this shard's batches takes it. Unless the position is all that matters, it has this
+        loader's own state as well, under "sharded".
+
+        Raises:
+            RuntimeError: The user's loader is another one.
+        """
+        states, source = self._torchdata_states(), self._source
+        state = states.received or states.loaded
+        if state is None:
+            state = counted_from(source.initial_state(), *source.num_before(self._position))
+        if self._finished:
+            state = {**state, "_iterator_finished": True}
+        is_all = self.shard.count == 1 and source.identity()["order"] == "sequential"
+        return dict(state) if is_all else {**state, "sharded": self.state_dict()}
+
+    def load_torchdata_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `torchdata_state`, or torchdata's StatefulDataLoader, returned.
+
+        Raises:
+            RuntimeError: The user's loader is no StatefulDataLoader.
+            DataStateError: The state does not fit the loader.
+        """
+        states = self._torchdata_states()
+        states.check(state)
+        if "sharded" in state:
+            self.load_state_dict(state["sharded"])
+            fits = self._source.num_before(self._position)[0] == num_yielded(state)
+        else:
+            fits = not state["_iterator_finished"]
+            self._moves += 1
+            self._start(self._epoch + (not fits), position=self._source.position_of(state) if fits else 0)
+        if fits:
+            states.load({name: value for name, value in state.items() if name != "sharded"})
+
+    def _torchdata_states(self) -> TorchdataStates:
+        if self._source.states is None:
+            raise RuntimeError(
+                "the state of torchdata's StatefulDataLoader is asked for, and this loader was made from another "
+                "kind: pass a StatefulDataLoader, or use state_dict()"
+            )
+        return self._source.states
+
     def _end_loop(self) -> None:
         """End the running loop; its iterator raises if it is advanced again."""
         self._newest = object()
@@ -287,6 +343,8 @@ class ShardedLoader(Generic[Batch]):
         self._epoch = epoch
         self._position = self._stepped = position
         self._repeats = 0
+        if self._source.states is not None:
+            self._source.states.reset()
         self._stepped_extra = self._source.extra_state(epoch, position)
         self._begun = self._finished = False
 
@@ -342,60 +400,3 @@ class ShardedLoader(Generic[Batch]):
         finally:
             if self._newest is this:
                 self._end_loop()
-
-
-class SkippedBatches(Generic[Batch]):
-    """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader.
-
-    Args:
-        loader: The sharded loader, whose position moves as the view is read.
-        num_batches: The number of batches to skip on this rank.
-    """
-
-    def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
-        self.loader = loader
-        self.num_batches = num_batches
-        self._length: int | None = None  # the number of steps of the running loop
-
-    def __iter__(self) -> Iterator[Batch]:
-        self._length = None
-        with suppress(TypeError):
-            self._length = len(self)
-        yield from self.loader.skipping(self.num_batches)
-        self._length = None
-
-    def __len__(self) -> int:
-        if self._length is not None and self.loader.current is not None:
-            return self._length
-        return max(0, self.loader.num_left() - self.num_batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-
-def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> SkippedBatches[Batch]:
-    """Skip the first batches of a sharded loader's epochs, without reading them where the order can be computed.
-
-    Args:
-        loader: The loader from `shard_loader`, or from an earlier call of this function.
-        num_batches: The number of batches to skip on this rank.
-
-    Raises:
-        TypeError: The loader is not sharded.
-        ValueError: `num_batches` is negative.
-        ResumedLoaderError: A state was loaded in the middle of an epoch: the loader already continues from there.
-    """
-    if type(num_batches) is not int or num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")
-    if isinstance(loader, SkippedBatches):
-        loader.loader.check_skippable(num_batches)
-        return SkippedBatches(loader.loader, loader.num_batches + num_batches)
-    if not isinstance(loader, ShardedLoader):
-        raise TypeError(
-            f"skip_first_batches takes what prepare or shard_loader returned, not {type(loader).__name__}; prepare "
-            "or shard it first"
-        )
-    loader.check_skippable(num_batches)
-    return SkippedBatches(loader, num_batches)

@@ -55,12 +55,14 @@ def read_index(path: Path) -> WeightIndex:
         said: Any = read_json(path)
     except FileNotFoundError as error:
         raise WeightFilesError(f"{path} is missing") from error
-    files = said.get("weight_map") if isinstance(said, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+    has_parts = isinstance(said, dict) and "weight_map" in said
+    files = said["weight_map"] if has_parts else said
+    is_map = isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
+    if not is_map or not (files or has_parts):
         raise WeightFilesError(
-            f'{path} is no index of weight files: it has no "weight_map" from tensors to files'
+            f'{path} is no index of weight files: it has no "weight_map" from tensors to files, and is no such map'
         )
-    metadata = said.get("metadata") or {}
+    metadata = (said.get("metadata") if has_parts else None) or {}
     if not isinstance(metadata, dict):
         raise WeightFilesError(f'{path} is no index of weight files: its "metadata" is {metadata!r}')
     for file in files.values():

@@ -14,6 +14,7 @@ from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import refuse_slicing
 from drivetrain_accelerate.loaders.skipped_batches import skip_first_batches
+from drivetrain_accelerate.loaders.stateful import as_stateful
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
@@ -98,11 +99,12 @@ class PrepareMethods(HeldObjects):
         refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
         if isinstance(data_loader, DataLoaderAdapter):
             return data_loader
+        if self.options.data.use_stateful_dataloader:
+            data_loader = as_stateful(data_loader)
         fills = self.options.data.even_batches and self.state.num_processes > 1
         sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
         kind = kind_of(data_loader, sharded, is_dispatched=self.options.data.dispatch_batches)
         prepared = kind.over(data_loader, sharded, self.state.device)
-        prepared.use_stateful_dataloader = self.options.data.use_stateful_dataloader
         self._dataloaders.append(prepared)
         return prepared
 

@@ -1,11 +1,15 @@
 """Batch samplers of one process, as programs build them themselves: indices only, without a loader."""
 
 from collections.abc import Iterator
-from itertools import cycle, islice
-from typing import Any
+from itertools import chain, cycle, islice
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
+
+from drivetrain_data.sampling.step_info import look_ahead
+
+Value = TypeVar("Value")
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -43,14 +47,15 @@ class BatchSamplerShard(BatchSampler):
     """The batches of one process out of those of a batch sampler.
 
     Args:
-        batch_sampler: The batches of all processes, of one size but for the last.
+        batch_sampler: The batches of all processes. Where only the last is smaller than its `batch_size`, an end that
+            not all processes have is filled by samples; batches of other sizes stay whole.
         num_processes: The number of processes.
         process_index: The number of the process.
         split_batches: Whether each batch is cut into parts, one for each process; else each process gets whole ones.
-        even_batches: Whether the end is filled with indices of the beginning, so that all get equal batches.
+        even_batches: Whether the end is filled with what came at the beginning, so that all get as many batches.
 
     Raises:
-        ValueError: Batches cannot be cut into equal parts, or filled, since they have no one size.
+        ValueError: Batches cannot be cut into equal parts.
     """
 
     def __init__(
@@ -62,14 +67,9 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
     ) -> None:
         size: int | None = getattr(batch_sampler, "batch_size", None)
-        if split_batches and size is not None and size % num_processes:
+        if split_batches and (size is None or size % num_processes):
             raise ValueError(
                 f"split_batches=True: batch_size={size} must be a multiple of the {num_processes} processes"
-            )
-        if even_batches and size is None:
-            raise ValueError(
-                f"even_batches=True with {type(batch_sampler).__name__}, which has no batch_size to fill batches to: "
-                "say even_batches=False"
             )
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
@@ -98,38 +98,37 @@ class BatchSamplerShard(BatchSampler):
     def _parts(self) -> Iterator[list[int]]:
         """Cut each batch into a part for each process."""
         first: list[int] = []
-        for given in self.batch_sampler:
-            batch: list[int] = list(given)
+        for batch, is_last in look_ahead(map(list, self.batch_sampler)):
             first = first or batch
-            size = self.batch_size or len(batch)
-            if self.even_batches and len(batch) < size:
-                if self.drop_last:
-                    return
-                batch += _cycled(first, size - len(batch))
-            each = size // self.num_processes
+            size = max(self.batch_size or 0, len(batch))
+            if is_last and self.drop_last and len(batch) < size:
+                return
+            each = -(-size // self.num_processes)
+            if self.even_batches:
+                batch += _cycled(first, each * self.num_processes - len(batch))
             if part := batch[self.process_index * each : (self.process_index + 1) * each]:
                 yield part
 
     def _whole(self) -> Iterator[list[int]]:
         """Take every batch of this process's turn; a turn that not all processes get is dropped, or filled."""
-        first: list[int] = []
+        size, count = self.batch_size, self.num_processes
+        first: list[list[int]] = []
         turn: list[list[int]] = []
-        for given in self.batch_sampler:
-            batch: list[int] = list(given)
-            if len(first) < (self.batch_size or 0) * self.num_processes:
-                first += batch
+        is_regular = size is not None
+        for batch, is_last in look_ahead(map(list, self.batch_sampler)):
+            is_full = len(batch) == size
+            is_regular = is_regular and (is_full or (is_last and len(batch) < (size or 0)))
+            if len(first) < count:
+                first.append(batch)
             turn.append(batch)
-            if len(turn) == self.num_processes and len(batch) == (self.batch_size or len(batch)):
+            if len(turn) == count and (is_full or not is_last or not is_regular):
                 yield turn[self.process_index]
                 turn = []
         if not turn or self.drop_last:
             return
         if self.even_batches:
-            size = self.batch_size or 0
-            rest = [index for batch in turn for index in batch]
-            rest += _cycled(first, size * self.num_processes - len(rest))
-            yield rest[self.process_index * size : (self.process_index + 1) * size]
-        elif self.process_index < len(turn):
+            turn = _filled(turn, first, size if is_regular else None, count)
+        if self.process_index < len(turn):
             yield turn[self.process_index]
 
 
@@ -159,6 +158,15 @@ class SkipBatchSampler(BatchSampler):
         return max(0, self.total_length - self.skip_batches)
 
 
-def _cycled(indices: list[int], count: int) -> list[int]:
-    """Return as many indices as asked for, from the beginning and again from there."""
-    return list(islice(cycle(indices), count))
+def _filled(turn: list[list[int]], first: list[list[int]], size: int | None, count: int) -> list[list[int]]:
+    """Return a batch for each process: of a size, filled with the first samples; without one, the first batches."""
+    if size is None:
+        return [*turn, *_cycled(first, count - len(turn))]
+    rest = list(chain.from_iterable(turn))
+    rest += _cycled(list(chain.from_iterable(first)), size * count - len(rest))
+    return [rest[begin : begin + size] for begin in range(0, len(rest), size)]
+
+
+def _cycled(values: list[Value], count: int) -> list[Value]:
+    """Return as many values as asked for, from the beginning and again from there."""
+    return list(islice(cycle(values), count))

@@ -6,9 +6,13 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard
+from drivetrain_accelerate.loaders.shown_loader import shown_loader
+from drivetrain_accelerate.loaders.stateful import built
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader
-from drivetrain_data.loader import SkippedBatches
+from drivetrain_data.skipped_batches import SkippedBatches
+from drivetrain_data.state.torchdata_state import torchdata_kind
 
 
 class DataLoaderStateMixin:
@@ -51,20 +55,22 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: The dataset to read.
-        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
         batch_sampler: The batches of this process.
         **kwargs: Further arguments of DataLoader.
 
     Attributes:
-        base_dataloader: The user's DataLoader.
+        users_loader: The user's DataLoader.
+        base_dataloader: The loader whose attributes this one shows.
         sharded: The loader that yields this process's batches.
         iteration: The number of loops that have read their epoch to its end.
         device: The device that batches are copied to; None leaves them on the CPU.
         rng_types: Empty: the order needs no generator to be synchronised.
         synchronized_generator: None, for the same reason.
-        use_stateful_dataloader: Whether the program asked for `state_dict`, which ours always has.
+        use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads.
     """
 
+    users_loader: DataLoader[Any]
     base_dataloader: DataLoader[Any]
     sharded: ShardedLoader[Any] | SkippedBatches[Any]
     iteration: int
@@ -79,9 +85,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
-        base = DataLoader(dataset, **kwargs)
+        base = built(use_stateful_dataloader, dataset, **kwargs)
         self._set(base, shard_loader(base, Shard(0, 1)))
-        self.use_stateful_dataloader = use_stateful_dataloader
 
     @classmethod
     def over(
@@ -110,20 +115,27 @@ class DataLoaderAdapter(DataLoader[Any]):
         # DataLoader.__init__ is not called: the user's loader has checked its arguments.
         sharded_of(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
         self.__dict__.update(
-            base_dataloader=base,
+            users_loader=base,
+            base_dataloader=shown_loader(base, sharded),
             sharded=sharded,
             device=device,
             iteration=0,
             rng_types=[],
             synchronized_generator=None,
-            use_stateful_dataloader=False,
+            use_stateful_dataloader=torchdata_kind(base) is not None,
             _is_accelerate_prepared=True,
         )
 
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] as isinstance asks for it
+        """The class that isinstance finds beside the loader's own: torchdata's, where that reads."""
+        return torchdata_kind(self.users_loader) or type(self)
+
     def __getattr__(self, name: str) -> Any:
-        if name in ("base_dataloader", "sharded"):  # not yet set
+        if name in ("users_loader", "base_dataloader", "sharded"):  # not yet set
             raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
+        shown = self.base_dataloader
+        return getattr(shown if hasattr(shown, name) else self.users_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
@@ -143,7 +155,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
         an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
         """
-        base: Any = self.base_dataloader
+        base: Any = self.users_loader
         if (
             isinstance(base, DataLoader)
             and base.generator is None
@@ -162,6 +174,14 @@ class DataLoaderAdapter(DataLoader[Any]):
         return GradientState()
 
     @property
+    def batch_sampler(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] torch's is an attribute
+        """The batches of indices of this process, as the tails of its loops are treated at the moment."""
+        shown = self.base_dataloader.batch_sampler
+        if isinstance(shown, BatchSamplerShard):
+            shown.even_batches = sharded_of(self.sharded).even != "uneven"
+        return shown
+
+    @property
     def skip_batches(self) -> int:
         """The number of batches that the loader's epochs leave out."""
         return self.sharded.num_batches if isinstance(self.sharded, SkippedBatches) else 0
@@ -169,13 +189,13 @@ class DataLoaderAdapter(DataLoader[Any]):
     @property
     def drops_last(self) -> bool:
         """True if an incomplete last batch is dropped."""
-        base = self.base_dataloader
+        base = self.users_loader
         return any(getattr(each, "drop_last", False) for each in (base, getattr(base, "batch_sampler", None)))
 
     @property
     def full_batch_size(self) -> int | None:
         """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
-        own = getattr(getattr(self.base_dataloader, "batch_sampler", None), "batch_size", None)
+        own = getattr(getattr(self.users_loader, "batch_sampler", None), "batch_size", None)
         return sharded_of(self.sharded).batch_size or own
 
     @property
@@ -185,12 +205,20 @@ class DataLoaderAdapter(DataLoader[Any]):
         return {"epoch": sharded.epoch, "position": sharded.position, "stride": sharded.position_after(1)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was received, which any number of processes can load."""
-        return sharded_of(self.sharded).state_dict()
+        """Return the position after the last batch that was received.
+
+        Any number of processes can load it; with `use_stateful_dataloader`, it is a state of torchdata's loader.
+        """
+        sharded = sharded_of(self.sharded)
+        return sharded.torchdata_state() if self.use_stateful_dataloader else sharded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a position: the next loop goes on from there."""
-        sharded_of(self.sharded).load_state_dict(state_dict)
+        sharded = sharded_of(self.sharded)
+        if self.use_stateful_dataloader and "format" not in state_dict:
+            sharded.load_torchdata_state(state_dict)
+        else:
+            sharded.load_state_dict(state_dict)
 
     def begin_anew(self) -> None:
         """Forget the position in the epoch that was loaded: the next loop reads the epoch from its beginning."""

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
 from drivetrain_accelerate.loaders.passed_batches import PassedBatches, passed_batches
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
 from drivetrain_accelerate.loaders.resumed_position import check_epoch
+from drivetrain_accelerate.loaders.shown_loader import told_epochs
+from drivetrain_accelerate.loaders.stateful import built
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
@@ -25,7 +27,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         rng_types: Kept for programs that read it: the order needs no generator to be synchronised.
         synchronized_generator: Kept, for the same reason.
         skip_batches: The number of batches to leave out of each epoch.
-        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
         _drop_last: Not used: the arguments of DataLoader say whether the incomplete last batch is dropped.
         _non_blocking: Whether to copy pinned batches without waiting.
         torch_device_mesh: The mesh of the parallel dimensions.
@@ -53,10 +55,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         del _drop_last, torch_device_mesh
-        base = DataLoader(dataset, **kwargs)
-        sharded: Any = shard_loader(base, Shard(0, 1), device=device, non_blocking=_non_blocking)
+        base = built(use_stateful_dataloader, dataset, **kwargs)
+        sharded: Any = shard_loader(
+            base, Shard(0, 1), device=device, seed=agreed_seed(base, None, None), non_blocking=_non_blocking
+        )
         self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, device)
-        self.iteration, self.use_stateful_dataloader = iteration, use_stateful_dataloader
+        self.iteration = iteration
         self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -65,7 +69,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self._draw()
             self.passed_batches = passed_batches(self) or self.passed_batches
-            for batch in self.sharded:
+            is_resumed = sharded_of(self.sharded).is_resumed  # what a loader skips lies behind its state
+            for batch in sharded_of(self.sharded) if is_resumed else self.sharded:
                 if self.passed_batches is not None:
                     self.passed_batches.receive()
                 current = sharded_of(self.sharded).current
@@ -85,12 +90,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Take note of the epoch's last batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next loop, and tell the dataset if it wants to know."""
+        """Choose the epoch of the next loop, and tell the dataset and the samplers that want to know."""
         check_epoch(sharded_of(self.sharded), epoch)
         self.iteration = epoch
         sharded_of(self.sharded).set_epoch(epoch)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        for each in told_epochs(self.users_loader):
+            each.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int:
@@ -104,7 +109,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def get_sampler(self) -> Sampler[Any] | None:
         """Return the user's sampler, whose order this loader follows."""
-        return getattr(self.base_dataloader, "sampler", None)
+        return getattr(self.users_loader, "sampler", None)
 
     def set_sampler(self, sampler: Sampler[Any]) -> None:
         """Refuse: the order was divided among the ranks when the loader was prepared.
@@ -134,7 +139,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         dataset: The dataset to read; only the main process does.
         split_batches: Whether the batch size is the sum over processes.
         skip_batches: The number of batches to leave out of each epoch.
-        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
         _drop_last: Whether the incomplete last batch is dropped; else it is filled with repeats.
         _non_blocking: Whether to copy pinned batches without waiting.
         slice_fn: Not supported: drivetrain slices batches of any nesting.
@@ -162,7 +167,10 @@ class DataLoaderDispatcher(DataLoaderShard):
         del torch_device_mesh
         refuse_slicing(slice_fn, "DataLoaderDispatcher(slice_fn")
         state = PartialState()
-        base, (shard, context) = DataLoader(dataset, **kwargs), part_to_read(state, None, None)
+        base, (shard, context) = (
+            built(use_stateful_dataloader, dataset, **kwargs),
+            part_to_read(state, None, None),
+        )
         fills: UnevenPolicy = "pad" if shard.count > 1 else "uneven"
         sharded: Any = shard_loader(
             base,
@@ -177,7 +185,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             non_blocking=_non_blocking,
         )
         self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, state.device)
-        self.iteration, self.use_stateful_dataloader = iteration, use_stateful_dataloader
+        self.iteration = iteration
 
     def _reach_end(self, plan: BatchPlan) -> None:
         if plan.real_counts is not None and plan.sizes is not None:
@@ -193,7 +201,7 @@ class SkipDataLoader(DataLoaderShard):
     Args:
         dataset: The dataset to read.
         skip_batches: The number of batches to leave out of each epoch.
-        use_stateful_dataloader: Whether the loader has `state_dict`; ours always has.
+        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
         **kwargs: Further arguments of DataLoader.
     """
 

@@ -35,4 +35,6 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         logger.info("skip_first_batches(%d): the loader goes on where the checkpoint left it", num_batches)
         return dataloader
     check_skipped(sharded_of(dataloader.sharded), num_batches)
-    return type(dataloader).over(dataloader.base_dataloader, skipping, dataloader.device)
+    rest = type(dataloader).over(dataloader.users_loader, skipping, dataloader.device)
+    rest.iteration = dataloader.iteration
+    return rest

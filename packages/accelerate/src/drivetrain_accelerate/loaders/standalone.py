@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
+from drivetrain_accelerate.loaders.stateful import as_stateful
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import shard_loader
@@ -47,16 +48,18 @@ def prepare_data_loader(
         use_seedable_sampler: Not used: the order always follows from a seed and the epoch.
         data_seed: The seed of that order; None for that of the loader's generator, or torch's.
         non_blocking: Whether to copy pinned batches without waiting.
-        use_stateful_dataloader: Not used: the loader always has `state_dict`.
+        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
         torch_device_mesh: The mesh of the parallel dimensions, of which only data parallel ones are supported.
 
     Raises:
         ValueError: A slicing function is given, or the batch size is no multiple of the processes that split it.
     """
-    del rng_types, use_seedable_sampler, use_stateful_dataloader, torch_device_mesh
+    del rng_types, use_seedable_sampler, torch_device_mesh
     refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
+    if use_stateful_dataloader:
+        dataloader = as_stateful(dataloader)
     state = PartialState()
     place = (device or state.device) if put_on_device else None
     shard, context = part_to_read(state, process_index, num_processes)
@@ -79,7 +82,7 @@ def prepare_data_loader(
 def get_sampler(dataloader: Any) -> Any:
     """Return the sampler of single indices that a loader's batches are made of; None if it has none."""
     if isinstance(dataloader, DataLoaderAdapter):
-        dataloader = dataloader.base_dataloader
+        dataloader = dataloader.users_loader
     batches: Any = getattr(dataloader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler

@@ -10,12 +10,12 @@ from torch import nn
 
 from drivetrain_accelerate.models.module_sizes import classes_listed, convert_file_size_to_int, planned_sizes
 from drivetrain_accelerate.models.module_tensors import Where
-from drivetrain_dispatch import DeviceMap
+from drivetrain_dispatch import DeviceMap, DeviceMapError
 from drivetrain_dispatch import get_max_memory as memory_budgets
-from drivetrain_dispatch import infer_auto_device_map as plan_device_map
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.infer_device_map import plan_device_map, stored_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets
 
 _LOGGER = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ def infer_auto_device_map(
 ) -> dict[str, Where]:
     """Plan where each part of a model goes. Nothing is moved or loaded.
 
+    Where no plan keeps the budgets in a forward, a warning says so, and the budgets hold what is stored alone.
+
     Args:
         model: The model, ideally on the meta device.
         max_memory: Sizes by device; None for what is free now. The disk takes what is left.
@@ -101,19 +103,24 @@ def infer_auto_device_map(
         fallback_allocation: Without effect: the plan finds whatever fits by itself.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model.
+        DeviceMapError: The disk has a budget that does not hold what is left.
     """
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
-    budgets: dict[Where, int | str] = {**get_max_memory(max_memory)}
-    planned = plan_device_map(
-        model, budgets, dtype=plain, special_sizes=sizes, offload_buffers=offload_buffers,
-        no_split_module_classes=present_classes(model, no_split_module_classes),
-    )  # fmt: skip
+    budgets = get_max_memory(max_memory)
+    whole = present_classes(model, no_split_module_classes)
+    layout = ModelLayout.of(model, dtype=plain, special_sizes=sizes)
+    blocks = blocks_of(layout, no_split=whole, offload_buffers=offload_buffers)
+    try:
+        planned = plan_device_map(blocks, {**budgets}, converts=layout.converts)
+    except DeviceMapError as error:
+        stored = stored_map(blocks, {**budgets})
+        if stored is None:
+            raise
+        _LOGGER.warning("%s. The map that follows keeps the budgets between forwards alone", error)
+        planned = stored
     if verbose:
         _LOGGER.info("%s", planned)
-    return (
-        planned if clean_result else _divided(model, planned, present_classes(model, no_split_module_classes))
-    )
+    return planned if clean_result else _divided(model, planned, whole)
 
 
 def _divided(model: nn.Module, planned: DeviceMap, whole: Collection[str]) -> DeviceMap:

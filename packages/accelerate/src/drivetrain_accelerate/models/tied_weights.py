@@ -4,12 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_accelerate.compat import tied_weights_keys
 from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_weights import find_tied_parameters as find_groups
-from drivetrain_weights import retie_parameters as tie_groups
+from drivetrain_weights.errors import TiedParametersError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -26,12 +26,26 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter again: the first of them that has values.
+    """Make each group of names one parameter or buffer again: the first of them that has values, which stay.
 
     Raises:
-        TiedParametersError: Two parameters of a group have different values, so that one would be lost.
+        TiedParametersError: The model lacks a name, or tensors of a group have different shapes; it stays unchanged.
     """
-    tie_groups(model, [list(group) for group in tied_params])
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    kept: list[Tensor | None] = []
+    for group in tied_params:
+        if missing := [name for name in group if name not in named]:
+            raise TiedParametersError(f"tied_params: the model has no parameter {', '.join(missing)}")
+        if len({named[name].shape for name in group}) > 1:
+            shapes = ", ".join(f"{name} {tuple(named[name].shape)}" for name in group)
+            raise TiedParametersError(
+                f"tied_params: {shapes}: tensors of one shape can be one; leave others out"
+            )
+        kept.append(next((named[name] for name in group if not named[name].is_meta), None))
+    for group, tensor in zip(tied_params, kept, strict=True):
+        for name in group if tensor is not None else ():
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from drivetrain_data.sampling.sample_signature import Signature
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import UnevenPolicy
+from drivetrain_data.state.torchdata_state import TorchdataStates, torchdata_kind
 
 
 class StepOrigin(NamedTuple):
@@ -18,10 +19,12 @@ class StepOrigin(NamedTuple):
     Attributes:
         worker: The index of the worker that read the step; 0 without workers.
         snapshot: The state of the worker's dataset after the step; None if none was taken.
+        state: The state of torchdata's loader after the step, where it reads.
     """
 
     worker: int
     snapshot: Any = None
+    state: dict[str, Any] | None = None
 
 
 # A step's plan, this rank's batch, and an origin if a resume needs more than the position. Where one rank reads for
@@ -46,6 +49,7 @@ class BatchSource(ABC):
 
     Attributes:
         signature: The signature of samples of the first step read; None if it was not asked for.
+        states: The states of the user's loader where it is torchdata's StatefulDataLoader; None for other loaders.
     """
 
     reads_forwards = True  # whether only a loop can read the data, from its beginning on
@@ -58,6 +62,8 @@ class BatchSource(ABC):
         self.batch_size = batch_size
         self._seed = sharding.seed
         self.signature: Signature | None = None
+        is_torchdata = torchdata_kind(loader) is not None
+        self.states = TorchdataStates(loader.num_workers) if is_torchdata else None
 
     @property
     def name(self) -> str:
@@ -154,5 +160,27 @@ class BatchSource(ABC):
             DataStateError: The state does not fit this source; the source is unchanged.
         """
 
-    def note_received(self, plan: BatchPlan, origin: StepOrigin, /) -> None:  # noqa: B027 most positions say all
+    def note_received(self, _plan: BatchPlan, origin: StepOrigin, /) -> None:
         """Record that the loop has received a step."""
+        if self.states is not None:
+            self.states.received = origin.state
+
+    @property
+    def reads_all(self) -> bool:
+        """True if the loader that this source reads yields the batches of all shards."""
+        return self.sharding.shard.count == 1 or self.sharding.for_all
+
+    def initial_state(self) -> dict[str, Any]:
+        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
+        raise NotImplementedError
+
+    def num_before(self, position: int) -> tuple[int, int | None]:
+        """Return how many batches, and samples, torchdata's loader has yielded before a position.
+
+        The number of samples is None where batches have sizes of their own.
+        """
+        raise NotImplementedError
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return the position that a state of torchdata's loader has behind it."""
+        raise NotImplementedError

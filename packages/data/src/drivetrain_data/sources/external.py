@@ -6,6 +6,7 @@ from inspect import isgenerator
 from itertools import islice
 from typing import Any
 
+from torch import Generator
 from torch.utils.data import IterableDataset
 
 from drivetrain_data._nested import leading_size, leading_sizes
@@ -15,10 +16,12 @@ from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sampling.whole_batches import cut_into_steps, distribute, plan_of_batches
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
+from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.integrations import left_out_of_state
 from drivetrain_data.state.sampler_parts import length_of, prepare_sampler
 from drivetrain_data.state.stream_state import PositionedSnapshot, ReadPosition, Snapshotter
+from drivetrain_data.state.torchdata_state import num_yielded
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +76,24 @@ class ExternalSource(BatchSource):
             else:
                 yield plan, held[self.sharding.shard.index], origin
 
+    def initial_state(self) -> dict[str, Any]:
+        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
+        layout = {"batch_size": self._loader.batch_size, "drop_last": self._loader.drop_last}
+        reader: Any = rebuild(self._loader, self.dataset, Generator(), **layout)
+        return reader.state_dict()
+
+    def num_before(self, position: int) -> tuple[int, int | None]:
+        """Return how many batches, and samples, torchdata's loader has yielded before a position."""
+        size = self._loader.batch_size
+        return position, None if size is None else position * size
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return the position that a state of torchdata's loader has behind it."""
+        return num_yielded(state)
+
     def note_received(self, plan: BatchPlan, origin: StepOrigin) -> None:
         """Count the received batches, and keep the snapshot of the loader."""
+        super().note_received(plan, origin)
         self._received.receive(plan.advance, origin.worker, origin.snapshot)
 
     def length(self, _epoch: int) -> int:
@@ -107,11 +126,19 @@ class ExternalSource(BatchSource):
     def _steps_from(self, position: int) -> Iterator[tuple[list[Any], StepOrigin]]:
         """Yield the batches of each step from a position on, and its origin."""
         for step in cut_into_steps(self._batches_from(position), self.stride, self.sharding.even):
-            # Take the snapshot now, because the next step is read before this one is yielded to the loop.
-            yield step, StepOrigin(0, self._snapshotter.take())
+            # Take the state now, because the next step is read before this one is yielded to the loop.
+            if self.states is None:
+                yield step, StepOrigin(0, self._snapshotter.take())
+            else:
+                yield step, StepOrigin(0, self._snapshotter.take(), self.states.take(self._loader))
 
     def _batches_from(self, position: int) -> Iterator[Any]:
         read = self._received
+        if self.states is not None:
+            has_state = self.states.loaded is not None
+            self.states.begin(self._loader, 0)
+            if has_state:
+                return iter(self._loader)
         if not position:
             return iter(self._loader)
         if self.sharding.is_first_reader:

@@ -13,11 +13,18 @@ from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
 from drivetrain_data.sampling.sharding import DataSharding
-from drivetrain_data.sources.batch_source import BatchSource, Reading
-from drivetrain_data.sources.keyed_fetch import FetchedDataset, FetchSampler
+from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
+from drivetrain_data.sources.keyed_fetch import (
+    CountedBatches,
+    FetchedDataset,
+    FetchSampler,
+    StatefulFetchedDataset,
+)
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.sampler_parts import length_of
+from drivetrain_data.state.stateful import StatefulReader
+from drivetrain_data.state.torchdata_state import num_yielded, samples_yielded
 
 
 class MapStyleSource(BatchSource):
@@ -39,11 +46,17 @@ class MapStyleSource(BatchSource):
         self._draws_apart = sharding.draws_apart and loader.num_workers == 0
         seeds = sharding.draws_apart or loader.num_workers > 0
         self._generator = Generator()
+        self._counted: CountedBatches | None = None
         listeners = epoch_parts(self.dataset, loader.collate_fn)
-        self._fetched = FetchedDataset(self.dataset, listeners, seeds=seeds)
-        layout: dict[str, Any] = {"batch_sampler": FetchSampler(sampler)}
+        has_state = self.states is not None and isinstance(self.dataset, StatefulReader)
+        fetched = StatefulFetchedDataset if has_state else FetchedDataset
+        self._fetched = fetched(self.dataset, listeners, seeds=seeds)
+        steps: Any = FetchSampler(sampler)
+        if self.states is not None:
+            steps = self._counted = CountedBatches(steps)
+        layout: dict[str, Any] = {"batch_sampler": steps}
         if isinstance(sampler, ItemSampler):
-            layout = {"sampler": FetchSampler(sampler), "batch_size": None}
+            layout = {"sampler": steps, "batch_size": None}
         self._loader = rebuild(loader, self._fetched, self._generator, **layout)
 
     @property
@@ -74,8 +87,15 @@ class MapStyleSource(BatchSource):
                 f"{length_of(self.dataset)} now: shard a new DataLoader over it"
             )
         self._sampler.epoch, self._sampler.position = epoch, position
-        # Torch seeds workers from it for what they draw as they start; each batch has a seed of its own.
-        self._generator.manual_seed(hash_key(self.seed, epoch, self.sharding.shard.index, position) >> 1)
+        # Torch seeds workers from it for what they draw as they start; each batch has a seed of its own. A state of
+        # torchdata's holds it, and is then that of a loader of the program's own where an order begins.
+        is_begin = not (epoch or position or self.sharding.shard.index)
+        seed = hash_key(self.seed, epoch, self.sharding.shard.index, position) >> 1
+        self._generator.manual_seed(self.seed if self.states is not None and is_begin else seed)
+        if self.states is not None and self._counted is not None:
+            num_batches, num_samples = self.num_before(position)
+            self._counted.begun = num_samples or 0
+            self.states.begin(self._loader, num_batches)
         batches = iter(self._loader)
         plans = self._sampler.plans
         if self._draws_apart:
@@ -85,9 +105,41 @@ class MapStyleSource(BatchSource):
             held = [first, *islice(batches, num_batches - 1)]
             if len(held) < num_batches:
                 break
-            yield plans.popleft(), held if self.sharding.for_all else first, None
+            yield plans.popleft(), held if self.sharding.for_all else first, self._origin()
         if plans:
             raise stop_let_out(f"the collate function of {type(self.dataset).__name__}'s loader")
+
+    def _origin(self) -> StepOrigin | None:
+        return None if self.states is None else StepOrigin(0, state=self.states.take(self._loader))
+
+    def initial_state(self) -> dict[str, Any]:
+        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
+        none: dict[str, Any] = {"batch_sampler": CountedBatches(())}
+        if isinstance(self._sampler, ItemSampler):
+            none = {"sampler": CountedBatches(()), "batch_size": None}
+        reader: Any = rebuild(self._users_loader, self.dataset, Generator(), **none)
+        return reader.state_dict()
+
+    def num_before(self, position: int) -> tuple[int, int | None]:
+        """Return how many batches, and samples, torchdata's loader has yielded before a position."""
+        count = self.sharding.shard.count
+        num_steps = -(-position // self.stride)
+        num_batches = num_steps * count if self.sharding.for_all else num_steps
+        if self.batch_size is None:
+            return num_batches, None
+        return num_batches, position if self.reads_all else num_steps * self.batch_size
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return the position that a state of torchdata's loader has behind it."""
+        if not self.reads_all:
+            position = num_yielded(state) * self.stride
+        elif self.batch_size is None:
+            position = num_yielded(state)
+        else:
+            found = samples_yielded(state)
+            size: Any = self._users_loader.batch_size or self._users_loader.batch_sampler.batch_size
+            position = min(num_yielded(state) * size, self.length(0)) if found is None else found
+        return position
 
     def length(self, epoch: int) -> int:
         """Return the number of positions in an epoch."""

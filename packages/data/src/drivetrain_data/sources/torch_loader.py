@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain_data.compat import ITERATOR_METHODS
+from drivetrain_data.state.torchdata_state import torchdata_kind
 
 
 def is_stock(loader: Any) -> bool:
@@ -20,13 +21,22 @@ def is_stock(loader: Any) -> bool:
 
 
 def rebuild(
-    loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **layout: Any
+    loader: DataLoader[Any], dataset: Any, generator: torch.Generator | None, kind: Any = None, **layout: Any
 ) -> DataLoader[Any]:
-    """Return a DataLoader with a user's workers, pinning and other options, but for those given."""
+    """Return a loader with a user's workers, pinning and other options, but for those given.
+
+    Args:
+        loader: The user's loader.
+        dataset: The dataset to read.
+        generator: The generator of the workers' seeds.
+        kind: The class to build; None for torchdata's of a loader of torchdata's, else torch's.
+        layout: The samplers, sizes of batches, and other options.
+    """
     options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:
         options["pin_memory_device"] = loader.pin_memory_device
-    return DataLoader(dataset, generator=generator, **{**options, **layout})
+    kind = kind or torchdata_kind(loader) or DataLoader
+    return kind(dataset, generator=generator, **{**options, **layout})
 
 
 _KEPT = (

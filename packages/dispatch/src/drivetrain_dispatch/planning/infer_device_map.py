@@ -110,6 +110,37 @@ def plan_device_map(
     return planned
 
 
+def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> DeviceMap | None:
+    """Return a map that fills the devices in their order with what they store, whatever a forward fetches.
+
+    The disk takes the rest: None if it has a budget that does not hold that. Tied blocks are on one device.
+
+    Args:
+        blocks: The blocks of the model.
+        budgets: The bytes that each device may store.
+    """
+    computing, _ = rooms_of(budgets)
+    devices = [*computing, *(device for device in ("cpu",) if device in budgets and device not in computing)]
+    left = [budgets.get(device, 0) for device in devices]
+    grouped: dict[int, int] = {}
+    for block in blocks:
+        grouped[block.group] = grouped.get(block.group, 0) + block.size_bytes
+    at = rest = 0
+    places: dict[int, Device] = {}
+    for group, size_bytes in grouped.items():
+        while at < len(devices) and left[at] < size_bytes:
+            at += 1
+        places[group] = devices[at] if at < len(devices) else "disk"
+        if at < len(devices):
+            left[at] -= size_bytes
+        else:
+            rest += size_bytes
+    if rest > budgets.get("disk", rest):
+        return None
+    chosen = {block.name: places[block.group] for block in blocks}
+    return DeviceMap({outer: chosen[name] for name, outer in _outermost(chosen).items()})
+
+
 def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
     """Return the devices that compute, in the order given, and the budgets; without accelerators the host computes.
 

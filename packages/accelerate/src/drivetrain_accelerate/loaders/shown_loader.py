@@ -1,0 +1,41 @@
+"""The DataLoader that a prepared loader shows: that of one process, which makes its batches of the program's."""
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard, SkipBatchSampler
+from drivetrain_data import ShardedLoader
+from drivetrain_data.skipped_batches import SkippedBatches
+from drivetrain_data.sources.torch_loader import is_stock, rebuild
+
+
+def shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Any:
+    """Return the loader whose attributes a prepared loader has; nothing is read by it.
+
+    Args:
+        loader: The loader as the program built it; it is shown itself where it has no batches of indices.
+        sharded: The loader of this process's batches.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if not is_stock(loader) or isinstance(loader.dataset, IterableDataset) or batches is None:
+        return loader
+    whole = sharded.loader if isinstance(sharded, SkippedBatches) else sharded
+    if whole.shard.count > 1 and not whole.is_dispatched:
+        batches = BatchSamplerShard(
+            batches, whole.shard.count, whole.shard.index, whole.splits_batches, whole.even != "uneven"
+        )
+    if isinstance(sharded, SkippedBatches):
+        batches = SkipBatchSampler(batches, sharded.num_batches)
+    return rebuild(loader, loader.dataset, loader.generator, batch_sampler=batches)
+
+
+def told_epochs(loader: Any) -> list[Any]:
+    """Return the dataset and the samplers of a loader that want to know the epoch."""
+    found: list[Any] = [getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while batches is not None:
+        found += [batches, getattr(batches, "sampler", None)]
+        batches = getattr(batches, "batch_sampler", None)
+    distinct = {id(each): each for each in found}
+    return [each for each in distinct.values() if hasattr(each, "set_epoch")]

@@ -1,0 +1,64 @@
+"""A view of a sharded loader whose loops leave out their first batches."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Generic
+
+from drivetrain_data.loader import Batch, ShardedLoader
+
+
+class SkippedBatches(Generic[Batch]):
+    """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader.
+
+    Args:
+        loader: The sharded loader, whose position moves as the view is read.
+        num_batches: The number of batches to skip on this rank.
+    """
+
+    def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
+        self.loader = loader
+        self.num_batches = num_batches
+        self._length: int | None = None  # the number of steps of the running loop
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._length = None
+        with suppress(TypeError):
+            self._length = len(self)
+        yield from self.loader.skipping(self.num_batches)
+        self._length = None
+
+    def __len__(self) -> int:
+        if self._length is not None and self.loader.current is not None:
+            return self._length
+        return max(0, self.loader.num_left() - self.num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> SkippedBatches[Batch]:
+    """Skip the first batches of a sharded loader's epochs, without reading them where the order can be computed.
+
+    Args:
+        loader: The loader from `shard_loader`, or from an earlier call of this function.
+        num_batches: The number of batches to skip on this rank.
+
+    Raises:
+        TypeError: The loader is not sharded.
+        ValueError: `num_batches` is negative.
+        ResumedLoaderError: A state was loaded in the middle of an epoch: the loader already continues from there.
+    """
+    if type(num_batches) is not int or num_batches < 0:
+        raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")
+    if isinstance(loader, SkippedBatches):
+        loader.loader.check_skippable(num_batches)
+        return SkippedBatches(loader.loader, loader.num_batches + num_batches)
+    if not isinstance(loader, ShardedLoader):
+        raise TypeError(
+            f"skip_first_batches takes what prepare or shard_loader returned, not {type(loader).__name__}; prepare "
+            "or shard it first"
+        )
+    loader.check_skippable(num_batches)
+    return SkippedBatches(loader, num_batches)

@@ -1,0 +1,126 @@
+"""States of torchdata's StatefulDataLoader: a source that reads one hands them on with its batches.
+
+Without workers, a state counts the batches of the epoch in "_num_yielded". With workers, it has a "_snapshot" of the
+workers behind the batch "_snapshot_step", and counts in "_steps_since_snapshot" those that followed.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from drivetrain_data.errors import DataStateError
+
+
+def torchdata_kind(loader: Any) -> Any:
+    """Return torchdata's class of a loader that is a StatefulDataLoader; None of other loaders."""
+    kinds = (kind for kind in type(loader).__mro__ if kind.__name__ == "StatefulDataLoader")
+    return next((kind for kind in kinds if kind.__module__.startswith("torchdata.stateful_dataloader")), None)
+
+
+class TorchdataStates:
+    """The states of a StatefulDataLoader as a loop over it goes on.
+
+    Args:
+        num_workers: The number of workers of the loader.
+
+    Attributes:
+        received: The state behind the last batch that the loop has received; None if it has received none.
+        loaded: The state that the next loop begins from; None if it begins from a position alone.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.received: dict[str, Any] | None = None
+        self.loaded: dict[str, Any] | None = None
+        self._num_workers = num_workers
+        self._num_before = 0
+
+    def reset(self) -> None:
+        """Forget the states: the position was moved."""
+        self.received = self.loaded = None
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Have the next loop begin from a state."""
+        self.received, self.loaded = None, _at_snapshot(state)
+
+    def begin(self, loader: Any, num_before: int) -> None:
+        """Have the next iteration over the loader begin from the loaded state, or count from a number of batches."""
+        loaded = self.loaded
+        self.reset()
+        self._num_before = num_before if loaded is None else 0
+        if loaded is not None:  # else its persistent workers go on
+            loader.load_state_dict(loaded)
+
+    def take(self, loader: Any) -> dict[str, Any]:
+        """Return the state behind the batch that was read last."""
+        state: dict[str, Any] = loader.state_dict()
+        if not self._num_workers:  # else it came from the workers as a copy
+            state = deepcopy(state)
+        return counted_from(state, self._num_before) if self._num_before else state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that a state fits the loader.
+
+        Raises:
+            DataStateError: It is no state of torchdata's, or of a loader with another number of workers.
+        """
+        if "_iterator_finished" not in state or not {"_snapshot", "_num_yielded"} & set(state):
+            raise DataStateError(
+                f"this is no state of torchdata's StatefulDataLoader: it has {sorted(map(str, state))}; pass what "
+                "state_dict() gave"
+            )
+        saved = state["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in state else 0
+        if saved != self._num_workers:
+            raise DataStateError(
+                f"the loader's state was saved with num_workers={saved} and this loader has {self._num_workers}: "
+                "torchdata keeps a state of each worker; use as many workers as before"
+            )
+
+
+def num_yielded(state: Mapping[str, Any]) -> int:
+    """Return the number of batches of the epoch that a state has behind it."""
+    if "_snapshot" in state:
+        return state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+    return state["_num_yielded"]
+
+
+def samples_yielded(state: Mapping[str, Any]) -> int | None:
+    """Return the number of samples that a state has behind it, if it says so."""
+    main: Any = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
+    if state.get("_steps_since_snapshot") or main["_sampler_iter_state"] is None:
+        return None
+    return main["_sampler_iter_state"].get("samples_yielded")
+
+
+def counted_from(
+    state: Mapping[str, Any], num_batches: int, num_samples: int | None = None
+) -> dict[str, Any]:
+    """Return a state with a number of batches before it, and with all samples that it has behind it if it says so."""
+    counted = dict(state)
+    if "_snapshot" in state:
+        snapshot = counted["_snapshot"] = dict(state["_snapshot"])
+        main = snapshot["_main_snapshot"] = dict(snapshot["_main_snapshot"])
+        snapshot["_snapshot_step"] += num_batches
+    else:
+        main = counted
+        counted["_num_yielded"] += num_batches
+    main["_sampler_iter_yielded"] += num_batches
+    if num_samples is not None and main["_sampler_iter_state"] is not None:
+        main["_sampler_iter_state"] = {"samples_yielded": num_samples}
+    return counted
+
+
+def _at_snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without batches behind its snapshot, which torchdata would read again.
+
+    Raises:
+        DataStateError: Its dataset has a state, which stands where the snapshot was taken.
+    """
+    behind = state.get("_steps_since_snapshot", 0)
+    if not behind:
+        return dict(state)
+    if any(each["dataset_state"] is not None for each in state["_snapshot"]["_worker_snapshots"].values()):
+        raise DataStateError(
+            f"the loader's state was saved {behind} batches behind the last snapshot of its dataset; build the "
+            "loader that saves it with snapshot_every_n_steps=1"
+        )
+    return {**counted_from(state, behind), "_steps_since_snapshot": 0}
