@@ -1,4 +1,4 @@
-"""What to say of a name that a module of the interface does not have."""
+"""The hint for a name that a module of the interface does not have."""
 
 from drivetrain_accelerate.interface.module_table import ModuleTable
 from drivetrain_config.vocabulary import nearest
@@ -8,7 +8,7 @@ def missing(table: ModuleTable, module: str, name: str) -> str:
     """Return the end of a message about a missing name: where it is, or which name is near; empty if none is.
 
     Args:
-        table: The interface.
+        table: The modules and names of the interface.
         module: The module that was asked.
         name: The name that it does not have.
     """

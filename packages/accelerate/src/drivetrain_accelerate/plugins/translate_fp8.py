@@ -78,7 +78,7 @@ def fp8_recipe(
     """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
 
     Args:
-        handler: The options.
+        handler: The options that a program gives.
         is_sharded: Whether FSDP divides the weights; else none is gathered in fp8, whatever the options say.
 
     Raises:

@@ -76,6 +76,7 @@ class AcceleratorState(PartialState):
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
         mesh = _mesh_of(plugins["parallelism_config"], ranks)
+        self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
         # What was given, not the plugins themselves: a run fills them as it prepares its models.
@@ -90,7 +91,7 @@ class AcceleratorState(PartialState):
         self.distributed_type = self._chosen_type()
 
     def __getattr__(self, name: str) -> Any:
-        # The ranks and the device are those of PartialState, also after a reset of what is added here.
+        # After a reset of what is held here, the ranks and the device are still those of PartialState.
         if name in (ranks := PartialState._shared_state):
             return ranks[name]
         return super().__getattr__(name)
