@@ -1,4 +1,4 @@
-"""How a run ended, from what its process knows: it reached its end, an exception ended it, or somebody did."""
+"""The state in which a run ended, from what its process knows: its end was reached, it raised, or was killed."""
 
 import atexit
 import logging

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drivetrain_tracking.errors import DeliveryFileError
-from drivetrain_tracking.spool.regular_file import read_json
+from drivetrain_tracking.opening import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

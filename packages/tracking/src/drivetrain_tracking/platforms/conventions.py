@@ -1,4 +1,4 @@
-"""What each platform takes as names, and its words for how a run ended, as data.
+"""The names that each platform takes, and its words for how a run ended, as data.
 
 A name that a platform does not take gets another one with a mark of eight digits of its own hash. So two names stay
 two, the same ones in every process, after a resume and in a replay, whatever was logged before.
@@ -22,7 +22,7 @@ _MARK_DIGITS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRule:
-    """What a platform takes as a name of one kind.
+    """A rule of what a platform takes as a name of one kind.
 
     Attributes:
         unlike: The pattern of a character that may not stand in a name.
@@ -158,12 +158,12 @@ CONVENTIONS: Mapping[str, Conventions] = MappingProxyType(
 )
 
 
-class Names:
+class PlatformNames:
     """The names of one run on one platform; each one that the platform does not take is told of, once.
 
     Args:
         tracker: The name of the tracker.
-        rule: What the platform takes.
+        rule: The rule of names that the platform takes.
         told: The names that were told of, which the kinds of names of one tracker share.
         separator: The text between the names of nested values.
     """

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from drivetrain_tracking.arguments import check_options
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
+from drivetrain_tracking.opening import read_json
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.platform_library import missing_library
-from drivetrain_tracking.platforms.conventions import CONVENTIONS, Conventions, Names
+from drivetrain_tracking.platforms.conventions import CONVENTIONS, Conventions, PlatformNames
 from drivetrain_tracking.protocol import Metrics, Tracker
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium
 from drivetrain_tracking.run_state import RunState
-from drivetrain_tracking.spool.regular_file import read_json
 
 _LONGEST_WAIT_SECONDS = 30.0
 
@@ -46,7 +46,7 @@ class Platform(ABC, Generic[Options]):
         media_kinds: The kinds of media that the platform takes; others stay in files beside the log.
         options_type: The frozen dataclass of the platform's own options, the keyword arguments of `start`.
         directory: The folder that the platform may write to.
-        state: How the run ended, once it has; None if it may go on.
+        state: The state in which the run ended, once it has; None if it may go on.
         conventions: The platform's names and words; those of an unknown one take every name.
 
     Args:
@@ -68,10 +68,12 @@ class Platform(ABC, Generic[Options]):
         self.state: RunState | None = "finished"
         self.conventions = CONVENTIONS.get(self.name, Conventions())
         own, told = self.conventions, set[str]()
-        self._value_names = Names(self.name, own.values, told=told)
-        self._media_names = Names(self.name, own.media or own.values, told=told)
-        self._parameter_names = Names(self.name, own.parameters, told=told, separator=own.separator or "/")
-        self._file_names = Names(self.name, own.files, told=told)
+        self._value_names = PlatformNames(self.name, own.values, told=told)
+        self._media_names = PlatformNames(self.name, own.media or own.values, told=told)
+        self._parameter_names = PlatformNames(
+            self.name, own.parameters, told=told, separator=own.separator or "/"
+        )
+        self._file_names = PlatformNames(self.name, own.files, told=told)
 
     @classmethod
     def of(cls, given: Any) -> Self:

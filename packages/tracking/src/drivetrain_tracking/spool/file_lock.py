@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from drivetrain_tracking.spool.regular_file import open_regular
+from drivetrain_tracking.opening import open_regular
 
 logger = logging.getLogger(__name__)
 

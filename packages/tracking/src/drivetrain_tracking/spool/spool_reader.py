@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drivetrain_tracking.opening import open_regular
 from drivetrain_tracking.spool.line import decode
-from drivetrain_tracking.spool.regular_file import open_regular
 
 _CHUNK_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from zlib import crc32
 
 from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
-from drivetrain_tracking.spool.regular_file import open_regular
+from drivetrain_tracking.opening import open_regular
 
 _CHUNK_BYTES = (
     1 << 20
