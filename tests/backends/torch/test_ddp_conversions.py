@@ -179,3 +179,39 @@ def test_what_is_written_outside_the_step_is_the_same_on_all_ranks_or_refused(ru
             assert "the replicas have drifted apart: layer.weight of Written differs" in found[way]
         assert "layer.weight changed while backward() ran: a hook steps there (written" in found["own hook"]
         assert "a step or clip of Written while backward() runs" in found["prepared hook"]
+
+
+def of_a_lazy_module() -> str:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="has no shape yet") as caught:
+        backend_of().prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    return str(caught.value)
+
+
+def of_a_wrapped_model() -> str:
+    backend = backend_of()
+    model = nn.parallel.DistributedDataParallel(Net())
+    with pytest.raises(ValueError, match="is wrapped in torch's") as caught:
+        backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    return str(caught.value)
+
+
+def through_torch_func() -> bool:
+    (prepared,) = backend_of().prepare([model := Net()], [SGD(model.parameters(), lr=0.1)], [])
+    x = torch.ones(3, 4)
+    slopes = [
+        torch.func.vmap(torch.func.jacrev(lambda row, one=one: one(row[None])[0, 0]))(x)
+        for one in (prepared.model, model)
+    ]
+    return torch.equal(*slopes)
+
+
+def before_training() -> tuple[str, str, bool]:
+    return of_a_lazy_module(), of_a_wrapped_model(), through_torch_func()
+
+
+def test_what_ddp_cannot_wrap_is_refused_by_name_and_a_transform_goes_through(run_ranks) -> None:
+    for lazy, wrapped, is_equal in run_ranks(before_training):
+        assert "Sequential: 0.weight has no shape yet (a lazy module)" in lazy
+        assert "Net is wrapped in torch's DistributedDataParallel" in wrapped
+        assert is_equal

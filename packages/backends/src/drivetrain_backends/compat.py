@@ -50,6 +50,15 @@ def parameters_with_hooks(parameters: Iterable[Any]) -> list[Any]:
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
+def names_of_hooks(parameter: Any) -> list[str]:
+    """Return how the hooks on a parameter are called, for an error's message."""
+    hooks = [
+        *(parameter._backward_hooks or {}).values(),
+        *(parameter._post_accumulate_grad_hooks or {}).values(),
+    ]
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+
+
 def take_hooks(parameter: Any) -> tuple[Hooks | None, Hooks | None]:
     """Take a parameter's hooks on its gradient and on its accumulation away from it; None or empty without any.
 

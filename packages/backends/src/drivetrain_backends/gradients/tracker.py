@@ -10,6 +10,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import AccumulationError, first_of
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
@@ -18,7 +19,7 @@ from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGrad
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK
-from drivetrain_backends.modules.parameter_writes import Writes, names_of_hooks
+from drivetrain_backends.modules.parameter_writes import Writes
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_precision import PrecisionSettings
 from drivetrain_state import Context
@@ -230,7 +231,7 @@ def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
         AccumulationError: There were writes; the message names the parameters and their hooks.
     """
     if written := writes.since():
-        hooks = sorted({name for group in groups for p in group.parameters() if (name := names_of_hooks(p))})
+        hooks = sorted({name for group in groups for p in group.parameters() for name in names_of_hooks(p)})
         raise AccumulationError(
             f"{first_of(written)} changed while backward() ran: a hook steps there{' (' if hooks else ''}"
             f"{', '.join(hooks)}{')' if hooks else ''}, before gradients are averaged over ranks, unscaled and "

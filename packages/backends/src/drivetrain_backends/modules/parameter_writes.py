@@ -1,7 +1,6 @@
 """The in-place writes to tensors, by the counts that torch keeps of them; and modules that are known to write."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -64,12 +63,3 @@ def check_not_lazy(model: nn.Module) -> None:
                 f"{type(model).__name__}: {name} has no shape yet (a lazy module), and ranks agree on shapes before "
                 "they train: run one batch through the model before prepare(), and build the optimizer after it"
             )
-
-
-def names_of_hooks(parameter: Any) -> str:
-    """Return how the hooks on a parameter are called, for an error's message; empty without any."""
-    hooks: list[Callable[..., Any]] = [
-        *(parameter._backward_hooks or {}).values(),  # pyright: ignore[reportPrivateUsage]
-        *(parameter._post_accumulate_grad_hooks or {}).values(),  # pyright: ignore[reportPrivateUsage]
-    ]
-    return ", ".join(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))

@@ -57,15 +57,15 @@ class Replica(ModuleProxy, DistributedDataParallel):
         """Run the model's forward; bypass DDP where it would wait in vain for gradients: of a frozen model."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
-        # The gradients of a transform of torch.func are returned, and never in `.grad`.
-        if not torch.compiler.is_compiling() and compat.in_functional_transform():
-            return self.module(*inputs, **kwargs)
         try:
             output = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
-            if (named := self._named(error)) is None:
+            if (named := self._named(error)) is not None:
+                raise named from error
+            if not compat.in_functional_transform():
                 raise
-            raise named from error
+            # The gradients of a transform of torch.func are returned, and never in `.grad`.
+            return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
                 compat.sync_buffers_next(self, not self._is_held)
