@@ -132,8 +132,8 @@ def check_parameters(
     if len(kinds := {p.dtype: name for p, name in trained.items()}) > 1 and is_kept:
         told = ", ".join(f"{name} of {dtype}" for dtype, name in kinds.items())
         raise ValueError(
-            f"{told}: a DeepSpeed engine trains weights of one dtype. Prepare the model in fp32, and choose the dtype "
-            "that it computes in by mixed_precision"
+            f"{told}: a DeepSpeed engine trains weights of one dtype. Prepare the model in fp32, and choose the "
+            "dtype that it computes in by mixed_precision"
         )
     if optimizer is not None and stage:
         _check_held(trained, optimizer, stage)

@@ -129,6 +129,17 @@ def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
     engine._backward_prologue = call_and_begin
 
 
+def read_as_they_are(engine: Any) -> None:
+    """Have an engine of stage 3 save empty parameters as its format does."""
+    read = engine.module_state_dict
+
+    def read_as_is(*args: Any, **kwargs: Any) -> Any:
+        with as_they_are():
+            return read(*args, **kwargs)
+
+    engine.module_state_dict = read_as_is
+
+
 def applied_zero(engine: Any) -> Any:
     """Return the ZeRO section of the configuration that an engine applies."""
     return engine._config.zero_config

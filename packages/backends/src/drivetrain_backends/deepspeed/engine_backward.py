@@ -27,6 +27,7 @@ class _TrainedModel:
         engine: The DeepSpeed engine.
         gradients: The engine's reduced gradients.
         parameters: The parameters of the model.
+        names: Their names.
         is_ready: Whether the last backward made the gradients ready for the step.
         left: The fingerprint of `.grad` after the last backward; None without one.
         placeholder_gradient: A parameter and the zeros in its `.grad`.
@@ -39,6 +40,7 @@ class _TrainedModel:
     engine: Any
     gradients: ReducedGradients
     parameters: list[Tensor]
+    names: list[str]
     is_ready: bool = False
     left: list[tuple[int, int]] | None = None
     placeholder_gradient: tuple[Tensor, Tensor] | None = None
@@ -88,12 +90,11 @@ class _TrainedModel:
             AccumulationError: There are such parameters.
         """
         self.is_watched = False
-        names = list(dict(self.engine.module.named_parameters()))
-        if odd := [n for n, old, new in zip(names, before, self.values(), strict=False) if old != new]:
+        if odd := [n for n, old, new in zip(self.names, before, self.values(), strict=True) if old != new]:
             raise AccumulationError(
                 f"{first_of(odd)}: written during backward(), as by an optimizer that steps in a hook "
-                "(register_post_accumulate_grad_hook, register_hook), before gradients are averaged: remove the hook, "
-                "and step the prepared optimizer after backward()"
+                "(register_post_accumulate_grad_hook, register_hook), before gradients are averaged: remove the "
+                "hook, and step the prepared optimizer after backward()"
             )
 
     def forget(self) -> None:
@@ -133,6 +134,7 @@ class EngineReducer:
             engine=engine,
             gradients=gradients_of(engine),
             parameters=list(names),
+            names=list(names.values()),
             is_watched=not engine.zero_optimization_partition_weights(),  # stage 3 counts writes to its parts
         )
         added.of_frozen += [

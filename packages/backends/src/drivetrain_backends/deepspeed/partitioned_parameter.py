@@ -8,7 +8,7 @@ parameter whose `.data` counts writes. DeepSpeed's own code sees the tensors as 
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.errors import UnshardedParameterError
 
+_TENSOR: Any = Tensor
 _OF_SHAPE = frozenset(
     [
         "shape",
@@ -83,23 +84,26 @@ class GatheredParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The values; writes to them are counted, as torch's `.data` does not."""
-        return Tensor.data.__get__(self) if _is_deepspeed(sys._getframe(1)) else self.detach()
+        return _TENSOR.data.__get__(self) if _is_of_deepspeed() else self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if (
-            values is not self
-            and not _is_deepspeed(sys._getframe(1))
-            and not compat.is_gathered_by_hand(self)
-        ):
+        if values is not self and not _is_of_deepspeed() and not compat.is_gathered_by_hand(self):
             _refuse(self, "an assignment to .data")
-        Tensor.data.__set__(self, values)
+        _TENSOR.data.__set__(self, values)
 
 
 class EmptyParameter(nn.Parameter):
     """A divided parameter while this rank holds no more than its part."""
 
     ds_status = _Status()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a full copy while a model is built, as stacks of layers make; refuse otherwise."""
+        if not compat.is_building():
+            _refuse(self, "a copy")
+        with compat.gathered([self]):
+            return cast("Any", GatheredParameter).__deepcopy__(self, memo)
 
     @classmethod
     def __torch_function__(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -110,8 +114,8 @@ class EmptyParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if _is_deepspeed(sys._getframe(1)):
+        with compat.as_they_are():
+            if _is_of_deepspeed():
                 return func(*args, **kwargs)
             return _answer(func, args, kwargs)
 
@@ -126,55 +130,64 @@ def guard(parameters: Mapping[Any, str] | Iterable[Any]) -> None:
         if isinstance(parameters, Mapping):
             parameter.__dict__["full_name"] = parameters[parameter]
         if compat.is_divided(parameter) and type(parameter) is nn.Parameter:
+            status: Any = parameter.__dict__["ds_status"]
             parameter.__class__ = GatheredParameter
-            parameter.ds_status = parameter.ds_status
+            cast("Any", parameter).ds_status = status
 
 
 def unguard(parameters: Iterable[Any]) -> None:
     """Give parameters whose engine has ended their own class back."""
     for parameter in parameters:
-        if isinstance(parameter, GatheredParameter | EmptyParameter):
+        if type(parameter) in (GatheredParameter, EmptyParameter):
             parameter.__class__ = nn.Parameter
 
 
-def _is_deepspeed(frame: Any) -> bool:
+def _is_of_deepspeed() -> bool:
+    """Return whether code of DeepSpeed asked for what the caller answers."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     return frame.f_globals.get("__name__", "").startswith("deepspeed.")
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Compute a function of an empty parameter, if it asks for its shape or kind only."""
-    name: str = getattr(func, "__name__", "")
-    is_read, is_set = name == "__get__", name == "__set__"
-    if is_read or is_set or name == "__delete__":
+    name: str = func.__name__
+    access = name if name in ("__get__", "__set__", "__delete__") else None
+    if access:
         name = func.__self__.__name__  # pyright: ignore[reportFunctionMemberAccess]
     first = args[0] if args else None
     if isinstance(first, EmptyParameter):
         if name in _OF_SHAPE:
             return _of_full_shape(func, first, args, kwargs)
-        if (is_read and name not in _VIEWS) or name in _OF_KIND or name == "__delete__":
-            return func(*args, **kwargs)
-        if is_set and (name not in ("data", "grad") or args[1] is (first if name == "data" else None)):
-            return func(*args, **kwargs)
         if name in _TEXTS:
             return f"Parameter of shape {tuple(compat.full_shape(first))}, divided among ranks"
-        if name == "view_as" and args[1] is first:  # how torch finds the node that adds up a gradient
+        if _is_of_kind(name, access, args):
             return func(*args, **kwargs)
         if name in _MOVES and (moved := func(*args, **kwargs)) is first:
             return moved
-        if is_set or is_read:
-            _refuse(first, f"{'an assignment to' if is_set else 'a read of'} .{name}")
-    if func is torch.autograd.grad:
+        if access:
+            _refuse(first, f"{'a read of' if access == '__get__' else 'an assignment to'} .{name}")
+    if func is torch.autograd.grad:  # which the engine's hooks refuse
         return func(*args, **kwargs)
     found = [one for one in tree_iter((args, kwargs)) if isinstance(one, EmptyParameter)]
     if compat.is_building() and name.endswith("_") and not name.startswith("_"):
         with compat.gathered(found):
             return func(*args, **kwargs)
-    _refuse(found[0], f"{name}()")
+    return _refuse(found[0], f"{name}()")
+
+
+def _is_of_kind(name: str, access: str | None, args: tuple[Any, ...]) -> bool:
+    """Return whether a function of an empty parameter neither reads nor writes its values."""
+    if access == "__set__":
+        return name not in ("data", "grad") or args[1] is (args[0] if name == "data" else None)
+    if name == "view_as":  # of itself: so torch finds the node that adds up a gradient
+        return args[1] is args[0]
+    return name in _OF_KIND or access == "__delete__" or (access == "__get__" and name not in _VIEWS)
 
 
 def _of_full_shape(
     func: Callable[..., Any], parameter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
+    """Compute a function of the shape on a tensor without values."""
     full = torch.empty(compat.full_shape(parameter), dtype=parameter.dtype, device="meta")
     made = func.__name__.endswith("_like")
     return func(full, *args[1:], **({"device": parameter.device, **kwargs} if made else kwargs))
@@ -188,13 +201,14 @@ def _refuse(parameter: Any, what: str) -> NoReturn:
     """
     name = parameter.__dict__.get("full_name", "a parameter")
     raise UnshardedParameterError(
-        f"{what} of {name}, of shape {tuple(compat.full_shape(parameter))}: DeepSpeed's stage 3 divides it among ranks. {_INSTEAD}"
+        f"{what} of {name}, of shape {tuple(compat.full_shape(parameter))}: DeepSpeed's "
+        f"stage 3 divides it among ranks. {_INSTEAD}"
     )
 
 
 _INSTEAD = (
     "Read and write full values inside accelerator.gathered(model, write=True), on all ranks; a copy, a file or an "
     "average of the weights is made of accelerator.get_state_dict(model), and a saved one goes in with load_state(). "
-    "A term of the loss that reads weights belongs into the forward of the module that holds them; dtypes and devices "
-    "are chosen before prepare()"
+    "A term of the loss that reads weights belongs into the forward of the module that holds them; dtypes and "
+    "devices are chosen before prepare()"
 )

@@ -66,12 +66,13 @@ class DeepSpeedPrepared(TorchPrepared):
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
         self._written = WrittenValues()
+        self._writes: ForwardWrites | None = None  # until the first step
         self._reached: ReachedParameters | None = None  # None for an untrained model
         if gradients is not None:
             self._written = written_values(self.engine, trained, context)
             self._reached = ReachedParameters(self.engine, trained)
             if self.engine.zero_optimization_stage() < 3 and context.topology.world_size > 1:
-                model.__dict__["writes"] = ForwardWrites(trained, context)
+                self._writes = model.__dict__["writes"] = ForwardWrites(trained, context)
             reducer.explain_by(model.module, self.explain)
         self._dtypes = {parameter: parameter.dtype for parameter in names}
         model.__dict__["explain"] = self.explain
@@ -226,8 +227,9 @@ class DeepSpeedPrepared(TorchPrepared):
             self._written.copy_to_masters()
         if "vmap" in str(error) or "functorch" in str(error):
             raise AccumulationError(
-                f"{name} was called inside a transform of torch.func (vmap, jacrev, grad), which cannot pass the hooks "
-                "of its DeepSpeed engine; choose backend='ddp' or 'single', or transform a model that is not prepared"
+                f"{name} was called inside a transform of torch.func (vmap, jacrev, grad), which cannot pass the "
+                "hooks of its DeepSpeed engine; choose backend='ddp' or 'single', or transform a model that is not "
+                "prepared"
             )
         dtypes = {str(dtype) for dtype in self._dtypes.values() if dtype in HALF}
         if dtypes and "same dtype" in str(error):
@@ -247,9 +249,10 @@ class DeepSpeedPrepared(TorchPrepared):
 
     def _compare_forward_writes(self) -> None:
         """Compare what forwards have written until the first step. Called on all ranks."""
-        if (writes := self.model.writes) is not None:
+        if self._writes is not None:
             self.model.__dict__["writes"] = None
-            writes.compare()
+            self._writes.compare()
+            self._writes = None
 
     def _check_unknown_gradients(self) -> None:
         """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.

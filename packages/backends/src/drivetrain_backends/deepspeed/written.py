@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_backends.compat import version_of
-from drivetrain_backends.deepspeed.compat import as_they_are, flat_groups
+from drivetrain_backends.deepspeed.compat import as_they_are, flat_groups, read_as_they_are
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError, first_of
 from drivetrain_state import Context, gather_object
 
@@ -183,6 +183,7 @@ class WrittenOutsideGathered(WrittenValues):
             return loaded
 
         engine.load_checkpoint = load_checkpoint
+        read_as_they_are(engine)
 
     def copy_to_masters(self) -> None:
         """Refuse writes to parameters; see `WrittenValues.copy_to_masters`.
