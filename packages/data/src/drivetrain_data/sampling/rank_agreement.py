@@ -53,8 +53,8 @@ class RankAgreement:
         if others:
             raise ValueError(
                 f"{name} drew another order on rank {others[0]} of those that share the data than on rank 0, and "
-                "samples would be lost; let it draw from generators that it holds or the global ones, which are seeded "
-                "alike on every rank, or let one rank read for all, with dispatch=True"
+                "samples would be lost; let it draw from generators that it holds or the global ones, which are "
+                "seeded alike on every rank, or let one rank read for all, with dispatch=True"
             )
 
     def check_given(self, facts: Mapping[str, Any]) -> None:
