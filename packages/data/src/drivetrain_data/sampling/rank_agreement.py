@@ -80,7 +80,7 @@ class RankAgreement:
         """Return the first rank whose samples differ from the first rank's; None if none is known to differ.
 
         Args:
-            signature: What this rank read; None if it read nothing that can be compared.
+            signature: The signature of what this rank read; None if it read nothing that can be compared.
         """
         by_rank = self._gathered(signature)
         if by_rank[0] is None or (None in by_rank and not self.for_all):
