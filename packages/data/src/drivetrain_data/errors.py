@@ -33,7 +33,7 @@ def stop_let_out(who: str) -> RuntimeError:
     """Return the error for a StopIteration of a dataset or collate function, which a loop would take for its own end.
 
     Args:
-        who: What let it out, and where.
+        who: The dataset or function that let it out, and the place.
     """
     return RuntimeError(
         f"{who} let a StopIteration out: the loop would take it for the end of the epoch, and everything after it "

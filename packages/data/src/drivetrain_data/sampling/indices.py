@@ -54,7 +54,7 @@ def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
 
     Args:
         sampler: The sampler or batch sampler.
-        what: What is drawn, for the error.
+        what: The name of the draw, for the error.
 
     Raises:
         ValueError: It goes on far beyond its length, and so may never end.

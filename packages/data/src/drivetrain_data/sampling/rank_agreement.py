@@ -53,8 +53,8 @@ class RankAgreement:
         if others:
             raise ValueError(
                 f"{name} drew another order on rank {others[0]} of those that share the data than on rank 0, and "
-                "samples would be lost; let it draw from generators that it holds or the global ones, which are seeded "
-                "alike on every rank, or let one rank read for all, with dispatch=True"
+                "samples would be lost; let it draw from generators that it holds or the global ones, which are "
+                "seeded alike on every rank, or let one rank read for all, with dispatch=True"
             )
 
     def check_given(self, facts: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class RankAgreement:
         """Return the first rank whose samples differ from the first rank's; None if none is known to differ.
 
         Args:
-            signature: What this rank read; None if it read nothing that can be compared.
+            signature: The signature of what this rank read; None if it read nothing that can be compared.
         """
         by_rank = self._gathered(signature)
         if by_rank[0] is None or (None in by_rank and not self.for_all):

@@ -21,7 +21,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         shape: The shape of the array.
-        values: The numbers.
+        values: The numbers themselves, as complex ones.
         tolerance: The largest difference between numbers that count as the same.
     """
 

@@ -140,7 +140,6 @@ class BatchSource(ABC):
             "batch_size": self.batch_size,
             "even": sharding.even,
             "seed": sharding.seed,
-            "num_shards": sharding.shard.count,
             "read_by": "rank 0" if sharding.for_all else "every rank",
         }
         identity = self.identity()

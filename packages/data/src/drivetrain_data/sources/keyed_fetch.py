@@ -20,7 +20,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 
 class Fetch(NamedTuple):
-    """What is sent to the reader of a batch.
+    """A request to the reader of a batch.
 
     Attributes:
         epoch: The seed of all epochs, and the number of this one.

@@ -67,7 +67,7 @@ def reseed(seed: int, *, rank: int, step: int, torch_alone: bool = False) -> int
     Args:
         seed: The seed of the run.
         rank: The rank, or the index of another part of the run that draws for itself.
-        step: The step.
+        step: The step of the resume.
         torch_alone: Whether to leave Python's and NumPy's generators as they are.
 
     Returns:
