@@ -34,7 +34,7 @@ class ShardedGradients(ParameterGradients):
     Attributes:
         holding: The models whose backwards are not reduced at present.
         held: The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
-        retained: What lives as long as the sharded models do, by model.
+        retained: The retained parts of the sharded models, by model.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class RetainedModel:
         sharded: The sharded model with its blocks and parameters.
         hooks: The users' hooks on its parameters.
         fp8_gather: The weights that are gathered in 8 bits.
-        use: What a program's own code gets where it computes with the parameters.
+        use: The use of the parameters by a program's own code.
         writes: The writes of forwards into gathered parameters.
     """
 

@@ -83,7 +83,7 @@ class ShardedParameter(DTensor):
 
 
 class ProgramUse:
-    """What a program's own code gets where it computes with sharded parameters outside the model's forward.
+    """The use of sharded parameters by a program's own code, outside the model's forward.
 
     An operation that autograd records, or that meets plain tensors, computes with full parameters; their gradients
     are averaged over ranks, as those of the model are. All ranks must run it, in the same order.

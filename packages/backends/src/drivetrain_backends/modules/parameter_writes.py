@@ -36,7 +36,7 @@ def check_no_renormalising(model: nn.Module, because: str) -> None:
 
     Args:
         model: The user's module.
-        because: What becomes of such writes.
+        because: The fate of such writes.
 
     Raises:
         ValueError: There is one; the message names it.
