@@ -84,7 +84,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
 def told(act: Callable[[], object]) -> str:
     try:
         act()
-    except Exception as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
