@@ -73,26 +73,17 @@ def shard_loader(
     """
     _check(loader, shard, even, seed, copy_ahead)
     sharding = DataSharding(
-        shard=shard,
-        even="drop" if _drops_last(loader) else even,
-        split=split_batches,
-        strategy=strategy,
-        num_blocks=_num_blocks(strategy, shard, num_nodes),
-        seed=seed,
+        shard=shard, even="drop" if _drops_last(loader) else even, split=split_batches, seed=seed, group=group,
+        strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes), draws_apart=draws_apart,
         for_all=_is_dispatched(loader, shard, dispatch, group),
-        group=group,
-        draws_apart=draws_apart,
         compares_samples=compare_samples and group is not None,
-    )
+    )  # fmt: skip
     source = _source_of(loader, sharding)
     _check_alike(loader, source, sharding)
+    stage = _dispatch(sharding, device, read_ahead=read_ahead)
+    copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
-        source,
-        dispatch=_dispatch(sharding, device, read_ahead=read_ahead),
-        copies=_copies(device, non_blocking, copy_ahead),
-        activity=activity,
-        on_batch=on_batch,
-        seed_source=seed_source,
+        source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
 
 
