@@ -16,22 +16,22 @@ def test_a_child_that_ends_is_noticed_before_and_after_it_is_reaped() -> None:
     assert here is not None
     assert not has_ended(here, here)
     code = (
-        "from drivetrain_state.process_place import own_place; print(*own_place()[1:], flush=True); input()"
+        "import sys; from drivetrain_state.process_place import own_place; "
+        "print(*own_place()[1:], flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    pid, started = map(int, child.stdout.readline().split())
-    place = (here[0], pid, started)
-    assert not has_ended(place, here)
-    child.stdin.close()
-    child.stdout.read()  # until it has closed its end
-    while not has_ended(place, here):
-        pass
-    child.wait()
-    assert has_ended(place, here)
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        pid, started = map(int, child.stdout.readline().split())
+        place = (here[0], pid, started)
+        assert not has_ended(place, here)
+        child.stdin.close()
+        while not has_ended(place, here):  # a zombie until it is waited for
+            pass
+        child.wait()
+        assert has_ended(place, here)
 
 
 def test_an_id_that_another_process_has_now_is_not_taken_for_the_first() -> None:
