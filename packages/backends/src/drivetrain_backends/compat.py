@@ -113,6 +113,16 @@ def has_load_hooks(module: nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
+def loads_its_own_way(module: nn.Module) -> bool:
+    """Return whether a module, not counting those in it, does more with a state than torch's layers do.
+
+    Those of torch differ only for states that lack a name.
+    """
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    load = type(module)._load_from_state_dict  # pyright: ignore[reportPrivateUsage]
+    return any(hooks) or not load.__module__.startswith("torch.nn.modules.")
+
+
 def changes_states(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a hook that changes a state before it is loaded."""
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ()))
