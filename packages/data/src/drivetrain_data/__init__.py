@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from drivetrain_data.sharded_loader import divides_itself as divides_itself
     from drivetrain_data.sharded_loader import is_loader as is_loader
     from drivetrain_data.sharded_loader import shard_loader as shard_loader
-    from drivetrain_data.skipped_batches import SkippedBatches as SkippedBatches
-    from drivetrain_data.skipped_batches import skip_first_batches as skip_first_batches
+    from drivetrain_data.skipping_view import SkippedBatches as SkippedBatches
+    from drivetrain_data.skipping_view import skip_first_batches as skip_first_batches
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -52,7 +52,7 @@ _MODULES = {
     "Partition": "sampling.partition",
     "Permutation": "randomness.permutation",
     "PermutationSampler": "sampling.samplers",
-    "SkippedBatches": "skipped_batches",
+    "SkippedBatches": "skipping_view",
     "ResumedLoaderError": "errors",
     "Shard": "shard",
     "ShardedLoader": "loader",
@@ -67,7 +67,7 @@ _MODULES = {
     "batch_sizes": "remainder",
     "seed_at": "loader_seeds",
     "shard_loader": "sharded_loader",
-    "skip_first_batches": "skipped_batches",
+    "skip_first_batches": "skipping_view",
     "trim": "remainder",
     "trim_objects": "remainder",
 }

@@ -14,7 +14,7 @@ from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import refuse_slicing
 from drivetrain_accelerate.loaders.skipped_batches import skip_first_batches
-from drivetrain_accelerate.loaders.stateful import as_stateful
+from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for

@@ -6,7 +6,7 @@ not trained on. A loader that goes on by itself then begins behind it, and as ma
 
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, sharded_of
 from drivetrain_data import DataStateError
-from drivetrain_data.skipped_batches import SkippedBatches
+from drivetrain_data.skipping_view import SkippedBatches
 
 
 class PassedBatches:

@@ -11,7 +11,7 @@ from drivetrain_accelerate.loaders.passed_batches import PassedBatches, passed_b
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
 from drivetrain_accelerate.loaders.resumed_position import check_epoch
 from drivetrain_accelerate.loaders.shown_loader import told_epochs
-from drivetrain_accelerate.loaders.stateful import built
+from drivetrain_accelerate.loaders.torchdata_loader import built
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of

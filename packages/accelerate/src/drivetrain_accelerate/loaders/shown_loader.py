@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset
 
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard, SkipBatchSampler
 from drivetrain_data import ShardedLoader
-from drivetrain_data.skipped_batches import SkippedBatches
+from drivetrain_data.skipping_view import SkippedBatches
 from drivetrain_data.sources.torch_loader import is_stock, rebuild
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
-from drivetrain_accelerate.loaders.stateful import as_stateful
+from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import shard_loader

@@ -10,7 +10,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from drivetrain_checkpoint.errors import OtherRankFailedError
 from drivetrain_state import Topology
 from drivetrain_state.collectives.collective_errors import Outcome
-from drivetrain_state.process_place import has_ended, own_place
+from drivetrain_state.process_identity import has_ended, process_identity
 from drivetrain_state.store_rounds import StoreRounds, wait
 
 _FAREWELL_SECONDS = 30.0
@@ -35,11 +35,10 @@ class StoreGather:
         self._rounds = StoreRounds(PrefixStore(save_id, store), rank=topology.rank)
         self._ranks = range(topology.world_size)
         self._others = range(1, topology.world_size)
-        self._place = own_place()
         self._stall_seconds = stall_seconds
         self._number = 0
         self._is_concluded = False  # whether the others read a conclusion of this rank
-        self._rounds.post(f"place/{topology.rank}", self._place)  # before this rank writes, and may be killed
+        self._rounds.post(f"process/{topology.rank}", process_identity())  # before this rank writes, and may be killed
 
     def progress(self) -> None:
         """Signal that this rank makes progress."""
@@ -133,8 +132,8 @@ class StoreGather:
     def _ended(self) -> int | None:
         """Return a rank whose process has ended before it answered, or before it concluded; None if none has."""
         for rank in self._ranks:
-            place = self._rounds.read(f"place/{rank}")
-            if place is None or not has_ended(tuple(place), self._place):
+            identity = self._rounds.read(f"process/{rank}")
+            if identity is None or not has_ended(identity):
                 continue
             if rank == 0 or self._rounds.answer_of(self._number, rank) is None:
                 return rank
