@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from drivetrain_data.skipping_view import SkippedBatches
 from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard
@@ -12,6 +11,7 @@ from drivetrain_accelerate.loaders.shown_loader import shown_loader
 from drivetrain_accelerate.loaders.torchdata_loader import built
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader
+from drivetrain_data.skipping_view import SkippedBatches
 from drivetrain_data.state.torchdata_state import torchdata_kind
 
 
