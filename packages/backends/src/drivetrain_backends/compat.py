@@ -8,6 +8,7 @@ The names of DDP, FSDP2 and DeepSpeed stand beside their backends, in `torch.com
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a handle removes its hook
 
@@ -24,6 +26,9 @@ Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a han
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The attribute of a DTensor that holds this rank's shard: read without an operation that autograd records.
 LOCAL_SHARD = "_local_tensor"
+
+# In its block, tensors of a subclass are read and called as plain ones, and faster.
+as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
 # One kernel for many tensors on one device: multiply in place by a number or a tensor of shape (), and the norms.
 foreach_multiply: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateUsage]
