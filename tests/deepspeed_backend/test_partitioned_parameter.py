@@ -85,7 +85,7 @@ def test_empty_weights_say_their_shape_and_refuse_to_be_read_by_name(run_ranks) 
         ), said
     assert "copy_() of 0.weight" in found["load"]
     assert found["shapes"]
-    assert found["text"] == "Parameter of shape (6, 8), divided among ranks"
+    assert found["text"].endswith("Parameter of shape (6, 8), divided among ranks")
     assert found["copied"].startswith("TypeError: a copy of Sequential")
     assert found["weight"]
     assert found["written"] == [1.0]
@@ -115,7 +115,7 @@ def built() -> dict[str, Any]:
     with backend(stage=3) as one:
         with one.building():
             torch.manual_seed(0)
-            model = nn.Transformer(8, 2, 1, 1, 16)
+            model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
             found["decayed"] = sum(p.ndim > 1 for p in model.parameters())
             nn.init.constant_(model.encoder.norm.weight, 2.0)
         (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
@@ -138,7 +138,7 @@ def built() -> dict[str, Any]:
 
 def test_building_sees_full_shapes_and_fills_them_and_a_forward_that_writes_is_refused(run_ranks) -> None:
     (found,) = run_ranks(built, num_processes=1)
-    plain = nn.Transformer(8, 2, 1, 1, 16)
+    plain = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     assert found["decayed"] == sum(p.ndim > 1 for p in plain.parameters())
     assert found["set"] == [2.0]
     assert found["filled"]

@@ -8,6 +8,7 @@ The names of DDP, FSDP2 and DeepSpeed stand beside their backends, in `torch.com
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a handle removes its hook
 
@@ -25,8 +27,8 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The attribute of a DTensor that holds this rank's shard: read without an operation that autograd records.
 LOCAL_SHARD = "_local_tensor"
 
-# A context in which torch leaves operations on subclasses of tensors to itself.
-WITHOUT_TORCH_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+# In its block, tensors of a subclass are read and called as plain ones, and faster.
+as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
 # One kernel for many tensors on one device: multiply in place by a number or a tensor of shape (), and the norms.
 foreach_multiply: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateUsage]
@@ -46,7 +48,7 @@ def values_of_sparse(gradient: Tensor) -> Tensor:
 def parameters_with_hooks(parameters: Iterable[Any]) -> list[Any]:
     """Return the parameters that have hooks on their gradient or on its accumulation."""
     # Otherwise reading attributes of a DTensor goes through Python, which takes 8 times as long.
-    with WITHOUT_TORCH_FUNCTION():
+    with as_they_are():
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 

@@ -1,4 +1,4 @@
-"""What a rank says while DeepSpeed compiles an operator, or waits for the lock of another build of it."""
+"""A word and progress while DeepSpeed compiles an operator, or waits for the lock of another build of it."""
 
 import logging
 import os

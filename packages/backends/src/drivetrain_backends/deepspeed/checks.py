@@ -49,7 +49,7 @@ def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
         if stage == 3 and (inner := unwrap_compiled(module)) is not module:
             raise ValueError(
                 f"{path or type(inner).__name__} is wrapped by torch.compile, and stage 3 partitions the module it "
-                "was made from: compile that in place, module.compile()"
+                "was made from: compile that in place, model.compile()"
             )
         if isinstance(
             module, nn.DataParallel | DistributedDataParallel | FullyShardedDataParallel | FSDPModule

@@ -9,7 +9,6 @@ divides parameters too.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import getclosurevars
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from drivetrain_backends.compat import as_they_are
 
 _REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GRADIENTS_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -40,32 +41,9 @@ def is_divided(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-# In its block, the empty parameters of stage 3 are read as they are, and faster; see `partitioned_parameter`.
-as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
-
-
-def is_empty(status: Any) -> bool:
-    """Return whether a divided parameter with this status is an empty tensor."""
-    return status.name == "NOT_AVAILABLE"
-
-
 def is_gathered_by_hand(parameter: Any) -> bool:
     """Return whether a parameter is in a block of `zero.GatheredParameters`."""
     return getattr(parameter, "_ds_z3_gathered_param_context_depth", 0) > 0
-
-
-def gathered(parameters: list[Any]) -> AbstractContextManager[None]:
-    """Gather divided parameters in the block, and spread what rank 0 writes there. Called on all ranks."""
-    from deepspeed import zero
-
-    return zero.GatheredParameters(parameters, modifier_rank=0)
-
-
-def is_building() -> bool:
-    """Return whether the code runs inside `zero.Init`."""
-    from deepspeed.runtime.zero import partition_parameters
-
-    return partition_parameters.zero_init_context > 0
 
 
 def call_after_module(init: Any, call: Callable[[nn.Module], None]) -> None:
@@ -130,14 +108,17 @@ def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
 
 
 def read_as_they_are(engine: Any) -> None:
-    """Have an engine of stage 3 save empty parameters as its format does."""
-    read = engine.module_state_dict
+    """Have an engine of stage 3 save and load empty parameters as its format does."""
 
-    def read_as_is(*args: Any, **kwargs: Any) -> Any:
-        with as_they_are():
-            return read(*args, **kwargs)
+    def as_is(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_as_is(*args: Any, **kwargs: Any) -> Any:
+            with as_they_are():
+                return call(*args, **kwargs)
 
-    engine.module_state_dict = read_as_is
+        return call_as_is
+
+    engine.module_state_dict = as_is(engine.module_state_dict)
+    engine.load_module_state_dict = as_is(engine.load_module_state_dict)
 
 
 def applied_zero(engine: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from drivetrain_backends.compat import foreach_norm, version_of
-from drivetrain_backends.deepspeed.compat import as_they_are, close_window
+from drivetrain_backends.compat import as_they_are, foreach_norm, version_of
+from drivetrain_backends.deepspeed.compat import close_window
 from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_of
 from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError, first_of
@@ -27,7 +27,7 @@ class _TrainedModel:
         engine: The DeepSpeed engine.
         gradients: The engine's reduced gradients.
         parameters: The parameters of the model.
-        names: Their names.
+        names: The names of those parameters.
         is_ready: Whether the last backward made the gradients ready for the step.
         left: The fingerprint of `.grad` after the last backward; None without one.
         placeholder_gradient: A parameter and the zeros in its `.grad`.

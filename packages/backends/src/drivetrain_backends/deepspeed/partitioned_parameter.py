@@ -8,12 +8,13 @@ parameter whose `.data` counts writes. DeepSpeed's own code sees the tensors as 
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
+from drivetrain_backends.compat import as_they_are, tree_leaves
 from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.errors import UnshardedParameterError
 
@@ -65,7 +66,7 @@ class _Status:
 
     def __set__(self, parameter: Any, status: Any) -> None:
         parameter.__dict__["ds_status"] = status
-        parameter.__class__ = EmptyParameter if compat.is_empty(status) else GatheredParameter
+        parameter.__class__ = EmptyParameter if status.name == "NOT_AVAILABLE" else GatheredParameter
 
 
 class GatheredParameter(nn.Parameter):
@@ -100,9 +101,9 @@ class EmptyParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a full copy while a model is built, as stacks of layers make; refuse otherwise."""
-        if not compat.is_building():
+        if not _is_building():
             _refuse(self, "a copy")
-        with compat.gathered([self]):
+        with _gathered([self]):
             return cast("Any", GatheredParameter).__deepcopy__(self, memo)
 
     @classmethod
@@ -114,7 +115,7 @@ class EmptyParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with compat.as_they_are():
+        with as_they_are():
             if _is_of_deepspeed():
                 return func(*args, **kwargs)
             return _answer(func, args, kwargs)
@@ -140,6 +141,20 @@ def unguard(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         if type(parameter) in (GatheredParameter, EmptyParameter):
             parameter.__class__ = nn.Parameter
+
+
+def _is_building() -> bool:
+    """Return whether the code runs inside `zero.Init`."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    return partition_parameters.zero_init_context > 0
+
+
+def _gathered(parameters: list[Any]) -> AbstractContextManager[None]:
+    """Gather parameters in the block, and spread what rank 0 writes there. Called on all ranks."""
+    from deepspeed import zero
+
+    return zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def _is_of_deepspeed() -> bool:
@@ -168,9 +183,9 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
             _refuse(first, f"{'a read of' if access == '__get__' else 'an assignment to'} .{name}")
     if func is torch.autograd.grad:  # which the engine's hooks refuse
         return func(*args, **kwargs)
-    found = [one for one in tree_iter((args, kwargs)) if isinstance(one, EmptyParameter)]
-    if compat.is_building() and name.endswith("_") and not name.startswith("_"):
-        with compat.gathered(found):
+    found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, EmptyParameter)]
+    if _is_building() and name.endswith("_") and not name.startswith("_"):
+        with _gathered(found):
             return func(*args, **kwargs)
     return _refuse(found[0], f"{name}()")
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.errors import AccumulationError, first_of
 
@@ -46,7 +47,7 @@ class ReachedParameters:
         """
         if not self._stage:
             return
-        with compat.as_they_are():
+        with as_they_are():
             frozen = [name for parameter, name in self._names.items() if not parameter.requires_grad]
         if frozen:
             raise AccumulationError(

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backends.compat import version_of
-from drivetrain_backends.deepspeed.compat import as_they_are, flat_groups, read_as_they_are
+from drivetrain_backends.compat import as_they_are, version_of
+from drivetrain_backends.deepspeed.compat import flat_groups, read_as_they_are
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError, first_of
 from drivetrain_state import Context, gather_object
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from drivetrain_backends.compat import WITHOUT_TORCH_FUNCTION
+from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp.compat import tree_map_only
 from drivetrain_backends.state_dict.dtensor import local, own_part
@@ -193,7 +193,7 @@ def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _whole(sharded: Any) -> Tensor:
     """Return the full tensor, whose gradient ranks average. Called on all ranks."""
-    with WITHOUT_TORCH_FUNCTION():
+    with as_they_are():
         if not (sharded.requires_grad and torch.is_grad_enabled()):
             return sharded.detach().full_tensor()
         whole = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from drivetrain_backends.compat import WITHOUT_TORCH_FUNCTION, version_of
+from drivetrain_backends.compat import as_they_are, version_of
 
 
 class Writes:
@@ -27,7 +27,7 @@ class Writes:
         return [name for name, old, new in pairs if old != new and old is not None]
 
     def _now(self) -> list[int | None]:
-        with WITHOUT_TORCH_FUNCTION():
+        with as_they_are():
             return [None if tensor is None else version_of(tensor) for tensor in self._tensors.values()]
 
 
