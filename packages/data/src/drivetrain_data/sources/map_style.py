@@ -16,7 +16,7 @@ from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import BatchSource, Reading
 from drivetrain_data.sources.keyed_fetch import FetchedDataset, FetchSampler
 from drivetrain_data.sources.torch_loader import rebuild
-from drivetrain_data.sources.wrapped_datasets import epoch_parts
+from drivetrain_data.sources.wrapped_datasets import epoch_parts, may_draw
 from drivetrain_data.state.sampler_parts import length_of
 
 
@@ -36,14 +36,15 @@ class MapStyleSource(BatchSource):
         self._sampler = sampler
         self._order = sampler.order
         self._num_samples = length_of(self.dataset)
-        self._draws_apart = sharding.draws_apart and loader.num_workers == 0
         seeds = sharding.draws_apart or loader.num_workers > 0
+        seeds = seeds and may_draw(self.dataset, loader.collate_fn)  # seeding costs as much as a small batch
+        self._draws_apart = seeds and loader.num_workers == 0
         self._generator = Generator()
         listeners = epoch_parts(self.dataset, loader.collate_fn)
         self._fetched = FetchedDataset(self.dataset, listeners, seeds=seeds)
-        layout: dict[str, Any] = {"batch_sampler": FetchSampler(sampler)}
+        layout: dict[str, Any] = {"batch_sampler": FetchSampler(sampler, seeds=seeds)}
         if isinstance(sampler, ItemSampler):
-            layout = {"sampler": FetchSampler(sampler), "batch_size": None}
+            layout = {"sampler": FetchSampler(sampler, seeds=seeds), "batch_size": None}
         self._loader = rebuild(loader, self._fetched, self._generator, **layout)
 
     @property
