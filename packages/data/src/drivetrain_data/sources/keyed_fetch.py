@@ -40,10 +40,12 @@ class FetchSampler(Sampler[Any]):
 
     Args:
         sampler: The sampler of a shard's steps.
+        seeds: Whether the draws are seeded.
     """
 
-    def __init__(self, sampler: StepSampler) -> None:
+    def __init__(self, sampler: StepSampler, *, seeds: bool) -> None:
         self._sampler = sampler
+        self._seeds = seeds
 
     def __iter__(self) -> Iterator[Fetch]:
         # Not a generator, as the sampler's own __iter__ is not one.
@@ -52,6 +54,9 @@ class FetchSampler(Sampler[Any]):
     def _fetches(self, batches: Iterator[Any], plans: deque[BatchPlan]) -> Iterator[Fetch]:
         sampler, sharding = self._sampler, self._sampler.sharding
         epoch, position = (sampler.order.seed, sampler.epoch), sampler.position
+        if not self._seeds:
+            yield from (Fetch(epoch, 0, wanted) for wanted in batches)
+            return
         seed = base = hash_key(*epoch)
         readers = deque[int]()
         for wanted in batches:

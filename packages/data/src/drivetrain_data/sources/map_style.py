@@ -21,7 +21,7 @@ from drivetrain_data.sources.keyed_fetch import (
     StatefulFetchedDataset,
 )
 from drivetrain_data.sources.torch_loader import rebuild
-from drivetrain_data.sources.wrapped_datasets import epoch_parts
+from drivetrain_data.sources.wrapped_datasets import epoch_parts, may_draw
 from drivetrain_data.state.sampler_parts import length_of
 from drivetrain_data.state.stateful import StatefulReader
 from drivetrain_data.state.torchdata_state import num_yielded, samples_yielded
@@ -43,15 +43,16 @@ class MapStyleSource(BatchSource):
         self._sampler = sampler
         self._order = sampler.order
         self._num_samples = length_of(self.dataset)
-        self._draws_apart = sharding.draws_apart and loader.num_workers == 0
         seeds = sharding.draws_apart or loader.num_workers > 0
+        seeds = seeds and may_draw(self.dataset, loader.collate_fn)  # seeding costs as much as a small batch
+        self._draws_apart = seeds and loader.num_workers == 0
         self._generator = Generator()
         self._counted: CountedBatches | None = None
         listeners = epoch_parts(self.dataset, loader.collate_fn)
         has_state = self.states is not None and isinstance(self.dataset, StatefulReader)
         fetched = StatefulFetchedDataset if has_state else FetchedDataset
         self._fetched = fetched(self.dataset, listeners, seeds=seeds)
-        steps: Any = FetchSampler(sampler)
+        steps: Any = FetchSampler(sampler, seeds=seeds)
         if self.states is not None:
             steps = self._counted = CountedBatches(steps)
         layout: dict[str, Any] = {"batch_sampler": steps}

@@ -3,12 +3,15 @@
 from itertools import islice
 from typing import Any, cast
 
-from torch.utils.data import Dataset
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from drivetrain_data.randomness.generator_kinds import GENERATORS
 from drivetrain_data.state.sampler_parts import LOOKED_THROUGH, parts_of, reachable
 
 _MOST_PARTS = 10_000
+_PLAIN = (TensorDataset, Subset, ConcatDataset, torch.Tensor, np.ndarray, list, tuple, range)
 
 
 def epoch_parts(dataset: Any, collate: Any = None) -> tuple[Any, ...]:
@@ -30,6 +33,14 @@ def moves_as_read(dataset: Any) -> bool:
     )
 
 
+def may_draw(dataset: Any, collate: Any) -> bool:
+    """Return whether code that may draw random numbers runs as a dataset is read and its samples are collated."""
+    parts = reachable(dataset, _datasets_in)
+    return collate not in (default_collate, default_convert) or any(
+        type(part) not in _PLAIN for part in parts
+    )
+
+
 def _inside(part: Any) -> list[Any]:
     return [] if _has_set_epoch(part) or not isinstance(part, Dataset) else _datasets_in(part)
 
@@ -39,6 +50,8 @@ def _has_set_epoch(part: Any) -> bool:
 
 
 def _datasets_in(dataset: Any) -> list[Any]:
+    if isinstance(dataset, Subset | ConcatDataset):  # of anything that can be indexed
+        return [dataset.dataset] if isinstance(dataset, Subset) else list(cast("Any", dataset).datasets)
     found: list[Any] = []
     for value in getattr(dataset, "__dict__", {}).values():
         held: Any = value.values() if isinstance(value, dict) else value
