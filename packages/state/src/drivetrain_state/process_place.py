@@ -1,4 +1,4 @@
-"""Whether the process of another rank still runs: told at once on one host, by the kernel's files of Linux."""
+"""The process of another rank, and whether it still runs: known at once on one host, by the kernel's files."""
 
 from pathlib import Path
 from typing import TypeAlias
@@ -30,7 +30,7 @@ def has_ended(place: ProcessPlace, seen_from: ProcessPlace | None, *, proc: Path
     """Return whether a process is known to have ended; false also where it runs on another host.
 
     Args:
-        place: What the process told as its `own_place`.
+        place: The `own_place` that the process has told.
         seen_from: The place of this process.
         proc: The folder of the kernel's process files.
     """
