@@ -130,6 +130,19 @@ def changes_states(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ()))
 
 
+# What a scheduler's state holds of its length, also one made of functions of transformers.
+SCHEDULE_LENGTHS = (
+    "total_steps",
+    "T_max",
+    "total_iters",
+    "num_training_steps",
+    "_schedule_phases",
+    "_milestones",
+)
+# Where it holds the states of its parts.
+SCHEDULE_PARTS = ("_schedulers", "lr_lambdas")
+
+
 def schedulers_in(scheduler: Any) -> Sequence[Any]:
     """Return the schedulers that a `SequentialLR` or `ChainedScheduler` is made of; none for another one."""
     return getattr(scheduler, "_schedulers", ())

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
+from drivetrain_data.compat import fingerprint_of
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
@@ -13,7 +14,7 @@ from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.first_samples import ComparingOpener
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
-from drivetrain_data.state.loader_state import STATE_FORMAT, check_state, fingerprint_of
+from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 from drivetrain_data.state.torchdata_state import TorchdataStates, counted_from, num_yielded
 
 Batch = TypeVar("Batch")
@@ -64,8 +65,7 @@ class ShardedLoader(Generic[Batch]):
         self.batch_size = source.batch_size
         self.current: BatchPlan | None = None
         self.num_received, self.is_measured, self.is_trained = 0, False, False
-        self.seed_source = seed_source
-        self._source = source
+        self.seed_source, self._source = seed_source, source
         self._sources: dict[UnevenPolicy, BatchSource] = {source.sharding.even: source}
         self._dispatch = dispatch
         self._copies = copies
@@ -96,8 +96,8 @@ class ShardedLoader(Generic[Batch]):
     @property
     def order_source(self) -> str:
         """The origin of the order, as a phrase for users."""
-        order_source = self._source.order_source
-        return order_source if self._dispatch is None else self._dispatch.describe(order_source)
+        source = self._source.order_source
+        return source if self._dispatch is None else self._dispatch.describe(source)
 
     @property
     def total_batch_size(self) -> int | None:

@@ -119,9 +119,8 @@ def save(
         "loaders": [loader.state_dict(stepped=trains) for loader in run.loaders],
         "custom": custom,
         "step_sizes": step_sizes(run.loaders, run.backend.window.next_num_micro_batches),
+        **({"trained_only": True} if trained_only else {}),
     }
-    if trained_only:
-        replicated["trained_only"] = True
     per_rank: dict[str, Any] = {"rng": rng_state(), **({"custom": own} if own else {})}
     _add_fp8(run, replicated, per_rank)
     if own:

@@ -13,9 +13,9 @@ class Unread:
     """Settings of a section that nothing reads, for one reason.
 
     Attributes:
-        section: The section.
+        section: The name of their section.
         said: The fields, each with its value and source.
-        why: What the settings have no effect with, and what would use them.
+        why: The reason, and what would use them.
     """
 
     section: str
@@ -33,7 +33,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """What settings need to have an effect."""
+    """A condition on which settings have an effect."""
 
     section: str
     fields: Collection[str]

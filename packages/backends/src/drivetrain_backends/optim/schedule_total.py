@@ -7,10 +7,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ConstantLR
 
-from drivetrain_backends.compat import milestones_of, schedulers_in
+from drivetrain_backends.compat import SCHEDULE_LENGTHS, SCHEDULE_PARTS, milestones_of, schedulers_in
 
-# Where states and objects hold a length: torch's schedulers, and functions of transformers and Diffusers.
-_LENGTHS = ("total_steps", "T_max", "total_iters", "num_training_steps", "_schedule_phases", "_milestones")
 _STAGES = ("num_warmup_steps", "num_stable_steps", "num_decay_steps")
 
 
@@ -57,9 +55,9 @@ def with_length_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     """Return a scheduler's saved state with the lengths of another state of it."""
     merged = dict(saved)
     for key, value in own.items():
-        if key in _LENGTHS and key in saved:
+        if key in SCHEDULE_LENGTHS and key in saved:
             merged[key] = value
-        elif key in ("_schedulers", "lr_lambdas") and len(saved.get(key, ())) == len(value):
+        elif key in SCHEDULE_PARTS and len(saved.get(key, ())) == len(value):
             merged[key] = [
                 with_length_of(one, other) if one and other else one
                 for one, other in zip(saved[key], value, strict=True)

@@ -94,9 +94,3 @@ _WHY = {
     "batch_size": "a batch sampler goes on in whole batches; build it with the same batch size",
     "num_workers": "each worker reads a part of a stream of its own; use as many workers as before",
 }
-
-
-def fingerprint_of(dataset: Any) -> str | None:
-    """Return a dataset's own fingerprint of its content, as Hugging Face datasets have, or None."""
-    found = getattr(dataset, "_fingerprint", None)
-    return found if isinstance(found, str) else None
