@@ -24,8 +24,7 @@ ALLOWED_NAMES = {
     "_rand": "NumPy's global generator, in the one place that must know it",
 }
 ALLOWED_FILES = {
-    "packages/state/src/drivetrain_state/hang/stack.py": "names of frames; read by the launcher without torch",
-    "packages/data/src/drivetrain_data/state/torchdata_state.py": "keys of the states that torchdata gives out",
+    "packages/state/src/drivetrain_state/hang/stack.py": "names of frames; read by the launcher without torch"
 }
 _READERS = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"})
 

@@ -165,7 +165,8 @@ def test_the_epoch_is_told_to_samplers_at_once_and_kept_by_a_skip(constructs: bo
         with side.accelerator(dataloader_config=options) as accelerator:
             batches = ByEpoch()
             kind = side("accelerate.data_loader.DataLoaderShard") if constructs else DataLoader
-            loader = accelerator.prepare(kind(list(range(8)), batch_sampler=batches))
+            numbers: Any = list(range(8))
+            loader = accelerator.prepare(kind(numbers, batch_sampler=batches))
             loader.set_epoch(3)
             assert (batches.told, batches.sampler.told) == ([3], [3]), side.name
             rest = accelerator.skip_first_batches(loader, 1)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
-from drivetrain_data.compat import fingerprint_of
+from drivetrain_data.compat import FINISHED, fingerprint_of
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
@@ -288,8 +288,7 @@ class ShardedLoader(Generic[Batch]):
     def torchdata_state(self) -> dict[str, Any]:
         """Return the position as a state of torchdata's StatefulDataLoader, which the user's loader is.
 
-        A StatefulDataLoader over this shard's batches takes it. Unless the position is all that matters, it has this
-        loader's own state as well, under "sharded".
+        A StatefulDataLoader over this shard's batches takes it; this loader's own state is in it where that matters.
 
         Raises:
             RuntimeError: The user's loader is another one.
@@ -299,7 +298,7 @@ class ShardedLoader(Generic[Batch]):
         if state is None:
             state = counted_from(source.initial_state(), *source.num_before(self._position))
         if self._finished:
-            state = {**state, "_iterator_finished": True}
+            state = {**state, FINISHED: True}
         is_all = self.shard.count == 1 and source.identity()["order"] == "sequential"
         return dict(state) if is_all else {**state, "sharded": self.state_dict()}
 
@@ -316,7 +315,7 @@ class ShardedLoader(Generic[Batch]):
             self.load_state_dict(state["sharded"])
             fits = self._source.num_before(self._position)[0] == num_yielded(state)
         else:
-            fits = not state["_iterator_finished"]
+            fits = not state[FINISHED]
             self._moves += 1
             self._start(self._epoch + (not fits), position=self._source.position_of(state) if fits else 0)
         if fits:

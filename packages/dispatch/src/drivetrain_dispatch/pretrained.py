@@ -3,10 +3,11 @@
 import copy
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from os import PathLike
 from pathlib import Path
@@ -198,11 +199,19 @@ def _from_transformers(
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are dequantised while they are read
     chosen = dtype or _dtype_of(config) or torch.float32
-    with _described(path, model_class), init_empty_weights():
+    # Values without memory would be drawn one by one, for nothing.
+    with _described(path, model_class), init_empty_weights(), _without_initial_values():
         model: Any = from_config(config, dtype=chosen, **said)
+    model.tie_weights()  # which comes with the initial values
     if model.can_generate() and (path / _GENERATION).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
+
+
+def _without_initial_values() -> AbstractContextManager[None]:
+    """Return a context in which transformers initialises no weights; one that does nothing before transformers 5."""
+    found = find_spec("transformers.initialization")
+    return nullcontext() if found is None else import_module("transformers.initialization").no_init_weights()
 
 
 def _from_diffusers(

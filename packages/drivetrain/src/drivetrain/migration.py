@@ -14,6 +14,7 @@ from drivetrain.resume import RunState, reseed_generators
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
 from drivetrain_checkpoint.storage.place import Place
+from drivetrain_data.compat import NUM_YIELDED
 from drivetrain_state import gather_object, load_rng_state
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
 
@@ -246,7 +247,7 @@ def _restore_generators(run: RunState, saved: AccelerateState) -> str:
 
 def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
     """Return the text of the warning: what was restored, what was not, and what to do."""
-    steps = [state["_num_yielded"] for state in saved.loaders if isinstance(state.get("_num_yielded"), int)]
+    steps = [state[NUM_YIELDED] for state in saved.loaders if isinstance(state.get(NUM_YIELDED), int)]
     known = ""
     if steps:
         known = f" (its loaders had given {steps} batches of their epoch to each process)"

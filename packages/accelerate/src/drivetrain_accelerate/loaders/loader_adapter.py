@@ -127,7 +127,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         )
 
     @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] as isinstance asks for it
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] as isinstance asks for it
         """The class that isinstance finds beside the loader's own: torchdata's, where that reads."""
         return torchdata_kind(self.users_loader) or type(self)
 

@@ -44,7 +44,7 @@ def prepare_data_loader(
         rng_types: Not used: the order needs no generator to be synchronised.
         dispatch_batches: Whether the main process reads for all; None: for data without indices.
         even_batches: Whether the tail is filled with repeats.
-        slice_fn_for_dispatch: Not supported: drivetrain slices batches of any nesting.
+        slice_fn_for_dispatch: Not supported: batches of any nesting are sliced.
         use_seedable_sampler: Not used: the order always follows from a seed and the epoch.
         data_seed: The seed of that order; None for that of the loader's generator, or torch's.
         non_blocking: Whether to copy pinned batches without waiting.
@@ -58,11 +58,9 @@ def prepare_data_loader(
     refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
-    if use_stateful_dataloader:
-        dataloader = as_stateful(dataloader)
-    state = PartialState()
-    place = (device or state.device) if put_on_device else None
-    shard, context = part_to_read(state, process_index, num_processes)
+    dataloader = as_stateful(dataloader) if use_stateful_dataloader else dataloader
+    place = (device or PartialState().device) if put_on_device else None
+    shard, context = part_to_read(PartialState(), process_index, num_processes)
     sharded = shard_loader(
         dataloader,
         shard,

@@ -38,7 +38,9 @@ class StoreGather:
         self._stall_seconds = stall_seconds
         self._number = 0
         self._is_concluded = False  # whether the others read a conclusion of this rank
-        self._rounds.post(f"process/{topology.rank}", process_identity())  # before it writes, and may be killed
+        self._rounds.post(
+            f"process/{topology.rank}", process_identity()
+        )  # before it writes, and may be killed
 
     def progress(self) -> None:
         """Signal that this rank makes progress."""

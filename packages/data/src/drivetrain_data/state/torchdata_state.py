@@ -1,13 +1,25 @@
 """States of torchdata's StatefulDataLoader: a source that reads one hands them on with its batches.
 
-Without workers, a state counts the batches of the epoch in "_num_yielded". With workers, it has a "_snapshot" of the
-workers behind the batch "_snapshot_step", and counts in "_steps_since_snapshot" those that followed.
+Without workers, a state counts the batches of the epoch. With workers, it has a snapshot of the workers behind one of
+its batches, and counts the batches that followed.
 """
 
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from drivetrain_data.compat import (
+    FINISHED,
+    MAIN_SNAPSHOT,
+    NUM_WORKERS,
+    NUM_YIELDED,
+    SAMPLER_STATE,
+    SAMPLER_YIELDED,
+    SNAPSHOT,
+    SNAPSHOT_STEP,
+    STEPS_SINCE,
+    WORKER_SNAPSHOTS,
+)
 from drivetrain_data.errors import DataStateError
 
 
@@ -63,12 +75,12 @@ class TorchdataStates:
         Raises:
             DataStateError: It is no state of torchdata's, or of a loader with another number of workers.
         """
-        if "_iterator_finished" not in state or not {"_snapshot", "_num_yielded"} & set(state):
+        if FINISHED not in state or not {SNAPSHOT, NUM_YIELDED} & set(state):
             raise DataStateError(
                 f"this is no state of torchdata's StatefulDataLoader: it has {sorted(map(str, state))}; pass what "
                 "state_dict() gave"
             )
-        saved = state["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in state else 0
+        saved = state[SNAPSHOT][MAIN_SNAPSHOT][NUM_WORKERS] if SNAPSHOT in state else 0
         if saved != self._num_workers:
             raise DataStateError(
                 f"the loader's state was saved with num_workers={saved} and this loader has {self._num_workers}: "
@@ -78,17 +90,17 @@ class TorchdataStates:
 
 def num_yielded(state: Mapping[str, Any]) -> int:
     """Return the number of batches of the epoch that a state has behind it."""
-    if "_snapshot" in state:
-        return state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
-    return state["_num_yielded"]
+    if SNAPSHOT in state:
+        return state[SNAPSHOT][SNAPSHOT_STEP] + state[STEPS_SINCE]
+    return state[NUM_YIELDED]
 
 
 def samples_yielded(state: Mapping[str, Any]) -> int | None:
     """Return the number of samples that a state has behind it, if it says so."""
-    main: Any = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
-    if state.get("_steps_since_snapshot") or main["_sampler_iter_state"] is None:
+    main: Any = state[SNAPSHOT][MAIN_SNAPSHOT] if SNAPSHOT in state else state
+    if state.get(STEPS_SINCE) or main[SAMPLER_STATE] is None:
         return None
-    return main["_sampler_iter_state"].get("samples_yielded")
+    return main[SAMPLER_STATE].get("samples_yielded")
 
 
 def counted_from(
@@ -96,16 +108,16 @@ def counted_from(
 ) -> dict[str, Any]:
     """Return a state with a number of batches before it, and with all samples that it has behind it if it says so."""
     counted = dict(state)
-    if "_snapshot" in state:
-        snapshot = counted["_snapshot"] = dict(state["_snapshot"])
-        main = snapshot["_main_snapshot"] = dict(snapshot["_main_snapshot"])
-        snapshot["_snapshot_step"] += num_batches
+    if SNAPSHOT in state:
+        snapshot = counted[SNAPSHOT] = dict(state[SNAPSHOT])
+        main = snapshot[MAIN_SNAPSHOT] = dict(snapshot[MAIN_SNAPSHOT])
+        snapshot[SNAPSHOT_STEP] += num_batches
     else:
         main = counted
-        counted["_num_yielded"] += num_batches
-    main["_sampler_iter_yielded"] += num_batches
-    if num_samples is not None and main["_sampler_iter_state"] is not None:
-        main["_sampler_iter_state"] = {"samples_yielded": num_samples}
+        counted[NUM_YIELDED] += num_batches
+    main[SAMPLER_YIELDED] += num_batches
+    if num_samples is not None and main[SAMPLER_STATE] is not None:
+        main[SAMPLER_STATE] = {"samples_yielded": num_samples}
     return counted
 
 
@@ -115,12 +127,12 @@ def _at_snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         DataStateError: Its dataset has a state, which stands where the snapshot was taken.
     """
-    behind = state.get("_steps_since_snapshot", 0)
+    behind = state.get(STEPS_SINCE, 0)
     if not behind:
         return dict(state)
-    if any(each["dataset_state"] is not None for each in state["_snapshot"]["_worker_snapshots"].values()):
+    if any(each["dataset_state"] is not None for each in state[SNAPSHOT][WORKER_SNAPSHOTS].values()):
         raise DataStateError(
             f"the loader's state was saved {behind} batches behind the last snapshot of its dataset; build the "
             "loader that saves it with snapshot_every_n_steps=1"
         )
-    return {**counted_from(state, behind), "_steps_since_snapshot": 0}
+    return {**counted_from(state, behind), STEPS_SINCE: 0}

@@ -13,6 +13,8 @@ from drivetrain_dispatch.planning.memory_budget import free_bytes
 def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
     """Allocate all tensors that are read, but for packed ones, which get their memory one by one.
 
+    The host needs room for those that stay pages of a file too, as they may be written to.
+
     Args:
         tensors: The tensors of the load.
         into: The mapping that gets the memory, by the checkpoint's name.
@@ -24,7 +26,7 @@ def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]
     try:
         _check_host(in_memory)
         for index, planned in enumerate(in_memory):
-            if planned.is_packed:
+            if planned.is_packed or planned.maps:
                 continue
             try:
                 memory = torch.empty(planned.shape, dtype=planned.dtype, device=planned.place)

@@ -18,6 +18,7 @@ from drivetrain_dispatch.loading.keep_stored_fp8 import KeepStoredFP8
 from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoadOptions, check_load_dtype
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
+from drivetrain_dispatch.loading.mapped_in_memory import with_mapped_in_memory
 from drivetrain_dispatch.loading.offloaded_form import check_folder, with_computed_in_memory, write_converted
 from drivetrain_dispatch.loading.quantize_on_load import QuantizeOnLoad, refuse_to_save, with_packed_sizes
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
@@ -73,27 +74,27 @@ def load_checkpoint_in_model(
     """Load weights into a model, each tensor straight to its device and dtype.
 
     The file headers are checked before any tensor is read, and the model changes only once all tensors are read: an
-    error leaves it unchanged. The host holds the tensors placed on it and 8 MiB per thread. Tied parameters stay
-    tied; the checkpoint may have one of their names, or several with equal values. Parameters that have memory stay
-    the same objects, and both values are held for a moment. Of parameters that are sharded among ranks (DTensor, as
-    made by `fully_shard`), each rank reads its shard. Non-persistent buffers are unchanged.
+    error leaves it unchanged. The host holds the tensors placed on it and 8 MiB per thread; those that a safetensors
+    file has as they are in memory stay its pages until they are written to: it may be replaced or deleted, not cut.
+    Tied parameters stay tied; the checkpoint may have one of their names, or several with equal values. Parameters
+    that have memory stay the same objects, and both values are held for a moment. Of parameters that are sharded
+    among ranks (DTensor, as made by `fully_shard`), each rank reads its shard. Non-persistent buffers are unchanged.
 
     Args:
         model: The model, usually on the meta device; changed in place.
         checkpoint: A safetensors file, the index of several, or a folder that holds one of them; or the same in
             torch's own format (`.bin`, `.pt`, `.pth`), of which only tensors are read and no code runs.
-        device_map: A mapping from names of modules, parameters or buffers to devices; tensors on `"disk"` become
-            mapped pages of the file. None keeps each tensor on its device, and places those on the meta device on the
-            CPU. A tied tensor goes to the first device among its names, and only without one to the disk.
+        device_map: A mapping from names of modules, parameters or buffers to devices; tensors on `"disk"` are pages
+            of the file. None keeps each on its device, and those on the meta device on the CPU. A tied tensor goes to
+            the first device among its names, and only without one to the disk.
         dtype: The dtype for floating-point and complex tensors; None keeps the model's dtypes.
         special_dtypes: The dtypes of single tensors by name, which override `dtype`.
         strict: Whether the checkpoint must have exactly the model's names.
         rename: A function from a checkpoint's name to the model's; a tensor for which it returns None is skipped.
         num_threads: The number of threads that read; None takes one per processor, four at most.
         progress: A function called with the bytes read so far and the total.
-        read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to
-            `process_group`, all ranks of which must call this function. The other ranks then need the checkpoint only
-            for tensors that stay on the disk.
+        read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to all of
+            `process_group`, which must call this. The others need the checkpoint only for what stays on the disk.
         process_group: The process group that rank 0 reads for; None for all ranks.
         quantization: The packing of linear layers' weights while they are read, on the device that computes, one at a
             time, so that only one is held in full. They are not trained. `StoredFP8()` keeps fp8 weights.
@@ -202,6 +203,8 @@ class _Load:
         if any(planned.place == "disk" for planned in plan.tensors):
             checkpoint = self._opened_here()
         plan, self.computed = with_computed_in_memory(plan, self.sources)
+        if options.read_by == "each":
+            plan = with_mapped_in_memory(plan, self.sources)
         check_folder(plan, self.sources, options.offload_folder)
         if self.sources:
             for planned in plan.tensors:
@@ -243,11 +246,14 @@ class _Load:
         boxes = {planned.stored: planned.box for planned in plan.tensors if planned.box is not None}
         names = self.reader.wanted_by_any(name for planned in plan.tensors for name in planned.reads)
         pieces = pieces_of(self.checkpoint.specs, names, boxes)
-        progress = ReadProgress(self.options.progress, sum(piece.size_bytes for piece in pieces))
+        mapped = sum(planned.size_bytes for planned in plan.tensors if planned.maps and planned.in_memory)
+        progress = ReadProgress(self.options.progress, mapped + sum(piece.size_bytes for piece in pieces))
 
         def read(targets: Mapping[str, Tensor]) -> None:
             self.reader.read(self.checkpoint, targets, boxes, progress.add)
 
+        if mapped:
+            progress.add(mapped)
         read(self.values)
         for index, planned in enumerate(plan.tensors):
             if planned.is_packed:
@@ -273,7 +279,7 @@ class _Load:
             modules = tuple(name.rpartition(".")[0] for name in names)
             layer = self.packer.layer(self.layout.modules[modules[0]], value)
             return [Assignment(names, value) if layer is None else Assignment(modules, layer)]
-        if value is None and planned.place == "disk":
+        if value is None and planned.maps:
             value = self.sources[planned.stored].values()
         elif value is None:
             value = torch.empty(planned.shape, dtype=planned.dtype, device="meta")
