@@ -67,8 +67,7 @@ class ShardedLoader(Generic[Batch]):
         self.num_received, self.is_measured, self.is_trained = 0, False, False
         self.seed_source, self._source = seed_source, source
         self._sources: dict[UnevenPolicy, BatchSource] = {source.sharding.even: source}
-        self._dispatch = dispatch
-        self._copies = copies
+        self._dispatch, self._copies = dispatch, copies
         self._activity = activity
         self.watch: WatchReads | None = None
         self._on_batch = on_batch
