@@ -10,12 +10,13 @@ import pytest
 
 from drivetrain_accelerate.errors import NotProvidedError
 from drivetrain_accelerate.interface.finder import InterfaceFinder
+from drivetrain_accelerate.interface.installed_package import TEST_UTILS
 from drivetrain_accelerate.interface.interface_module import InterfaceModule
 from drivetrain_accelerate.interface.module_table import module_table
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
 
-from accelerate_inventory import members, names, parameters
+from accelerate_inventory import members, modules, names, parameters
 
 _ANY_NUMBER = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
@@ -111,7 +112,42 @@ def test_what_is_not_provided_says_so_when_it_is_used(full_name: str) -> None:
     assert name in vars(import_module(module)) or full_name not in names()
 
 
-@pytest.mark.parametrize("module", sorted(module_table().modules_not_provided))
+def test_a_module_has_the_names_that_the_real_one_imports_from_its_others() -> None:
+    table = module_table()
+    provided = {name: homes for homes in table.names.values() for name in homes}
+    looked_up: list[str] = []
+    for module in modules():
+        if module.__name__ not in table.names:
+            continue
+        for name, value in vars(module).items():
+            is_own = str(getattr(value, "__module__", "accelerate")).startswith("accelerate")
+            if (
+                name not in provided
+                or not is_own
+                or table.holder(module.__name__, name) == module.__name__
+                or inspect.ismodule(value)
+            ):
+                continue
+            if len(table.holders[name]) == 1:
+                looked_up.append(name)
+                home = provided[name][name]
+                found = getattr(InterfaceModule(module.__name__), name)
+                assert found is getattr(import_module(home.module), home.name), (module.__name__, name)
+    assert len(looked_up) > 300
+
+
+@pytest.mark.parametrize(
+    "name", ["_PYTORCH_DATALOADER_KWARGS", "_gpu_gather", "_is_package_available", "_split_batches"]
+)
+def test_private_names_that_public_programs_import_are_there(name: str) -> None:
+    (holder,) = module_table().holders[name]
+    real, mine = getattr(import_module(holder), name), getattr(InterfaceModule(holder), name)
+    assert callable(real) == callable(mine)
+    if isinstance(real, dict):
+        assert mine == real
+
+
+@pytest.mark.parametrize("module", sorted({*module_table().modules_not_provided} - {TEST_UTILS}))
 def test_a_module_that_is_not_provided_says_so_when_it_is_imported(module: str) -> None:
     assert find_spec(module) is not None
     with pytest.raises(ModuleNotFoundError, match=f"{module} is not provided by drivetrain_accelerate: "):

@@ -37,6 +37,18 @@ def test_sizes_are_tried_as_accelerate_tries_them(start: int, limit: int, messag
     assert by_library[0] == by_library[1]
 
 
+def test_a_method_gets_its_object_before_the_size() -> None:
+    class Trainer:
+        @memory.find_executable_batch_size(starting_batch_size=4)
+        def train(self, batch_size: int, y: int = 1) -> tuple[object, int, int]:
+            if batch_size > 3:
+                raise RuntimeError("CUDA out of memory.")
+            return self, batch_size, y
+
+    trainer = Trainer()
+    assert trainer.train(y=2) == (trainer, 3, 2)
+
+
 def test_the_next_size_is_the_programs_if_it_says_one() -> None:
     tried: list[int] = []
     decorate = memory.find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=lambda: 3)

@@ -1,5 +1,7 @@
 """Files of objects, beside the installed Accelerate."""
 
+import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +16,22 @@ from drivetrain_accelerate import object_files as ours
 from drivetrain_accelerate.states.partial_state import PartialState
 
 real: Any = pytest.importorskip("accelerate.utils.other")
+
+
+def test_what_torch_would_wait_for_or_map_wrongly_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.bin")
+    with pytest.raises(ValueError, match=r"pipe\.bin is no regular file but a named pipe"):
+        ours.load(tmp_path / "pipe.bin")
+    torch.save({"a": torch.arange(64)}, tmp_path / "plain.bin")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.bin") as plain,
+        zipfile.ZipFile(tmp_path / "small.bin", "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    assert torch.equal(ours.load(tmp_path / "small.bin")["a"], torch.arange(64))
+    with pytest.raises(ValueError, match=r"small\.bin is compressed"):
+        ours.load(str(tmp_path / "small.bin"), mmap=True)
 
 
 class Own:

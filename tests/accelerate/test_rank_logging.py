@@ -45,6 +45,42 @@ def test_records_name_the_caller_and_come_once_where_asked(caplog: pytest.LogCap
     assert found == [("once", name), ("[rank 0] all 3", name), ("[rank 0] in order", name)]
 
 
+def lines_of(make: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Log from this function, through a helper of it, and return the functions that the records name."""
+    logger = make("lines", "INFO")
+
+    def helper(**options: Any) -> None:
+        logger.info("through a helper", **options)
+
+    logger.info("here")
+    logger.info("here", stacklevel=2)
+    helper()
+    helper(stacklevel=3)
+    logger.info("here", main_process_only=False, in_order=True, stacklevel=2)
+    logger.log(20, "here")
+    found = [record.funcName for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_a_record_is_of_the_line_that_calls_with_accelerates_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from accelerate.logging import get_logger as real
+
+    PartialState(cpu=True)
+    __import__("accelerate").PartialState(cpu=True)
+    expected = ["lines_of", "lines_of", "helper", "lines_of", "lines_of", "lines_of"]
+    assert lines_of(real, caplog) == lines_of(get_logger, caplog) == expected
+    # One frame is no caller of the program's: the real one names its own file.
+    logger = get_logger("lines")
+    logger.info("here", stacklevel=1)
+    logger.warning_once("warned", stacklevel=1)
+    assert {record.funcName for record in caplog.records} == {
+        "test_a_record_is_of_the_line_that_calls_with_accelerates_numbers"
+    }
+
+
 def test_attributes_of_every_record_are_added(caplog: pytest.LogCaptureFixture) -> None:
     logger = MultiProcessAdapter(logging.getLogger("attributes"), {"run": "a"})
     logger.warning("said", extra={"step": 1})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain_backends import compat
@@ -167,3 +168,15 @@ def test_a_compiled_model_holds_the_module_under_the_known_name_once_the_compile
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
     )
     assert finished.stdout.split() == ["False", "True", "True"]
+
+
+def test_combined_schedulers_tell_their_parts_and_when_they_go_on() -> None:
+    stepped = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    parts = [LinearLR(stepped), ConstantLR(stepped), CosineAnnealingLR(stepped, T_max=5)]
+    sequence = SequentialLR(stepped, parts, milestones=[2, 4])
+    assert list(compat.schedulers_in(sequence)) == parts
+    assert list(compat.milestones_of(sequence)) == [2, 4]
+    chain = ChainedScheduler(parts[:2], stepped)
+    assert list(compat.schedulers_in(chain)) == parts[:2]
+    assert list(compat.milestones_of(chain)) == []
+    assert list(compat.schedulers_in(parts[0])) == list(compat.milestones_of(parts[0])) == []

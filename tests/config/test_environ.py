@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -147,3 +149,25 @@ def test_put_lasts_until_it_is_taken_back() -> None:
         assert environ.read("DRIVETRAIN_TEST_PUT") == "1"
         environ.put(DRIVETRAIN_TEST_PUT=None)
         assert environ.read("DRIVETRAIN_TEST_PUT") is None
+
+
+ASK = "from drivetrain_config import environ; print(environ.inherited_from())"
+
+
+def test_a_process_that_inherits_a_rank_knows_whose_it_is() -> None:
+    with environ.exported(**TORCHRUN, DRIVETRAIN_RANK_OWNER=None):
+        assert (
+            environ.inherited_from() is None
+        )  # whoever comes first may be the rank, such as a wrapper's child
+        environ.own_rank()
+        assert environ.inherited_from() is None
+        assert "DRIVETRAIN_RANK_OWNER" not in environ.overrides()
+        found = {
+            "child": [sys.executable, "-c", ASK],
+            "grandchild": ["sh", "-c", f"{sys.executable} -c '{ASK}'; true"],
+            "of another launch": ["env", "MASTER_PORT=29501", sys.executable, "-c", ASK],
+            "of another attempt": ["env", "TORCHELASTIC_RESTART_COUNT=3", sys.executable, "-c", ASK],
+        }
+        output = {name: subprocess.check_output(command, text=True) for name, command in found.items()}
+    mine = f"{os.getpid()}\n"
+    assert list(output.values()) == [mine, mine, "None\n", "None\n"]

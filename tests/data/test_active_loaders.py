@@ -79,21 +79,29 @@ def test_after_zipped_loaders_all_is_clear_again() -> None:
         assert activity.plan() is one.current
 
 
-def test_an_epoch_ends_with_the_shorter_of_zipped_loaders() -> None:
+def test_loaders_read_in_turns_are_those_of_one_loop() -> None:
     activity = LoaderTracker()
-    one, other = loader(activity, 24), loader(activity, 32)
-    ends = [activity.ending for _ in zip(one, other, strict=False)]
-    assert [end is not None and end.is_last for end in ends] == [False, False, True]
-    assert activity.ending is None
+    one, other, inner = loader(activity, 24), loader(activity, 32), loader(activity, 8)
+    assert activity.read_in_turns() == []
+    for step, _ in enumerate(zip(one, other, strict=False)):
+        assert activity.read_in_turns() == ([one, other] if step else [other])
+        for _ in inner:
+            assert activity.read_in_turns() == [inner]
+            assert set(activity.being_read) == {one, other, inner}
+    assert activity.read_in_turns() == []
+    assert [each.num_received for each in (one, other, inner)] == [3, 3, 3]
 
 
-def test_an_inner_loops_end_is_not_the_outer_ones() -> None:
+def test_only_a_loop_that_asks_for_more_than_its_epoch_has_is_finished() -> None:
     activity = LoaderTracker()
-    train, evaluate = loader(activity, 24), loader(activity, 8)
-    for step, _ in enumerate(train):
-        for _ in evaluate:
-            assert activity.ending is evaluate.current
-        assert (activity.ending is train.current) == (step == 2)
+    finished: list[object] = []
+    activity.on_finish = finished.append
+    one = loader(activity, 16)
+    for _ in zip(range(2), one, strict=False):
+        pass
+    assert finished == []
+    list(one)
+    assert finished == [one]
 
 
 def test_a_step_is_marked_on_every_loader_being_read() -> None:

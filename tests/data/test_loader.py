@@ -219,8 +219,8 @@ def test_workers_are_seeded_by_seed_epoch_and_shard_and_not_by_the_number_of_sha
 
     loader = build(1)
     alone, second, third = draws(loader), draws(loader), draws(loader)
-    assert draws(build(2)) == alone[:4]
-    assert draws(build(2, index=1)) != alone[:4]
+    assert draws(build(2)) == alone[::2]  # by the position of the step
+    assert draws(build(2, index=1)) != alone[::2]
     assert draws(build(1, seed=2)) != alone
     assert alone != second
     anew = build(1)

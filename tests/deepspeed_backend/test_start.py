@@ -1,11 +1,18 @@
 """The first use on a machine, at which DeepSpeed compiles an operator."""
 
+import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from torch.utils.file_baton import FileBaton
+
+from drivetrain_backends.deepspeed.build_progress import telling_of_builds
+from drivetrain_state import StateSettings, connect
 
 SCRIPT = """
 import sys
@@ -40,3 +47,40 @@ def test_compiling_the_operator_is_told_of_and_is_progress(tmp_path: Path) -> No
     marks, label = run.stdout.splitlines()[-1].removeprefix("marks ").split(" ", 1)
     assert int(marks) >= 1
     assert label == "DeepSpeed compiles an operator"
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_wait_for_another_build_names_the_lock_and_who_holds_it(
+    tmp_path: Path, caplog, is_held: bool
+) -> None:
+    lock = tmp_path / "lock"
+    with lock.open("w") as held, caplog.at_level(logging.WARNING):
+        if not is_held:
+            held.close()  # as that of a build that was killed
+
+        def release_once_told() -> None:
+            while not caplog.messages:
+                time.sleep(0.01)
+            lock.unlink()
+
+        releasing = Thread(target=release_once_told, daemon=True)
+        with (
+            connect(StateSettings(device="cpu", watchdog=False)) as context,
+            telling_of_builds(context, every_seconds=0.05),
+        ):
+            before = context.progress.count
+            releasing.start()
+            FileBaton(str(lock), wait_seconds=0.01).wait()
+            releasing.join()
+        num_marks = context.progress.count - before
+    (said,) = caplog.messages[:1]
+    if is_held:
+        assert said.startswith(
+            f"DeepSpeed waits for another build of its operator, by process {os.getpid()} ("
+        )
+        assert said.endswith(f"lock file {lock}")
+    else:
+        assert said.startswith(
+            f"DeepSpeed waits for the lock file {lock}, which no process on this machine holds"
+        )
+        assert num_marks == 0, "a watchdog ends it"

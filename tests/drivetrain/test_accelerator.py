@@ -516,21 +516,6 @@ def test_two_zipped_loaders_close_the_window_with_the_shorter_one(lengths: tuple
     assert accelerator.sync_gradients
 
 
-def test_an_iterator_left_at_its_last_batch_closes_one_window_only() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = parts(accelerator, samples=6)
-    batches = iter(loader)
-    closed: list[bool] = []
-    for step in range(6):
-        x = next(batches)[0] if step < 3 else torch.ones(2, 1)
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        closed.append(accelerator.sync_gradients)
-    assert closed == [False, True, True, False, True, False]
-
-
 def test_unwrapping_without_autocast_leaves_the_model_in_training_as_it_is() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(nn.Linear(1, 1))

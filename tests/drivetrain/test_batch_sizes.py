@@ -3,7 +3,7 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,6 +126,23 @@ def test_a_run_that_is_started_again_begins_with_the_batch_size_of_its_newest_ch
     assert tried == [(10, 1), (5, 2), (2, 5), (2, 5)]
     assert steps == [1]
     assert accelerator.plan.facts["executable batch size"] == "2"
+
+
+def test_a_method_is_tried_with_its_object_and_keeps_the_global_batch() -> None:
+    accelerator = Accelerator(cpu=True, sections={"run": {"show_plan": False}})
+
+    class Trainer:
+        tried: ClassVar[list[tuple[int, int]]] = []
+
+        @accelerator.find_executable_batch_size
+        def train(self, batch_size: int, *, largest: int) -> int:
+            self.tried.append((batch_size, accelerator.gradient_accumulation_steps))
+            if batch_size > largest:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return batch_size
+
+    assert Trainer().train(largest=40) == 32
+    assert Trainer.tried == [(128, 1), (64, 2), (32, 4)]
 
 
 @pytest.mark.parametrize("given", ["parallelism", "group"])

@@ -1,4 +1,6 @@
+import json
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def test_settings_of_a_backend_that_does_not_run_are_told(caplog) -> None:
         Accelerator(config=layers)
     (record,) = [r for r in caplog.records if r.name == "drivetrain.compose"]
     assert record.getMessage() == (
-        "fsdp: offload='true' (--fsdp-offload on the command line) has no effect, since this run uses SingleBackend; "
+        "fsdp: offload=True (--fsdp-offload on the command line) has no effect, since this run uses SingleBackend; "
         "backend='fsdp' or --backend fsdp uses it"
     )
 
@@ -48,7 +50,84 @@ def test_settings_of_another_precision_are_told(caplog) -> None:
         )
     (record,) = [r for r in caplog.records if r.name == "drivetrain.compose"]
     assert record.getMessage() == (
-        "precision.fp8_recipe='torchao_rowwise' has no effect with mixed_precision='bf16': it is for 'fp8'"
+        "precision: fp8_recipe='torchao_rowwise' (code) has no effect, with mixed_precision='bf16': it is for 'fp8'"
+    )
+
+
+UNREAD = [
+    ({"fsdp": {"offload": True, "wrap": ("Block",)}}, "fsdp.wrap, fsdp.offload", "backend='fsdp' or"),
+    (
+        {"ddp": {"static_graph": True}, "deepspeed": {"stage": 1}},
+        "ddp.static_graph, deepspeed.stage",
+        "--backend ddp",
+    ),
+    ({"launch": {"num_processes": 2}}, "launch.num_processes", "it is no part of this program"),
+    ({"tracking": {"flush_seconds": 2.0}}, "tracking.flush_seconds", "run.log_with names one"),
+    ({"tracking": {"peak_flops": 1e12}}, "tracking.peak_flops", "tracking.throughput=True does"),
+    (
+        {"state": {"watchdog": False, "hang_timeout_seconds": 9.0}},
+        "state.hang_timeout_seconds",
+        "watchdog is off",
+    ),
+    ({"checkpoint": {"best_mode": "max"}}, "checkpoint.best_mode", "no checkpoint.best_metric"),
+    ({"data": {"read_ahead": True, "dispatch": False}}, "data.read_ahead", "data.dispatch is off"),
+]
+
+
+@pytest.mark.parametrize(("sections", "names", "why"), UNREAD)
+@pytest.mark.parametrize("by", ["code", "environment", "file"])
+def test_what_nothing_reads_is_told_whoever_says_it(
+    sections: dict[str, Any], names: str, why: str, by: str, tmp_path, monkeypatch, caplog
+) -> None:
+    file = None
+    if by == "file":
+        file = tmp_path / "run.json"
+        file.write_text(json.dumps(sections))
+    elif by == "environment":
+        for section, values in sections.items():
+            for name, value in values.items():
+                text = ",".join(value) if isinstance(value, tuple) else str(value)
+                monkeypatch.setenv(f"DRIVETRAIN_{section}__{name}".upper(), text)
+    accelerator = Accelerator(cpu=True, config=file, sections=sections if by == "code" else None)
+    if "launch" in sections and by != "code":  # the launcher's, and not of this program
+        assert caplog.text == ""
+        return
+    assert set(accelerator.plan.facts["without effect"].split(", ")) == set(names.split(", "))
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(told) == len(sections.keys() - {"state"} or sections)
+    assert why in told[0]
+
+
+def test_settings_that_are_read_are_not_told(tmp_path, caplog) -> None:
+    sections = {
+        "tracking": {"flush_seconds": 2.0, "throughput": True, "peak_flops": 1e12},
+        "checkpoint": {"best_metric": "loss", "best_mode": "max"},
+        "state": {"hang_timeout_seconds": 90.0},
+        "run": {"show_plan": False},
+    }
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl", sections=sections)
+    assert "without effect" not in accelerator.plan.facts
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_settings_of_saves_that_are_never_made_are_told_at_the_end(saves: bool, tmp_path, caplog) -> None:
+    sections = {"checkpoint": {"keep_last": 2, "save_every_steps": 1}, "run": {"show_plan": False}}
+    with Accelerator(cpu=True, project_dir=tmp_path, sections=sections) as accelerator:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        if saves:
+            accelerator.save_if_due()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == (
+        []
+        if saves
+        else [
+            "checkpoint: save_every_steps=1 (code) has no effect, since the program never called save_if_due()",
+            "checkpoint: keep_last=2 (code) has no effect, since the run saved no checkpoint",
+        ]
     )
 
 

@@ -1,14 +1,15 @@
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from drivetrain import Accelerator
 from drivetrain.metrics import weigh
-from drivetrain_data import BatchPlan, UnpreparedLoaderError
+from drivetrain_data import BatchPlan, TrimError, UnpreparedLoaderError
 
 
 def plan(*real: int, replayed: bool = False) -> BatchPlan:
@@ -154,3 +155,66 @@ def test_what_is_gathered_rightly_stays(run_ranks) -> None:
 def test_one_process_gathers_over_any_loader() -> None:
     loader = DataLoader(torch.arange(5), batch_size=2)
     assert gather_all(Accelerator(cpu=True), loader) == list(range(5))
+
+
+class Named(NamedTuple):
+    rows: Any
+    label: Any
+
+
+def gathered_arrays() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, seed=0)
+    loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))
+    found: dict[str, list[Any]] = {}
+
+    def keep(name: str, data: Any) -> None:
+        found.setdefault(name, []).append(accelerator.gather_for_metrics(data))
+
+    for batch in loader:
+        rows = batch.numpy()
+        keep("rows", rows)
+        keep("reversed", rows[::-1][::-1])
+        keep("wide", np.stack([rows, rows], axis=1))
+        keep("texts", np.array([str(row) for row in rows]))
+        keep("objects", np.array([None, *rows], dtype=object)[1:])
+        keep("masked", np.ma.array(rows, mask=rows % 2 == 0))
+        keep("nested", {"b": (rows, batch), "a": Named(batch * 2, rows > 3), "none": None})
+        keep("single", np.array(1.5))
+        keep("scalars", list(rows.astype(np.float32)))
+        keep("by sample", [row * np.ones(int(row)) for row in rows])
+        keep("kept", rows[rows % 2 == 0])
+    try:
+        keep("shapes", np.ones((1, 1 + accelerator.process_index)))
+    except TrimError as error:
+        found["refused"] = [str(error)]
+    return found
+
+
+def test_arrays_are_gathered_by_sample(run_ranks) -> None:
+    first, second = run_ranks(gathered_arrays)
+    assert repr(first) == repr(second)
+
+    def joined(name: str) -> Any:
+        assert all(type(part) is np.ndarray for part in first[name])
+        return np.concatenate(first[name])
+
+    for name in ("rows", "reversed", "objects"):
+        assert joined(name).tolist() == list(range(7)), name
+    assert joined("wide").tolist() == [[row, row] for row in range(7)]
+    assert joined("texts").tolist() == list("0123456")
+    assert joined("kept").tolist() == [0, 2, 4, 6]
+    assert np.ma.concatenate(first["masked"]).tolist() == [None, 1, None, 3, None, 5, None]
+    assert joined("single").tolist() == [1.5] * 4  # one for each rank of each step
+    assert [float(row) for part in first["scalars"] for row in part] == list(range(7))
+    assert [len(row) for part in first["by sample"] for row in part] == list(range(7))
+    for part, expected in zip(first["nested"], [range(4), range(4, 7)], strict=True):
+        assert isinstance(part["a"], Named)
+        assert part["a"].rows.tolist() == [2 * row for row in expected]
+        assert part["a"].label.tolist() == [row > 3 for row in expected]
+        assert [rows.tolist() for rows in part["b"]] == [list(expected)] * 2
+        assert isinstance(part["b"][1], torch.Tensor)
+        assert part["none"] is None
+    assert (
+        "the ranks gave arrays of shapes (1, 1), (1, 2): only the first size may differ"
+        in first["refused"][0]
+    )

@@ -164,65 +164,90 @@ def as_transformers(optimizer: SGD, total: int) -> LambdaLR:
     return LambdaLR(optimizer, partial(rate, num_training_steps=total))
 
 
-TOTALS: list[Callable[[SGD, int], LRScheduler]] = [
-    lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total),
-    lambda optimizer, total: OneCycleLR(optimizer, 1.0, total_steps=total),
-    warmed_up,
-    as_transformers,
-]
+def decayed(optimizer: SGD, total: int) -> LinearLR:
+    return LinearLR(optimizer, 1.0, 0.0, total_iters=total)
 
 
-def lengths_told() -> list[list[str]]:
-    """What is told of schedules of the loader's own length, of twice it, and of the prepared one."""
+def cycled(optimizer: SGD, total: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, 1.0, total_steps=total)
+
+
+TOTALS: list[Callable[[SGD, int], LRScheduler]] = [decayed, cycled, warmed_up, as_transformers]
+
+
+# The prepare calls, and the schedule's length in batches of the loader: before it was prepared, or after.
+TOGETHER, SCHEDULER_FIRST, LOADER_FIRST, ALONE = "together", "scheduler first", "loader first", "loader alone"
+ORDERS = (TOGETHER, SCHEDULER_FIRST, LOADER_FIRST, ALONE)
+
+
+def lengths_told(order: str, makes: list[Callable[[SGD, int], LRScheduler]]) -> list[list[str]]:
+    """What is told of schedules of twice the loader's own length, and of the prepared loader's."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("drivetrain.schedule_length").addHandler(handler)
     found: list[list[str]] = []
-    for kind in TOTALS:
-        for epochs, is_prepared_first, together in ((1, False, True), (2, False, False), (1, True, True)):
-            told.clear()
-            with Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET) as accelerator:
-                model = nn.Linear(4, 1)
-                optimizer = SGD(model.parameters(), lr=1.0)
-                loader = DataLoader(torch.randn(64, 4), batch_size=4)
-                if is_prepared_first:
-                    loader = accelerator.prepare(loader)
-                    scheduler = kind(optimizer, accelerator.num_steps(loader, epochs=epochs))
-                    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-                elif together:
-                    scheduler = kind(optimizer, epochs * len(loader) // 2)
-                    model, optimizer, loader, scheduler = accelerator.prepare(
-                        model, optimizer, loader, scheduler
-                    )
-                else:
-                    scheduler = kind(optimizer, epochs * len(loader))
-                    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-                    loader = accelerator.prepare(loader)
-                for _ in range(epochs):
-                    for x in loader:
-                        with accelerator.accumulate(model):
-                            accelerator.backward(model(x).square().mean())
-                            optimizer.step()
-                            scheduler.step()
-                            optimizer.zero_grad()
-            found.append(list(told))
+    for make in makes:
+        told.clear()
+        with Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET) as accelerator:
+            model = nn.Linear(4, 1)
+            optimizer = SGD(model.parameters(), lr=1.0)
+            loader = DataLoader(torch.randn(64, 4), batch_size=4)
+            scheduler = make(optimizer, 2 * len(loader))
+            if order == TOGETHER:
+                model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            elif order == SCHEDULER_FIRST:
+                model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+                loader = accelerator.prepare(loader)
+            elif order == LOADER_FIRST:
+                model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+                scheduler = accelerator.prepare(scheduler)
+            else:
+                loader = accelerator.prepare(loader)
+                model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            told.append("prepared")
+            for x in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        found.append(list(told))
     logging.getLogger("drivetrain.schedule_length").removeHandler(handler)
     return found
 
 
-def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0(run_ranks) -> None:
-    first, second = run_ranks(lengths_told)
-    assert not any(second)
-    for number in range(len(TOTALS)):
-        together, in_turn, right = first[number * 3 : number * 3 + 3]
-        assert "is made for 8 steps, which fits the loader's 16 batches before prepare()" in together[0]
-        assert "each rank has 8 batches and an epoch has 4 optimizer steps" in together[0]
-        assert "the schedule spans 2 epochs. Unless this is intended, prepare the loader first" in together[0]
-        assert "is made for 32 steps" in in_turn[0]
-        assert right == []
-        assert "of a schedule of 8" in together[1]
-        assert "of a schedule of 32" in in_turn[1]
+def right_lengths_told() -> list[str]:
+    """What is told of schedules made for the prepared loader, as many steps as two epochs of the unprepared one."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain.schedule_length").addHandler(handler)
+    for by_length in (True, False):
+        with Accelerator(cpu=True, sections=QUIET) as accelerator:
+            loader = accelerator.prepare(DataLoader(torch.randn(64, 4), batch_size=4))
+            steps = 4 * len(loader) if by_length else accelerator.num_steps(loader, epochs=4)
+            model = nn.Linear(4, 1)
+            own = SGD(model.parameters(), lr=1.0)
+            accelerator.prepare(model, own, CosineAnnealingLR(own, steps))
+            accelerator.prepare(DataLoader(torch.randn(32, 4), batch_size=4))
+            assert steps == 32
+    logging.getLogger("drivetrain.schedule_length").removeHandler(handler)
+    return told
+
+
+def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0_at_prepare(run_ranks) -> None:
+    for order in ORDERS:
+        first, second = run_ranks(lengths_told, order, TOTALS if order == LOADER_FIRST else TOTALS[:1])
+        assert not any(len(told) > 1 for told in second)
+        for told in first:
+            assert "is made for 32 steps, which fits the loader's 16 batches before prepare()" in told[0]
+            assert "each rank has 8 batches and an epoch has 4 optimizer steps" in told[0]
+            assert "the schedule spans 8 epochs. Unless this is intended, prepare the loader first" in told[0]
+            assert told[1] == "prepared"
+            assert "of a schedule of 32" in told[2]
+            assert len(told) == 3
+    assert run_ranks(right_lengths_told) == [[], []]
 
 
 def test_steps_are_counted_with_an_accumulation_that_was_just_set() -> None:

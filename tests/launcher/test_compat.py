@@ -110,3 +110,37 @@ def test_ranks_are_started_by_a_function_within_the_block_alone(python: str, tmp
     *written, seen = output_of(python, STARTS, str(tmp_path)).splitlines()
     assert json.loads(seen) == [[0, "4", [False, False]], [1, "5", [True, False]]]
     assert written == ["rank 4", "rank 4"]
+
+
+MEETS = """
+import socket
+from datetime import timedelta
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from drivetrain_launcher import compat
+from drivetrain_state.store_server import host_store
+
+store = HashStore()
+parameters = RendezvousParameters(
+    "c10d", "", "run", min_nodes=1, max_nodes=1, local_addr="127.0.0.1", last_call_timeout=1
+)
+handler = create_handler(store, C10dRendezvousBackend(store, "run"), parameters)
+asked = []
+def host(address):
+    asked.append(address)
+    return host_store("127.0.0.1", 0, timeout=timedelta(seconds=20), is_one_node=True)
+compat.host_ranks_store_by(handler, host)
+place = handler.next_rendezvous().bootstrap_store_info
+with socket.socket() as probe:
+    print(asked, probe.connect_ex(("127.0.0.1", place.master_port)), end=" ")
+with socket.socket() as probe:
+    print(probe.connect_ex(("127.0.0.2", place.master_port)) != 0)
+handler.shutdown()
+"""
+
+
+def test_the_store_of_the_ranks_is_hosted_by_a_function(python: str) -> None:
+    *address, reached, is_refused = output_of(python, MEETS).split()
+    assert (len(address), reached, is_refused) == (1, "0", "True")

@@ -1,6 +1,10 @@
 import gc
 import inspect
+import pickle
 import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -153,3 +157,107 @@ def test_functions_that_cannot_be_searched_are_refused() -> None:
 def test_a_start_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="starting_batch_size=0: must be at least 1"):
         find_executable_batch_size(starting_batch_size=0)
+
+
+def fitting(batch_size: int) -> int:
+    if batch_size > 2:
+        raise MemoryError
+    return batch_size
+
+
+def cases(find: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
+    """Calls of all kinds of functions, each of which gives its object's name, the size that fits and an argument."""
+
+    class Trainer:
+        name = "object"
+
+        @find
+        def method(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+            return self.name, fitting(batch_size), rate
+
+        @classmethod
+        @find
+        def of_class(cls, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+            return cls.name, fitting(batch_size), rate
+
+        @find
+        @classmethod
+        def of_class_inside(cls, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+            return cls.name, fitting(batch_size), rate
+
+        @staticmethod
+        @find
+        def static(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+            return "object", fitting(batch_size), rate
+
+        @find
+        @staticmethod
+        def static_inside(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+            return "object", fitting(batch_size), rate
+
+        def plain(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+            return self.name, fitting(batch_size), rate
+
+        def __call__(self, batch_size: int, *, rate: float = 0.5) -> tuple[str, int, float]:
+            return self.name, fitting(batch_size), rate
+
+    class Derived(Trainer):
+        def method(self, rate: float = 0.5) -> Any:  # type: ignore[override]
+            return super().method(rate=rate)  # type: ignore[call-arg]
+
+    one = Trainer()
+    in_part = find(partial(Trainer.plain, one))
+    return {
+        "a method": partial(one.method, rate=0.1),
+        "a method of the class": lambda: Trainer.method(one, 0.1),
+        "a derived method": lambda: Derived().method(0.1),
+        "a class method": lambda: Trainer.of_class(rate=0.1),
+        "a class method of an object": lambda: one.of_class(0.1),
+        "a class method, found inside": lambda: Trainer.of_class_inside(0.1),
+        "a static method": lambda: Trainer.static(0.1),
+        "a static method of an object": lambda: one.static(rate=0.1),
+        "a static method, found inside": lambda: one.static_inside(0.1),
+        "a bound method": lambda: find(one.plain)(0.1),
+        "an object": lambda: find(one)(rate=0.1),
+        "a partial function": lambda: in_part(0.1),
+        "a partial keyword": lambda: find(partial(one.plain, rate=0.1))(),
+    }
+
+
+@pytest.mark.parametrize("kind", cases(find_executable_batch_size))
+def test_the_size_goes_to_the_argument_after_the_object(kind: str) -> None:
+    assert cases(partial(find_executable_batch_size, starting_batch_size=4))[kind]() == ("object", 2, 0.1)
+
+
+def test_a_class_method_finds_its_class_without_being_bound() -> None:
+    class Trainer:
+        @classmethod
+        @find_executable_batch_size
+        def train(cls, batch_size: int) -> tuple[type, int]:
+            return cls, fitting(batch_size)
+
+    inside = vars(Trainer)["train"].__func__
+    assert inside(Trainer) == (Trainer, 2)  # as Python calls it from 3.13 on
+
+
+@find_executable_batch_size
+def of_the_module(batch_size: int, rate: float) -> float:
+    return rate
+
+
+def test_a_search_keeps_the_looks_of_its_function() -> None:
+    assert pickle.loads(pickle.dumps(of_the_module)) is of_the_module
+    assert of_the_module.__name__ == "of_the_module"
+    assert list(inspect.signature(of_the_module).parameters) == ["rate"]
+
+
+def test_a_partial_function_and_an_object_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Trainer:
+        def __call__(self, batch_size: int, rate: float) -> None:
+            raise MemoryError
+
+    for search in (find_executable_batch_size(Trainer()), find_executable_batch_size(partial(Trainer()))):
+        with pytest.raises(NoBatchSizeFitsError, match=r"Trainer ran out of memory at every batch size"):
+            search(0.1)
+        with pytest.raises(TypeError, match=r"Trainer\(rate: float\).*The batch size is passed for you"):
+            search(64, 0.1)

@@ -51,6 +51,17 @@ def test_groups_of_version_1_are_read_and_no_limit_is_none(tmp_path: Path) -> No
     assert job(tmp_path, membership, {**files, "memory/job/memory.limit_in_bytes": "4096"}) == 4096 - 1000
 
 
+def test_of_groups_around_a_process_the_one_with_the_least_left_counts(tmp_path: Path) -> None:
+    membership = "0::/user/step\n"
+    files = {
+        "user/memory.max": "9000", "user/memory.current": "5000", "user/memory.stat": "",
+        "user/step/memory.max": "7000", "user/step/memory.current": "1000", "user/step/memory.stat": "",
+        "other/memory.max": "10", "other/memory.current": "10", "other/memory.stat": "",
+    }  # fmt: skip
+    assert job(tmp_path, membership, files) == 4000
+    assert job(tmp_path, membership, {**files, "user/step/memory.current": "8000"}) == 0
+
+
 def test_without_a_limit_the_block_runs_as_it_is() -> None:
     with limit_host_memory(None):
         assert len(bytearray(10)) == 10

@@ -254,3 +254,56 @@ def test_more_processes_than_devices_is_an_error_with_the_count(run_ranks_script
         },
     )
     assert f"this process sees {count} cuda device" in done[0].stderr
+
+
+def test_a_child_of_a_rank_cannot_be_the_rank_too(run_ranks_script) -> None:
+    source = (
+        SCRIPT
+        + """
+import multiprocessing, os
+def child():
+    try:
+        connect(settings)
+    except ConnectError as error:
+        print(os.getppid(), error, flush=True)
+if __name__ == "__main__":
+    context = connect(settings)
+    print(os.getpid(), flush=True)
+    worker = multiprocessing.get_context("fork").Process(target=child)
+    worker.start()
+    worker.join()
+    context.close()
+    if os.fork():  # a program of its own, as far as its environment goes
+        os.wait()
+    else:
+        child()
+        os._exit(0)
+"""
+    )
+    for rank, done in enumerate(run_ranks_script(source)):
+        pid, worker, program = done.stdout.splitlines()
+        says = f"inherited RANK={rank} and WORLD_SIZE=2 from process {pid}, which is that rank"
+        assert worker.startswith(f"{pid} this process (")
+        assert program.startswith(f"{pid} this process (")
+        assert says in worker
+        assert says in program
+        assert "cannot connect, so keep this call out of it" in worker
+        assert "drivetrain launch --num-processes 1 SCRIPT" in program
+
+
+def test_gloo_listens_on_loopback_alone_where_the_ranks_meet_there(run_ranks_script) -> None:
+    source = """
+import os
+from drivetrain_state import *
+context = connect(StateSettings(device="cpu", watchdog=False))
+inside = os.environ["GLOO_SOCKET_IFNAME"]
+inodes = {os.readlink(f"/proc/self/fd/{fd}")[8:-1] for fd in os.listdir("/proc/self/fd")
+          if os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")}
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+listening = {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+barrier(context)
+context.close()
+print(inside, listening, os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+    for done in run_ranks_script(source):
+        assert done.stdout == "lo {'0100007F'} None\n", done

@@ -1,3 +1,4 @@
+import subprocess
 import textwrap
 import threading
 from collections.abc import Callable
@@ -5,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 
 import pytest
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from drivetrain_config.environ import RankEnvironment
 from drivetrain_state import ConnectError
+from drivetrain_state.process_identity import process_identity
 from drivetrain_state.store_setup import meet
 
 
@@ -115,3 +117,17 @@ def test_a_rank_that_comes_before_rank_0_has_left_waits_for_its_next_store(
     for done in run_ranks_script(source):
         assert done.stdout == "".join(f"[({n}, 0), ({n}, 1)]\n" for n in range(3)), done
         assert done.stderr == "", done
+
+
+def test_two_processes_with_one_rank_are_told_before_they_wait(agent: TCPStore) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    meeting = PrefixStore("drivetrain_meeting", agent)
+    try:
+        meeting.set("entered/1/0", process_identity(child.pid))  # it came first
+        with pytest.raises(ConnectError, match=f"process {child.pid} of this host came first as that rank"):
+            meet(launched(0, agent), timeout_seconds=20)
+    finally:
+        child.kill()
+        child.wait()
+    with pytest.raises(ConnectError, match="rank 1 did not come"):  # one that was killed holds no rank
+        meet(launched(0, agent), timeout_seconds=0.2)

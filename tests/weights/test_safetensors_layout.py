@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drivetrain_weights import MappedFile, WeightFilesError
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES, TensorEntry, bytes_of, plan_file, read_header
 
 DTYPES = [
@@ -96,3 +97,27 @@ def test_the_header_is_one_that_the_library_accepts(tmp_path: Path) -> None:
     write(path, {f"layer.{index}": torch.full((index,), float(index)) for index in range(50)})
     with safe_open(path, framework="pt") as file:
         assert sorted(file.keys()) == sorted(f"layer.{index}" for index in range(50))
+
+
+_A = '"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [
+        (f"{{{_A}, {_A}}}", "a"),
+        (f"{{{_A}, {_A.replace('a', chr(92) + 'u0061', 1)}}}", "a"),  # the same name, written in another way
+        (f'{{"a": {{"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, {_A}}}', "a"),
+        (f'{{"__metadata__": {{"x": "1", "x": "2"}}, {_A}}}', "x"),
+        (f'{{"__metadata__": {{"x": "1"}}, "__metadata__": {{"x": "2"}}, {_A}}}', "__metadata__"),
+        (f"{{{_A.replace('shape', 'dtype', 1).replace('[8]', chr(34) + 'U8' + chr(34), 1)}}}", "dtype"),
+    ],
+)
+def test_a_key_that_a_header_has_twice_is_refused(tmp_path: Path, header: str, key: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    # Some of these the library itself refuses, and takes the last of the others.
+    with pytest.raises(
+        WeightFilesError, match=rf"the key '{key}' twice in one object|duplicate field `{key}`"
+    ):
+        MappedFile(path)

@@ -12,7 +12,9 @@ from checks.sources import Source
 TABLE = "docs/platforms.md"
 # What may stand in other files too, each with the reason.
 ALLOWED_NAMES = {
-    **dict.fromkeys(("_replace", "_asdict", "_make", "_exit", "_current_frames"), "documented by Python"),
+    **dict.fromkeys(
+        ("_replace", "_asdict", "_make", "_exit", "_current_frames", "_getframe"), "documented by Python"
+    ),
     **dict.fromkeys(("_fetcher", "_drivetrain_dataset"), "drivetrain's own, on objects of others"),
     **dict.fromkeys(("_no_split_modules", "_skip_keys_device_placement"), "declared by transformers' models"),
     **dict.fromkeys(("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"), "the same"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from accelerate_sides import OURS, THEIRS, Side
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 
@@ -86,6 +87,65 @@ def steps_with_a_look_inside(accelerator: Any) -> list[bool]:
             optimizer.zero_grad()
             synced.append(accelerator.sync_gradients)
     return synced
+
+
+class TrainsAPart(torch.nn.Module):
+    """A model whose `parameters` are those that it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.adapter = torch.nn.Linear(2, 1)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return list(self.adapter.parameters(recurse))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.adapter(self.body(batch))
+
+
+def gradients_and_compilations(side: Side) -> list[Any]:
+    """Return what a rank finds of gradients detached in place, clipping beside a second model, and unwrapping."""
+    found: list[Any] = []
+    handler = side("accelerate.utils.DistributedDataParallelKwargs")
+    is_compiled = side("accelerate.utils.is_compiled_module")
+    for said in (None, handler(), handler(gradient_as_bucket_view=True), handler(broadcast_buffers=False)):
+        with side.accelerator(kwargs_handlers=said and [said]) as accelerator:
+            actor = TrainsAPart()
+            optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+            model, _, optimizer = accelerator.prepare(actor, torch.nn.Linear(2, 1), optimizer)
+            accelerator.backward(model(torch.ones(2, 2)).mean())
+            assert accelerator.clip_grad_norm_(model.parameters(), 0.01) > 0.01
+            try:
+                found.append(
+                    [each.grad.detach_().norm().item() < 0.01 for each in actor.adapter.parameters()]
+                )
+            except RuntimeError as error:
+                found.append(str(error)[:27])
+            accelerator.free_memory()
+    for mode in ({}, {"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}):
+        with side.accelerator(**mode) as accelerator:
+            model = accelerator.prepare(torch.nn.Linear(1, 1))
+            compiled = model if "dynamo_backend" in mode else torch.compile(model, backend="eager")
+            for kept in ({}, {"keep_fp32_wrapper": False}, {"keep_torch_compile": False}):
+                whole = accelerator.unwrap_model(compiled, **kept)
+                found.append((is_compiled(whole), type(getattr(whole, "_orig_mod", whole)).__name__))
+            accelerator.free_memory()
+    return found
+
+
+def seen_by_each_rank() -> list[Any]:
+    return [gradients_and_compilations(side) for side in (OURS, THEIRS)]
+
+
+def test_gradients_can_be_detached_and_a_compilation_stays_on_ranks_as_with_the_real_one(
+    run_ranks: Any,
+) -> None:
+    views = "Can't detach views in-place"
+    for ours, theirs in run_ranks(seen_by_each_rank):
+        assert ours == theirs
+        assert [each == views for each in ours[:4]] == [False, False, True, False]
+        assert ours[4:] == [(True, "Linear"), (True, "Linear"), (False, "Linear")] * 3
 
 
 def test_a_look_at_a_loader_does_not_end_the_loop_around_it() -> None:

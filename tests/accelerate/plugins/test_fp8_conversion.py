@@ -5,6 +5,7 @@ from torch import nn
 
 from drivetrain_accelerate.plugins import torchao_conversion as ours
 from drivetrain_accelerate.plugins import transformer_engine_conversion
+from drivetrain_accelerate.plugins.fp8_recipes import AORecipeKwargs
 from drivetrain_precision import PrecisionError
 
 pytest.importorskip("accelerate")
@@ -40,6 +41,13 @@ def test_the_same_layers_are_converted(chosen: str | None) -> None:
             [name for name, each in converted.named_modules() if "Float8Linear" in type(each).__name__]
         )
     assert names[0] == names[1]
+
+
+def test_the_default_options_train_on_one_process_which_gathers_nothing() -> None:
+    from accelerate_sides import OURS
+
+    with OURS.accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()]) as accelerator:
+        assert ours.has_ao_layers(accelerator.prepare(model()))
 
 
 def test_without_transformer_engine_it_is_named() -> None:

@@ -261,3 +261,26 @@ def test_a_class_is_found_by_its_name() -> None:
         assert model_parts.get_module_class_from_name(model, name) is real.get_module_class_from_name(
             model, name
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        (
+            "TorchDynamoPlugin",
+            {"ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_DYNAMO_MODE": "max-autotune"},
+        ),
+        ("TorchDynamoPlugin", {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "1"}),
+        ("AORecipeKwargs", {"ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "false"}),
+    ],
+)
+def test_what_a_variable_says_is_no_default(name: str, variables: dict[str, str]) -> None:
+    with environ.exported(**variables):
+        mine, theirs = ({**compilation.__dict__, **fp8_recipes.__dict__}[name](), getattr(real, name)())
+        assert mine.to_kwargs() == theirs.to_kwargs() != {}
+
+
+def test_variables_of_transformer_engine_are_no_defaults_either() -> None:
+    with environ.exported(ACCELERATE_FP8_MARGIN="3"):
+        assert fp8_recipes.TERecipeKwargs().to_kwargs() == {"margin": 3}
+        assert fp8_recipes.TERecipeKwargs(margin=0).to_kwargs() == {}

@@ -489,6 +489,8 @@ def test_recipes_of_torchao() -> None:
     torchao = pytest.importorskip("torchao.float8")
     recipe: Any = translate_fp8.fp8_recipe(AORecipeKwargs())
     assert (recipe.scaling, recipe.all_gather, recipe.layers.skip_first) == ("tensorwise", True, True)
+    whole: Any = translate_fp8.fp8_recipe(AORecipeKwargs(), is_sharded=False)  # nothing is gathered there
+    assert (whole.scaling, whole.all_gather) == ("tensorwise", False)
     config = torchao.Float8LinearConfig.from_recipe_name("rowwise")
     chosen: Any = translate_fp8.fp8_recipe(
         AORecipeKwargs(config=config, module_filter_func=lambda _, name: name == "a")

@@ -181,6 +181,38 @@ def test_total_limit(tmp_path: Path) -> None:
             assert (folder / "checkpoints" / "checkpoint_0").exists() == (side is not THEIRS)
 
 
+def numbered(side: Side, folder: Path, *, loads: bool) -> Any:
+    """Save three times with the weights 1 to 3, then in a second run with 4; return what a load takes then."""
+    taken: list[Any] = []
+    for weights, loads_first in (((1, 2, 3), False), ((4,), loads), ((), True)):
+        project = side("accelerate.utils.ProjectConfiguration")(
+            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
+        )
+        with run_of(side, project_config=project) as (accelerator, model, _):
+            if loads_first:
+                accelerator.load_state()
+                taken.append(model.weight.item())  # pyright: ignore[reportCallIssue]
+            for weight in weights:
+                nn.init.constant_(model.weight, weight)  # pyright: ignore[reportArgumentType]
+                taken.append(Path(accelerator.save_state()).name)
+    return taken
+
+
+def test_numbers_after_a_load(tmp_path: Path) -> None:
+    """automatic checkpoints of a second run in one folder, after `load_state`"""
+    first = ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    theirs, *others = (numbered(side, tmp_path / side.name, loads=True) for side in SIDES)
+    assert theirs == [*first, 3.0, "checkpoint_0", 3.0]
+    assert others == [[*first, 3.0, "checkpoint_3", 4.0]] * 2
+
+
+def test_numbers_without_a_load(tmp_path: Path) -> None:
+    """automatic checkpoints of a second run without `load_state`"""
+    theirs, *others = (said(partial(numbered, side, tmp_path / side.name, loads=False)) for side in SIDES)
+    assert theirs == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_0", 3.0]
+    assert all("holds checkpoint_2 of an earlier run: call load_state()" in each for each in others)
+
+
 def test_no_checkpoint_is_kept(tmp_path: Path) -> None:
     """`total_limit` below 1"""
 

@@ -100,6 +100,16 @@ def test_structures_that_differ_are_not_joined(data: Any, match: str) -> None:
         shapes.concatenate(data)
 
 
+@pytest.mark.parametrize("data", ["words", 1, None, {"a": "x"}, [1, "x"], {"a": [None]}])
+def test_a_part_that_holds_no_tensors_comes_back_alone_and_several_are_refused(data: Any) -> None:
+    from accelerate.utils import concatenate as real
+
+    for joined in (real, shapes.concatenate):
+        assert joined([data]) == data
+        with pytest.raises(TypeError, match="tensors"):
+            joined([data, data])
+
+
 def test_a_batch_is_padded_by_repeats_of_its_last_row_as_documented() -> None:
     padded = shapes.pad_input_tensors({"a": torch.arange(5)}, batch_size=5, num_processes=4)
     assert padded["a"].tolist() == [0, 1, 2, 3, 4, 4, 4, 4]

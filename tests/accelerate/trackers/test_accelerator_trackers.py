@@ -68,13 +68,25 @@ def logged(accelerator_class: Any, module: Any, *, config: Any) -> list[Any]:
         accelerator.get_tracker("nope")
     accelerator.log({"a": {"any": [1]}}, step=3, log_kwargs={"noting": {"k": 1}, "other": {}})
     calls = accelerator.get_tracker("noting", unwrap=True)
-    accelerator.end_training()
-    return calls
+    for _ in range(2):  # a tracker of ours finishes once
+        accelerator.end_training()
+        assert accelerator.trackers == [tracker]
+        assert accelerator.get_tracker("noting", unwrap=True) is calls
+    return calls if accelerator_class is Accelerator else calls[:-1]
 
 
 @pytest.mark.parametrize("config", [None, {"lr": 0.1, "layers": [1, 2]}])
 def test_a_tracker_of_a_program_gets_the_calls_of_the_real_one(config: Any) -> None:
     assert logged(Accelerator, general_tracker, config=config) == logged(RealAccelerator, real, config=config)
+
+
+def test_trackers_of_drivetrains_form_stay_and_take_nothing_after_the_end(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.end_training()
+    assert [each.name for each in accelerator.trackers] == ["jsonl"]
+    with pytest.raises(RuntimeError, match=r"log\(\) after end_training\(\).*call init_trackers\(\)"):
+        accelerator.log({"loss": 1.0})
 
 
 def tensorboard(accelerator_class: Any, folder: Path) -> dict[str, Any]:

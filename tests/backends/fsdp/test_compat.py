@@ -90,8 +90,16 @@ def checks() -> list[str]:
     (group,) = compat.parameter_groups(model[0])
     compat.check_before_gathering(group, lambda: said.append("gather"))
     compat.check_before_backward(model[1], lambda: said.append("backward"))
-    for _ in range(2):
-        model(torch.ones(1, 4)).sum().backward()
+    stop = compat.check_before_resharding(group, lambda: opened.append("reshard"))
+    opened: list[object] = []
+    handle = model[0].register_forward_hook(lambda *_: opened.append(compat.forward_is_open(model)))
+    model(torch.ones(1, 4)).sum().backward()
+    assert opened == [True, "reshard", "reshard"] or opened == ["reshard", True, "reshard"]
+    assert not compat.forward_is_open(model)
+    stop()
+    model(torch.ones(1, 4)).sum().backward()
+    assert opened.count("reshard") == 2
+    handle.remove()
     return said
 
 

@@ -132,3 +132,30 @@ def test_closing_a_backend_leaves_the_open_window() -> None:
             moved.append(1 - model.w.item())
         single.close()  # after two micro-batches of the second window
         assert moved == [0.0, 0.0, 0.0, 3.0, 3.0, 3.0]
+
+
+def test_a_failed_micro_batch_of_a_model_that_is_forgotten_stops_no_other_one() -> None:
+    single = backend()
+    for fails in (True, False):
+        model = Weight()
+        (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+        if fails:
+            single.window.begin()
+            single.window.fail()
+            single.close()
+        else:
+            single.window.begin_alone()
+            train(model, prepared, 2.0)
+            prepared.optimizers[0].step()
+            assert 1 - model.w.item() == 2.0
+
+
+def test_a_loss_after_the_end_is_told_that_the_end_has_forgotten_its_model() -> None:
+    single = backend()
+    model = Weight()
+    with pytest.raises(AccumulationError, match=r"^backward\(\) before prepare\(model\)"):
+        single.backward(model(torch.ones(())))
+    single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single.close()
+    with pytest.raises(AccumulationError, match=r"^backward\(\) after end_training\(\) or free_memory\(\)"):
+        single.backward(model(torch.ones(())))

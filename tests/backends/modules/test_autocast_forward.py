@@ -69,6 +69,22 @@ def test_a_batch_that_does_not_fit_says_which_keys(batch: dict[str, object], mes
         prepared()(**batch)
 
 
+@pytest.mark.parametrize(
+    ("held", "given", "told"),
+    [
+        (torch.float16, torch.float32, "the batch holds float32, the model's weights are float16"),
+        (torch.float32, torch.float64, "the batch holds float64, the model's weights are float32"),
+    ],
+)
+def test_a_batch_in_another_dtype_than_the_weights_says_both(
+    held: torch.dtype, given: torch.dtype, told: str
+) -> None:
+    model = Scaled().to(held)
+    prepare_forward(model, choose_policy("no", CPU), CPU)
+    with pytest.raises(BatchMismatchError, match=told):
+        model(torch.ones(1, 2, dtype=given))
+
+
 def test_a_type_error_inside_the_forward_stays_what_it_is() -> None:
     with pytest.raises(TypeError) as caught:
         prepared()(torch.ones(1, 2), scale="two")

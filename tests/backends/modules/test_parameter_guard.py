@@ -5,7 +5,13 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, PairingError, ReplacedParameterError
+from drivetrain_backends import (
+    AccumulationError,
+    AccumulationWindow,
+    DDPBackend,
+    PairingError,
+    ReplacedParameterError,
+)
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import choose_policy
@@ -209,3 +215,59 @@ def step_after_a_change() -> str:
 def test_ddp_refuses_what_it_does_not_average(run_ranks) -> None:
     for said in run_ranks(step_after_a_change):
         assert "body.0.weight created or assigned; body.0.weight replaced or taken out" in said
+
+
+def renormalised(*, max_norm: float | None) -> dict[str, torch.Tensor]:
+    """Weights of one process, whose forwards scale rows in place; with None by a plain loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    prepared = None if max_norm is None else backend().prepare([model], [optimizer], [])[0]
+    for step in range(3):
+        loss = model(torch.tensor([[step, step + 1]])).square().mean()
+        if prepared is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            prepared.backward(loss)
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+    return dict(model.state_dict())
+
+
+def test_one_process_trains_an_embedding_that_scales_its_rows() -> None:
+    expected = renormalised(max_norm=None)
+    for name, value in renormalised(max_norm=0.5).items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_an_optimizer_that_steps_in_a_hook_is_right_or_refused(mode: str) -> None:
+    """On one process without a loss scale, gradients are final as soon as they are there."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    (prepared,) = backend(mode).prepare([model], [SGD([model.weight], lr=0.1)], [])
+
+    def step(_: torch.Tensor) -> None:
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+
+    model.bias.requires_grad_(False)
+    model.weight.register_post_accumulate_grad_hook(step)
+    x = torch.tensor([[1.0, 2.0]])
+    if mode == "no":
+        prepared.backward(model(x).sum())
+        torch.testing.assert_close(model.weight.detach(), before - 0.1 * x)
+    else:
+        with pytest.raises(AccumulationError, match="a step or clip of Linear while backward"):
+            prepared.backward(model(x).sum())
+
+
+def test_a_model_that_is_converted_under_a_loss_scale_is_refused() -> None:
+    model, prepared = Net(), None
+    (prepared,) = backend("fp16").prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    model.half()
+    with pytest.raises(ReplacedParameterError, match="converted from float32 to float16 after prepare"):
+        train(prepared, 1)

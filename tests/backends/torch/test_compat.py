@@ -65,6 +65,31 @@ def reducer() -> list[bool]:
     return equal
 
 
+def test_a_converted_parameter_has_another_accumulator_also_once_it_is_converted_back() -> None:
+    model = nn.Linear(2, 2)
+    parameters = list(model.parameters())
+    nodes = compat.accumulators(parameters)
+    model.weight.data = model.weight.data * 2
+    model.bias.requires_grad_(False)
+    assert compat.are_attached(parameters, nodes)
+    model.double().float()
+    assert not compat.are_attached(parameters, nodes)
+    assert compat.are_attached(parameters[1:], nodes[1:])  # frozen
+
+
+def test_a_transform_of_torch_func_is_told_from_a_plain_call() -> None:
+    told: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        told.append(compat.in_functional_transform())
+        return x.sum()
+
+    note(torch.ones(2))
+    torch.func.grad(note)(torch.ones(2))
+    torch.func.vmap(note)(torch.ones(2, 2))
+    assert told == [False, True, True]
+
+
 def buffers() -> list[float]:
     """The buffer of rank 1 after a forward that broadcasts those of rank 0, and one that does not."""
     connect(StateSettings(device="cpu", watchdog=False))

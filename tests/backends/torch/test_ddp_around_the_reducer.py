@@ -351,9 +351,9 @@ def cleared_on_one_rank(way: Way, reduce: str | None) -> list[tuple[torch.Tensor
         way(prepared.model, batches(step)[dist.get_rank()], prepared.backward)
         if step == 1 and dist.get_rank():
             prepared.optimizers[0].zero_grad()
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
         try:
+            prepared.optimizers[0].step()  # the second one compares
+            prepared.optimizers[0].zero_grad()
             backend.check_replicas()
             found.append((model.first.weight.detach().clone(), True))
         except DriftedReplicasError:

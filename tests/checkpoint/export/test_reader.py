@@ -91,7 +91,7 @@ def test_a_torn_file_is_named_before_a_tensor_is_read(tmp_path: Path, name: str,
 )
 def test_an_index_that_is_none_is_named(tmp_path: Path, index: bytes) -> None:
     (tmp_path / INDEX).write_bytes(index)
-    with pytest.raises(CorruptCheckpointError, match=f"{INDEX} is no index of weight files"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{INDEX} is no (index of weight files|JSON)"):
         open_export(tmp_path)
 
 
@@ -106,12 +106,14 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, file: str) -> 
 def test_damaged_ties_are_named(tmp_path: Path, ties: str) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", {"tied_weights": ties})
     with pytest.raises(
-        CorruptCheckpointError, match=r"model\.safetensors: tied_weights in its header is damaged"
+        CorruptCheckpointError, match=r"model\.safetensors: tied_weights in its header is (damaged|no JSON)"
     ):
         open_export(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / INDEX).write_text('{"weight_map": {}, "metadata": {"tied_weights": 3}}')
-    with pytest.raises(CorruptCheckpointError, match=rf"{INDEX}: tied_weights in its metadata is damaged"):
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"{INDEX}: tied_weights in its metadata is (damaged|no JSON)"
+    ):
         open_export(tmp_path)
 
 

@@ -58,3 +58,7 @@ def test_the_first_one_may_be_kept_free() -> None:
 
 def test_one_accelerator_has_nothing_to_balance() -> None:
     assert balanced_budgets({0: 100, "cpu": 9000}, layers(6)) == {0: 100, "cpu": 9000}
+
+
+def test_the_host_gives_no_more_than_it_has() -> None:
+    assert 0 < get_max_memory()["cpu"] <= psutil.virtual_memory().total

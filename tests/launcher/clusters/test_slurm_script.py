@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain_launcher.clusters.memory_size import memory_bytes
 from drivetrain_launcher.clusters.protocol import JobRequest, Submission
 from drivetrain_launcher.clusters.slurm_script import plan_slurm
 from drivetrain_launcher.errors import LaunchError
@@ -93,7 +94,7 @@ def test_a_request_becomes_options_of_sbatch() -> None:
         "#SBATCH --requeue",
         "#SBATCH --gpus-per-node=4",
         "#SBATCH --cpus-per-task=16",
-        "#SBATCH --mem=64G",
+        "#SBATCH --mem=61036M",
         "#SBATCH --time=25:01:01",
         "#SBATCH --partition=gpu",
         "#SBATCH --exclusive",
@@ -117,7 +118,6 @@ def test_a_request_becomes_options_of_sbatch() -> None:
         ({"environment": {"A B": "1"}}, "'A B' is no name of a variable"),
         ({"environment": {"A": "\0"}}, "null character"),
         ({"command": ()}, "has no command"),
-        ({"memory_per_node": "much"}, "memory_per_node='much': say a whole number with a unit"),
         ({"time_limit_seconds": 60}, "time_limit_seconds=60: leaves no time to train.*save_seconds=120"),
         ({"save_seconds": 70000}, "save_seconds=70000: Slurm takes 1 to 65535"),
         ({"num_nodes": 0}, "num_nodes=0: must be at least 1"),
@@ -126,3 +126,18 @@ def test_a_request_becomes_options_of_sbatch() -> None:
 def test_what_slurm_cannot_run_is_refused(changes: dict[str, object], why: str) -> None:
     with pytest.raises(LaunchError, match=f"slurm: .*{why}"):
         plan_slurm(replace(REQUEST, **changes))
+
+
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [("64GB", "61036M"), ("64GiB", "64G"), ("1.5TB", "1430512M"), ("1.5 TiB", "1536G"), ("512MB", "489M")],
+)
+def test_memory_is_the_same_as_on_other_clusters(said: str, option: str) -> None:
+    assert f"#SBATCH --mem={option}\n" in script_of(plan_slurm(replace(REQUEST, memory_per_node=said)))
+    mebibytes = int(option[:-1]) * (1024 if option.endswith("G") else 1)
+    assert 0 <= mebibytes * 2**20 - memory_bytes(said) < 2**20
+
+
+def test_memory_without_a_unit_is_refused() -> None:
+    with pytest.raises(LaunchError, match="memory '64': say a number and a unit"):
+        plan_slurm(replace(REQUEST, memory_per_node="64"))

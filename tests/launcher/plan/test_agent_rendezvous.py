@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 
 from drivetrain_launcher import Host, LaunchError, LaunchSettings, LaunchTarget, plan_launch
@@ -48,3 +50,10 @@ def test_nodes_that_agree_on_their_ranks_count_those_that_came() -> None:
     ):
         node.next_rendezvous()
     node.shutdown()
+
+
+def test_the_store_of_one_node_listens_on_loopback_alone() -> None:
+    place = OneNode("127.0.0.1", 0, "none").next_rendezvous().bootstrap_store_info
+    assert place is not None
+    with pytest.raises(ConnectionRefusedError, match="refused"):
+        socket.create_connection(("127.0.0.2", place.master_port), timeout=5)

@@ -17,6 +17,9 @@ def test_each_mark_counts_and_the_last_label_stays() -> None:
     record.mark("batch")
     record.mark("optimizer step")
     assert (record.count, record.label) == (2, "optimizer step")
+    for number in range(9):
+        record.mark(f"mark {number}")
+    assert list(record.recent) == [f"mark {number}" for number in range(1, 9)]
 
 
 def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:

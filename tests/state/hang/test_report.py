@@ -60,6 +60,38 @@ def test_two_ranks_that_wait_in_different_places_are_both_named() -> None:
     assert "different places" in str(found)
 
 
+def test_ranks_in_two_collectives_of_one_line_are_told_apart() -> None:
+    calls = {0: "all_gather_single", 1: "reduce_scatter_single", 2: "all_gather_single"}
+    found = diagnose(2, by_rank(*(answer(rank, call=calls[rank]) for rank in (0, 1))), {})
+    assert str(found).endswith(
+        "the ranks wait in different places: one of them took another path through the code (rank 0 in "
+        "all_gather_single at train.py:30 main; rank 1 in reduce_scatter_single at train.py:30 main)"
+    )
+    assert diagnose(3, by_rank(*(answer(rank, call=call) for rank, call in calls.items())), {}).ranks == {1}
+
+
+def test_ranks_in_one_call_are_told_apart_by_their_last_progress() -> None:
+    labels = {0: "gathering Seq", 1: "reducing Seq", 2: "gathering Seq"}
+    found = diagnose(2, by_rank(*(answer(rank, call="backward", label=labels[rank]) for rank in (0, 1))), {})
+    assert found.ranks == {0, 1}
+    assert "after different progress" in str(found)
+    assert "(rank 0 in 'gathering Seq'; rank 1 in 'reducing Seq')" in str(found)
+    found = diagnose(3, by_rank(*(answer(rank, label=label) for rank, label in labels.items())), {})
+    assert found.ranks == {1}
+    assert "skipped or added a collective (ranks 0, 2 in 'gathering Seq'; rank 1" in str(found)
+
+
+def test_ranks_in_one_collective_are_told_apart_by_what_came_before() -> None:
+    recent = [
+        "batch, optimizer step, batch, reduce",
+        "batch, batch, reduce",
+        "batch, optimizer step, batch, reduce",
+    ]
+    found = diagnose(3, by_rank(*(answer(rank, recent=text) for rank, text in enumerate(recent))), {})
+    assert found.ranks == {1}
+    assert "rank 1 after batch, batch, reduce" in str(found)
+
+
 def test_a_rank_that_left_holds_up_those_who_wait_and_failures_come_first() -> None:
     found = diagnose(4, by_rank(answer(0), answer(3)), {1: "finished", 2: "ended by ValueError: bad"})
     assert [suspect.ranks for suspect in found.suspects] == [(2,), (1,)]

@@ -94,6 +94,19 @@ def test_frames_belong_to_whom_they_belong() -> None:
             "backward",
             "ranks",
         ),
+        (
+            [
+                frame("torch.autograd.graph", "_engine_run_backward"),
+                frame("torch.distributed.fsdp._fully_shard._fsdp_common", "_dynamo_disable.<locals>.wrapper"),
+                frame(
+                    "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup.post_backward"
+                ),
+                frame("torch.distributed.c10d_logger", "_exception_logger.<locals>.wrapper"),
+                frame("torch.distributed.distributed_c10d", "reduce_scatter_single", "work.wait()"),
+            ],
+            "reduce_scatter_single",
+            "ranks",
+        ),
         ([frame("torch.nn.parallel.distributed", "DDP.forward")], "DDP.forward", "ranks"),
         ([frame("torch.distributed.checkpoint.filesystem", "_write")], "filesystem._write", "nothing"),
         ([frame("torch.cuda", "synchronize", "torch._C.f()")], "torch._C.f()", "device"),

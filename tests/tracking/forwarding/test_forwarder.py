@@ -1,4 +1,6 @@
+import gc
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -6,9 +8,11 @@ import pytest
 
 from drivetrain_tracking import JSONLTracker, ValueNotLoggableError
 from drivetrain_tracking.errors import DeliveryFileError, DeliveryInUseError
+from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium
+from drivetrain_tracking.run_state import RunState
 
 
 class Kept:
@@ -308,3 +312,97 @@ def test_a_tracker_of_a_users_own_gets_its_three_calls(log: JSONLTracker) -> Non
     tracker = Plain()
     Forwarder(log.path, tracker).deliver()
     assert tracker.logged == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
+
+
+class EndedTracker(KeptTracker):
+    """A tracker whose platform shows how a run ended."""
+
+    def end(self, state: str) -> None:
+        self.kept.events.append(state)
+
+
+def begun_log(folder: Path, *, of: JSONLTracker | None = None) -> Path:
+    """Return a log that ends without its last line: a copy, which no process has open."""
+    log = of or JSONLTracker(folder / "run")
+    log.start("run", {})
+    log.log({"loss": 1.0}, step=1)
+    (folder / "killed").mkdir(exist_ok=True)
+    shutil.copyfile(log.path, folder / "killed" / log.path.name)
+    log.end("failed")
+    return folder / "killed" / log.path.name
+
+
+def deliver_after_the_run(log: Path, kept: Kept, tracker: type[KeptTracker] = EndedTracker) -> list[object]:
+    """Deliver as replay does, and return what the platform was told since."""
+    before = len(kept.events)
+    forwarder = Forwarder(log, tracker(kept))
+    try:
+        assert deliver_until_end(forwarder, DeliveryLimits(seconds_after_end=0.0, is_over=lambda: True))
+    finally:
+        forwarder.close()
+    return [event if isinstance(event, str) else event[0] for event in kept.events[before:]]
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "killed"])
+def test_a_platform_is_told_the_state_that_the_log_ends_with(tmp_path: Path, state: RunState) -> None:
+    log, kept = JSONLTracker(tmp_path), Kept()
+    log.start("run", {})
+    log.log({"loss": 1.0}, step=1)
+    log.end(state)
+    assert deliver_after_the_run(log.path, kept) == ["start", state]
+    assert deliver_after_the_run(log.path, kept) == [], "it was told"
+    older = KeptTracker(kept)
+    Delivery().save(delivery_path(log.path, older.name))
+    assert deliver_after_the_run(log.path, kept, KeptTracker) == ["start", "finish"], "it has no states"
+
+
+def test_a_log_that_nobody_writes_and_that_does_not_end_is_that_of_a_killed_run(tmp_path: Path) -> None:
+    log, kept = begun_log(tmp_path), Kept()
+    assert deliver_after_the_run(log, kept) == ["start", "killed"]
+    assert deliver_after_the_run(log, kept) == [], "it was told, and nothing came since"
+    again = JSONLTracker(log.parent)
+    again.start("run", {})
+    again.log({"loss": 0.5}, step=2)
+    again.finish()
+    assert deliver_after_the_run(log, kept) == ["start", "finished"]
+    assert [record.step for record in kept.records] == [1, 2]
+
+
+def test_a_run_that_goes_on_is_not_taken_for_a_killed_one(tmp_path: Path) -> None:
+    log, kept = JSONLTracker(tmp_path), Kept()
+    log.start("run", {})
+    log.log({"loss": 1.0}, step=1)
+    assert deliver_after_the_run(log.path, kept) == ["start", "finish"], "it is let go of"
+    log.log({"loss": 0.5}, step=2)
+    log.end("failed")
+    assert deliver_after_the_run(log.path, kept) == ["start", "failed"]
+
+
+def test_the_end_is_told_by_a_later_process_where_one_was_killed_before_it(tmp_path: Path) -> None:
+    log, kept = begun_log(tmp_path), Kept()
+    forwarder = Forwarder(log, EndedTracker(kept))
+    forwarder.deliver()
+    del forwarder  # as if it was killed: neither the end nor close() follows
+    gc.collect()
+    moved = shutil.copytree(log.parent, tmp_path / "moved")  # where no lock is held
+    assert deliver_after_the_run(moved / log.name, kept) == ["start", "killed"]
+
+
+def test_a_run_that_starts_again_before_its_end_was_killed_in_between(tmp_path: Path) -> None:
+    log, kept = begun_log(tmp_path), Kept()
+    again = JSONLTracker(log.parent)
+    again.start("run", {})
+    again.finish()
+    assert deliver_after_the_run(log, kept) == ["start", "killed", "start", "finished"]
+
+
+def test_an_end_that_the_platform_does_not_take_is_tried_again_later(tmp_path: Path) -> None:
+    class Down(EndedTracker):
+        def end(self, state: str) -> None:
+            raise OSError("503: down for maintenance")
+
+    log, kept = begun_log(tmp_path), Kept()
+    forwarder = Forwarder(log, Down(kept))
+    assert not deliver_until_end(forwarder, DeliveryLimits(seconds_after_end=0.0, is_over=lambda: True))
+    forwarder.close()
+    assert deliver_after_the_run(log, kept) == ["start", "killed"]

@@ -12,6 +12,7 @@ import pytest
 from drivetrain_tracking import compat
 from drivetrain_tracking.platforms.aim import AimTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
 
@@ -207,3 +208,14 @@ def test_a_kill_takes_nothing_and_doubles_nothing(
         AimTracker, ("forked_aim",), tmp_path, num_rounds=rounds, num_records=count, seed=os.getpid()
     )
     assert read(str(tmp_path), AimTracker(tmp_path).run_id("killed")) == numbered_rows(count)
+
+
+@pytest.mark.parametrize("states", [("failed",), ("killed", "finished"), ("finished", "killed")])
+def test_a_run_says_how_it_ended(tmp_path: Path, states: Sequence[RunState]) -> None:
+    for step, state in enumerate(states):
+        tracker = InOneRepository(tmp_path)
+        tracker.start(f"ended {states}", {})
+        tracker.log({"loss": 1.0, "loss.text": 2.0}, step=step)
+        tracker.end(state)
+    run = aim.Run(tracker.run_id(f"ended {states}"), repo=InOneRepository.place, read_only=True)
+    assert (run["drivetrain"]["state"], run["drivetrain"]["step"]) == (states[-1], len(states) - 1)

@@ -172,3 +172,27 @@ def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
     check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
+
+
+def test_a_session_says_how_the_run_ended_and_names_stay_apart(tmp_path: Path) -> None:
+    tracker = ClearMLTracker(tmp_path / "run")
+    tracker.start("run", {"a": {"b": 1}, "a/b": 2})
+    values = {
+        "loss": 1.0,
+        "loss/loss": 2.0,
+        "loss/": 3.0,
+        "/loss": 4.0,
+        "loss is NaN": 5.0,
+        "loss (attempt 2)": 6.0,
+    }
+    tracker.log(values, step=1)
+    tracker.end("failed")
+    events = events_of(tmp_path, sessions_of(tmp_path / "run"))
+    ((_, row),) = read_rows(events)
+    assert sorted(row.values()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    (archive,) = (tmp_path / "cache" / "offline").glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        task = json.loads(file.read("task.json"))
+        assert "the run was not finished: failed" in file.read("log.jsonl").decode()
+    assert task["configuration"]["state"]["value"].split() == ["state", "=", '"failed"']
+    assert sorted(one["value"] for one in task["hyperparams"]["General"].values()) == ["1", "2"]

@@ -11,6 +11,7 @@ import pytest
 
 from drivetrain_tracking.platforms.comet import CometTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
 
@@ -187,3 +188,15 @@ def test_an_option_with_a_value_that_is_not_allowed_is_refused_before_anything_i
     ):
         tracker.start("first", {}, modes="offline")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "killed"])
+def test_an_archive_says_how_the_run_ended(tmp_path: Path, state: RunState) -> None:
+    tracker = CometTracker(tmp_path)
+    tracker.start("run", {"a": {"b": 1}, "a|b": 2})
+    tracker.log({"loss": 1.0, "attempt-2/loss": 2.0, "drivetrain/time": 3.0, "Name": "x"}, step=1)
+    tracker.end(state)
+    sent = json.dumps(messages(tmp_path))
+    assert f'"{state}"' in sent
+    ((_, row),) = read_rows(tmp_path)
+    assert sorted(row.values()) == [1.0, 2.0, 3.0]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.dvclive import DVCLiveTracker, free_name
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
@@ -118,7 +119,7 @@ def test_a_name_that_is_a_folder_of_another_gets_dots(tmp_path: Path) -> None:
 
 @given(st.text(max_size=20), st.frozensets(st.text(alphabet="ab/.", min_size=1, max_size=6), max_size=4))
 def test_no_name_leaves_the_folder(name: str, taken: frozenset[str]) -> None:
-    parts = free_name(name, taken).split("/")
+    parts = free_name(CONVENTIONS["dvclive"].values.name_of(name), taken).split("/")
     assert all(part and part not in (".", "..") and "\0" not in part for part in parts)
 
 
@@ -192,3 +193,26 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -
     assert [(step, {k: float(v) for k, v in values.items()}) for step, values in found] == wanted
     summary = json.loads((tmp_path / "dvclive" / "killed" / "metrics.json").read_text())
     assert (summary["loss"], summary["step"]) == (wanted[-1][1]["loss"], wanted[-1][0])
+
+
+def test_a_run_that_was_not_finished_says_so_until_it_goes_on(tmp_path: Path) -> None:
+    for state in ("failed", "finished"):
+        tracker = DVCLiveTracker(tmp_path)
+        tracker.start("run", {"lr": 0.1, "plan": 3})
+        tracker.end(state)
+        told = (tmp_path / "dvclive" / "run" / "params.yaml").read_text()
+        assert ("state: failed" in told) == (state == "failed")
+    assert "lr: 0.1" in told
+
+
+def test_names_that_would_be_one_file_stay_apart_also_after_a_resume(tmp_path: Path) -> None:
+    names = ("recall@10", "recall#10", "Loss", "loss", "loss/val", "loss.val", "loss/..", "x" * 300, "..")
+    for step in range(2):
+        tracker = DVCLiveTracker(tmp_path)
+        tracker.start("run", {})
+        tracker.log({name: n for n, name in enumerate(names)}, step=step)
+        tracker.finish()
+    tables = read(tmp_path / "dvclive" / "run")
+    assert [sorted(values.values()) for _, values in tables] == [[str(n) for n in range(len(names))]] * 2
+    folded = [str(one).casefold() for one in (tmp_path / "dvclive").rglob("*.tsv")]
+    assert len(folded) == len(set(folded)) == len(names)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_tracking.platforms.mlflow import MLflowTracker, mlflow_name
+from drivetrain_tracking.platforms.conventions import CONVENTIONS
+from drivetrain_tracking.platforms.mlflow import MLflowTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
 
@@ -107,7 +109,7 @@ def test_a_record_keeps_its_time_attempt_text_and_nan_and_an_infinity_is_counted
     assert held.metrics["drivetrain/infinite"] == 1
     assert math.isnan(held.metrics["loss"])
     assert held.metrics["up"] >= sys.float_info.max
-    assert held.metrics["odd -name-"] == 1
+    assert held.metrics[CONVENTIONS["mlflow"].values.name_of("odd #name!")] == 1
     assert (held.tags["phase"], held.tags["by"], held.params) == ("end", "me", {"lr/head": "0.1"})
     assert run.info.status == "FINISHED"
 
@@ -188,7 +190,7 @@ def test_a_run_of_the_users_gets_the_values_and_stays_open(
 @given(st.text())
 def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
     validation = pytest.importorskip("mlflow.utils.validation")
-    validation._validate_metric_name(mlflow_name(name))
+    validation._validate_metric_name(CONVENTIONS["mlflow"].values.name_of(name))
 
 
 def check_killed_trackers(
@@ -220,3 +222,54 @@ def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, sto
     check_killed_trackers(
         tmp_path, store, "twenty", num_rounds=20, num_records=200, seed=random.randrange(2**31)
     )
+
+
+@pytest.mark.parametrize(("state", "word"), [("failed", "FAILED"), ("killed", "KILLED"), (None, "RUNNING")])
+def test_mlflow_shows_how_a_run_ended_and_that_it_was_finished_later(
+    tmp_path: Path, store: str, state: RunState | None, word: str
+) -> None:
+    for ended, shown in ((state, word), ("finished", "FINISHED")):
+        tracker = MLflowTracker(tmp_path)
+        tracker.start("first", {}, tracking_uri=store, experiment=f"ended {state}")
+        assert only_run(store, f"ended {state}")[1].info.status == "RUNNING"
+        tracker.end(ended)
+        assert only_run(store, f"ended {state}")[1].info.status == shown
+
+
+NAMES = (
+    *(
+        "recall@10",
+        "recall#10",
+        "recall-10",
+        "loss",
+        "loss/..",
+        "loss/",
+        "drivetrain/time",
+        "x" * 300,
+        "..",
+        "",
+    ),
+)
+
+
+def test_names_that_mlflow_does_not_take_stay_apart_and_each_is_told_once(
+    tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers, texts = {name: float(n) for n, name in enumerate(NAMES)}, {name: name for name in NAMES}
+    for step in range(2):  # the second is a process that goes on
+        tracker = MLflowTracker(tmp_path)
+        config = {**numbers, "a": {"b": 1}, "a/b": 2}
+        tracker.start("first", config, tracking_uri=store, experiment="names")
+        tracker.write([LoggedRecord(time=1.0 + 2 * step, step=step, values=numbers)])
+        tracker.write([LoggedRecord(time=2.0 + 2 * step, step=step, values={**texts, "mlflow.runName": "x"})])
+        tracker.finish()
+    client, run = only_run(store, "names")
+    held = client.get_run(run.info.run_id)
+    metrics = {name: value for name, value in held.data.metrics.items() if name != "drivetrain/time"}
+    assert sorted(metrics.values()) == sorted(numbers.values())
+    assert (metrics["loss"], metrics["recall-10"]) == (3.0, 2.0)
+    assert set(texts.values()) <= set(held.data.tags.values())
+    assert sorted(held.data.params.values()) == sorted([*map(str, numbers.values()), "1", "2"])
+    assert held.info.run_name == "first"
+    told = [record.getMessage() for record in caplog.records if "and shows it as" in record.getMessage()]
+    assert sum("'recall@10'" in line for line in told) == 2, "once in each of two processes"

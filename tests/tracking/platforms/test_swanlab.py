@@ -10,6 +10,7 @@ import pytest
 
 from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
 
@@ -229,3 +230,35 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -
         options={"mode": "offline"},
     )
     assert read(tmp_path) == numbered_rows(count)
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "killed"])
+def test_swanlab_shows_how_a_run_ended(tmp_path: Path, state: RunState) -> None:
+    tracker = SwanLabTracker(tmp_path)
+    tracker.start("run", {})
+    tracker.end(state)
+    kinds = pytest.importorskip("swanlab.proto.swanlab.run.v1.run_pb2").RunState
+    word = {"finished": "FINISHED", "failed": "CRASHED", "killed": "ABORTED"}[state]
+    assert [kinds.Name(one.state).rpartition("_")[2] for one in stored(tmp_path, "finish")] == [word]
+
+
+def test_names_that_swanlab_does_not_take_stay_apart(tmp_path: Path) -> None:
+    tracker = SwanLabTracker(tmp_path)
+    tracker.start("run", {"plan": 1})
+    names = (
+        "loss",
+        "loss/",
+        "loss.",
+        "loss (2)",
+        "attempt-2/loss",
+        "x" * 300,
+        "x" * 301,
+        "a\nb",
+        "a-b",
+        "..",
+    )
+    tracker.log({name: float(n) for n, name in enumerate(names)}, step=1)
+    tracker.finish()
+    ((_, values),) = read(tmp_path)
+    assert sorted(values.values()) == [float(n) for n in range(len(names))]
+    assert (values["loss"], values["a-b"]) == (0.0, 8.0)

@@ -154,3 +154,12 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -
         seed=os.getpid(),
     )
     assert read(tmp_path / "tensorboard") == numbered_rows(count)
+
+
+def test_a_run_that_was_not_finished_says_so_and_that_it_is_now(tmp_path: Path) -> None:
+    for state in ("finished", "killed", None, "finished", "finished"):
+        tracker = started(tmp_path)
+        tracker.log({"loss": 1.0, "config": "of the user's"}, step=1)
+        tracker.end(state)
+    told = [values["state"] for _, values in read(tmp_path / "tensorboard") if "state" in values]
+    assert told == ["killed", "finished"]

@@ -88,7 +88,7 @@ def test_all_values_stay_and_reserved_names_are_marked(tmp_path: Path) -> None:
     tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True, "time": 3.5}, step=2)
     ((step, values),) = read(tracker.run_id("run"))
     assert math.isnan(values.pop("loss"))
-    assert (step, values) == (2, {"norm": -math.inf, "best": None, "done": True, "__time": 3.5})
+    assert (step, values) == (2, {"norm": -math.inf, "best": None, "done": True, "time-33607480": 3.5})
 
 
 def test_a_record_without_a_step_gets_the_next_one(tmp_path: Path) -> None:
@@ -216,3 +216,18 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path, d
     for file in tmp_path.glob("drivetrain.db*"):
         file.rename(database / file.name)
     assert read(TrackioTracker(tmp_path).run_id("killed")) == numbered_rows(count)
+
+
+def test_a_run_that_was_not_finished_says_so_until_it_goes_on(tmp_path: Path) -> None:
+    for state in ("killed", "finished"):
+        tracker = started(tmp_path, project="ended")
+        tracker.log({"loss": 0.5, "time": 1, "_time": 2, "step": 3}, step=3)
+        tracker.end(state)
+        config = storage().get_run_config("ended", run_id=tracker.run_id("run"))
+        assert config.get("state") == (None if state == "finished" else "killed")
+    rows = [values for _, values in read(tracker.run_id("run"), "ended")]
+    assert [sorted(map(str, row.values())) for row in rows] == [
+        ["0.5", "1", "2", "3"],
+        ["killed"],
+        ["0.5", "1", "2", "3"],
+    ]

@@ -8,6 +8,7 @@ import pytest
 
 from drivetrain_tracking.platforms.wandb import WandbTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_records
 
@@ -157,3 +158,27 @@ def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
     check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
+
+
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("killed", 255)])
+def test_the_file_holds_the_exit_code_of_how_the_run_ended(
+    tmp_path: Path, state: RunState, code: int
+) -> None:
+    tracker = WandbTracker(tmp_path)
+    tracker.start("first", {}, mode="offline")
+    tracker.end(state)
+    (message,) = [message for message in read_log(tmp_path) if message["type"] == "exit"]
+    assert message["exit"]["exit_code"] == code
+
+
+def test_names_that_wandb_has_for_itself_stay_apart_from_it(tmp_path: Path) -> None:
+    tracker = WandbTracker(tmp_path)
+    tracker.start("first", {"_wandb": 1, "lr": 0.1}, mode="offline")
+    own = ("_step", "_timestamp", "_runtime", "_wandb", "drivetrain/step")
+    tracker.write(
+        [LoggedRecord(time=5.0, step=3, values={"loss": 0.5, **{name: n for n, name in enumerate(own)}})]
+    )
+    tracker.finish()
+    (row,) = rows(tmp_path)
+    assert (row["_timestamp"], row["drivetrain/step"], row["loss"]) == (5.0, 3, 0.5)
+    assert [row[next(key for key in row if key.startswith(f"{name}-"))] for name in own] == [0, 1, 2, 3, 4]

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -106,3 +107,13 @@ def test_a_log_that_may_not_be_read_is_told(tmp_path: Path, capsys: pytest.Captu
     write_log(tmp_path, value_lines([1])).chmod(0)
     assert run(ViewArguments(folders=(str(tmp_path),))) == 2
     assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_in_the_place_of_a_log_is_told_at_once_or_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "log.jsonl")
+    assert run(ViewArguments(folders=(str(tmp_path),))) == 2
+    told = capsys.readouterr().err
+    assert "is no regular file, but a pipe, a folder" in told or "holds no log.jsonl" in told

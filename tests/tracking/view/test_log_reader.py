@@ -1,11 +1,15 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain_tracking import DeliveryFileError, JSONLTracker
+from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.spool.line import encode
+from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.view.log_reader import LogReader, parse_lines
 
 RECORDS = st.dictionaries(st.text(min_size=1), st.integers() | st.text(), min_size=1, max_size=3).filter(
@@ -104,3 +108,19 @@ def test_the_mark_of_a_checksum_is_that_of_the_spool() -> None:
     changed = encode({"step": 1, "loss": 0.5})[:-1].replace(b"0.5", b"0.6")
     assert json.loads(changed)
     assert parse_lines([changed]) == ([], 1)
+
+
+def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(OSError, match="is no regular file, but a pipe"):
+        LogReader(tmp_path / "log.jsonl").read()
+    with pytest.raises(OSError, match="is no regular file, but a pipe"):
+        list(SpoolReader(tmp_path / "log.jsonl").read())
+    with pytest.raises(OSError, match="is no regular file, but a pipe"):
+        JSONLTracker(tmp_path).start("run", {})
+    os.mkfifo(tmp_path / "mlflow.delivered")
+    with pytest.raises(OSError, match="is no regular file, but a pipe"):
+        Delivery.load(tmp_path / "mlflow.delivered")
+    (tmp_path / "wandb.delivered").write_text("[" * 100_000)
+    with pytest.raises(DeliveryFileError, match=r"is damaged \(it is nested too deeply"):
+        Delivery.load(tmp_path / "wandb.delivered")

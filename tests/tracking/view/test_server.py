@@ -105,6 +105,36 @@ def test_no_path_of_a_client_leads_to_a_file(tmp_path: Path, target: str) -> Non
         assert get(server, target)[0] == 404
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://[::1",
+        "//[::1",
+        "http://[::1]:x/",
+        "http://\u2100.com/",
+        "?",
+        "/?%",
+        "[",
+        "*",
+        "\xff",
+        "/" * 9000,
+    ],
+)
+def test_every_target_gets_an_answer_and_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], target: str
+) -> None:
+    write_log(tmp_path, value_lines([1]))
+    with (
+        served(tmp_path) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), 30) as client,
+    ):
+        host = f"127.0.0.1:{server.server_port}"
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        status = client.makefile("rb").readline()
+    assert status.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404", b"HTTP/1.1 400"))
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_other_methods_are_refused(tmp_path: Path, method: str) -> None:
     write_log(tmp_path, value_lines([1]))

@@ -9,7 +9,6 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from drivetrain_accelerate.errors import AlreadyImportedError, UnknownVersionError
 from drivetrain_accelerate.interface.finder import InterfaceFinder, installed_finder
-from drivetrain_accelerate.interface.interface_module import InterfaceModule
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_accelerate.launch_variables import told_variables
 from drivetrain_accelerate.spawned_processes import carry_to_spawned, stop_carrying
@@ -65,9 +64,8 @@ def uninstall() -> None:
     sys.meta_path.remove(finder)
     stop_carrying()
     environ.put(**finder.variables_before)
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, InterfaceModule):
-            del sys.modules[name]
+    for name in [each for each in sys.modules if each.partition(".")[0] == _NAME]:
+        del sys.modules[name]
 
 
 def is_installed() -> bool:

@@ -1,6 +1,5 @@
 """Free memory, and find a batch size that fits, with Accelerate's rule of the next smaller one."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from drivetrain_memory import ExecutableBatchSize, NoBatchSizeFitsError, free_memory, is_out_of_memory
 from drivetrain_memory import clear_device_cache as clear_cache
 from drivetrain_memory import find_executable_batch_size as search
+from drivetrain_memory.batch_size.search import SizedFunction
 
 # cuDNN says so where it finds no algorithm for which the memory suffices.
 _CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
@@ -64,22 +64,25 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    tried = search(
-        _telling(function),
-        starting_batch_size=starting_batch_size,
-        reduce_batch_size=_next_size(reduce_batch_size_fn),
-        remembered=ExecutableBatchSize(),
-    )
+    remembered = ExecutableBatchSize()  # also by the calls of other objects, where the function is a method
 
-    @wraps(function)
-    def decorator(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return tried(*args, **kwargs)
-        except NoBatchSizeFitsError as error:
-            raise NoBatchSizeFitsError(f"no batch size fits, down to the smallest: {error}") from error
+    def searching(sized: Callable[..., Any]) -> Callable[..., Any]:
+        tried = search(
+            _telling(sized),
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size=_next_size(reduce_batch_size_fn),
+            remembered=remembered,
+        )
 
-    decorator.__signature__ = inspect.signature(tried)  # pyright: ignore[reportAttributeAccessIssue]
-    return decorator
+        def decorator(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return tried(*args, **kwargs)
+            except NoBatchSizeFitsError as error:
+                raise NoBatchSizeFitsError(f"no batch size fits, down to the smallest: {error}") from error
+
+        return decorator
+
+    return SizedFunction(function, searching)
 
 
 def _next_size(reduce_batch_size_fn: Callable[[], int] | None) -> Callable[[int], int]:

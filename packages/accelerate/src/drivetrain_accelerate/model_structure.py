@@ -85,7 +85,7 @@ def extract_model_from_parallel(
         _put_forward_back(inner)
     if compiled is None or not keep_torch_compile:
         return inner
-    return compiled if inner is outer else _recompiled(compiled, inner)
+    return compiled if inner is outer else recompiled(compiled, inner)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -115,7 +115,7 @@ def _put_forward_back(model: nn.Module) -> None:
         model.forward = forward
 
 
-def _recompiled(compiled: Any, inner: nn.Module) -> nn.Module:
+def recompiled(compiled: Any, inner: nn.Module) -> nn.Module:
     """Return a wrapper of torch.compile with the same options around another module; the given one stays whole."""
     build, arguments, *_ = compiled.__reduce__()
     return build(inner, *arguments[1:])

@@ -2,7 +2,9 @@
 
 from codecs import encode
 from collections.abc import Mapping
+from contextlib import nullcontext
 from logging import getLogger
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +13,8 @@ import torch
 
 from drivetrain_accelerate.states.shared_context import current_context
 from drivetrain_checkpoint import write_tensor_file
+from drivetrain_weights.regular_file import check_regular
+from drivetrain_weights.torch_records import checked_records
 
 logger = getLogger(__name__)
 
@@ -81,6 +85,12 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         f: The path of the file, or the file.
         map_location: The device, as `torch.load` takes it.
         **kwargs: Further arguments of `torch.load`; `weights_only=False` trusts the file.
+
+    Raises:
+        WeightFilesError: The path names no regular file, or, with `mmap`, a file that cannot be mapped.
     """
-    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+    if isinstance(f, str | PathLike):
+        check_regular(Path(f))
+    checked = checked_records(Path(f)) if kwargs.get("mmap") else nullcontext()
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS), checked:
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})

@@ -22,6 +22,11 @@ class MultiProcessAdapter(RankLogger):
         super().__init__(logger)
         self.extra = extra
 
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log, from the line that calls the logger; `stacklevel=2` says so too, as in Accelerate, and 3 one above."""
+        above = max(kwargs.pop("stacklevel", 2), 2)
+        super().log(level, msg, *args, stacklevel=above, **kwargs)
+
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
         """Add the attributes of every record to those of this one."""
         if self.extra:
@@ -31,8 +36,8 @@ class MultiProcessAdapter(RankLogger):
     @cache  # noqa: B019 a logger lives as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, unless the same was said before."""
-        options: dict[str, Any] = {"stacklevel": 2, **kwargs}
-        self.warning(*args, **options)
+        above = max(kwargs.pop("stacklevel", 2), 2)
+        self.warning(*args, stacklevel=above + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

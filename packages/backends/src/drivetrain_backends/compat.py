@@ -7,7 +7,8 @@ The names of DDP, FSDP2 and DeepSpeed stand beside their backends, in `torch.com
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a handle removes its hook
 
@@ -24,6 +26,9 @@ Hooks = dict[int, Callable[[Tensor], Any]]  # torch's own dict, from which a han
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The attribute of a DTensor that holds this rank's shard: read without an operation that autograd records.
 LOCAL_SHARD = "_local_tensor"
+
+# In its block, tensors of a subclass are read and called as plain ones, and faster.
+as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
 # One kernel for many tensors on one device: multiply in place by a number or a tensor of shape (), and the norms.
 foreach_multiply: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateUsage]
@@ -43,8 +48,17 @@ def values_of_sparse(gradient: Tensor) -> Tensor:
 def parameters_with_hooks(parameters: Iterable[Any]) -> list[Any]:
     """Return the parameters that have hooks on their gradient or on its accumulation."""
     # Otherwise reading attributes of a DTensor goes through Python, which takes 8 times as long.
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+    with as_they_are():
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+
+def names_of_hooks(parameter: Any) -> list[str]:
+    """Return how the hooks on a parameter are called, for an error's message."""
+    hooks = [
+        *(parameter._backward_hooks or {}).values(),
+        *(parameter._post_accumulate_grad_hooks or {}).values(),
+    ]
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
 
 
 def take_hooks(parameter: Any) -> tuple[Hooks | None, Hooks | None]:
@@ -101,9 +115,42 @@ def has_load_hooks(module: nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
+def loads_its_own_way(module: nn.Module) -> bool:
+    """Return whether a module, not counting those in it, does more with a state than torch's layers do.
+
+    Those of torch differ only for states that lack a name.
+    """
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    load = type(module)._load_from_state_dict  # pyright: ignore[reportPrivateUsage]
+    return any(hooks) or not load.__module__.startswith("torch.nn.modules.")
+
+
 def changes_states(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a hook that changes a state before it is loaded."""
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ()))
+
+
+# What a scheduler's state holds of its length, also one made of functions of transformers.
+SCHEDULE_LENGTHS = (
+    "total_steps",
+    "T_max",
+    "total_iters",
+    "num_training_steps",
+    "_schedule_phases",
+    "_milestones",
+)
+# Where it holds the states of its parts.
+SCHEDULE_PARTS = ("_schedulers", "lr_lambdas")
+
+
+def schedulers_in(scheduler: Any) -> Sequence[Any]:
+    """Return the schedulers that a `SequentialLR` or `ChainedScheduler` is made of; none for another one."""
+    return getattr(scheduler, "_schedulers", ())
+
+
+def milestones_of(scheduler: Any) -> Sequence[int]:
+    """Return the steps at which a `SequentialLR` goes on to its next scheduler; none for another one."""
+    return getattr(scheduler, "_milestones", ())
 
 
 def is_compiler_imported() -> bool:

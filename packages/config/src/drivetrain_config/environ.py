@@ -11,6 +11,9 @@ PREFIX = "DRIVETRAIN_"
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
+# Written by the process that is a rank, for those that inherit its environment: its process id and its launch.
+_OWNER = "DRIVETRAIN_RANK_OWNER"
+_LAUNCH = (*_RANKS, *_MEETING, "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +106,32 @@ def launched() -> RankEnvironment | None:
     )
 
 
+def own_rank() -> None:
+    """Note in the environment that this process is the rank of its variables, so that a child is known as a child."""
+    os.environ[_OWNER] = f"{os.getpid()} {_launch()}"
+
+
+def inherited_from() -> int | None:
+    """Return the process that is the rank of this process's variables, if this one has inherited them from it.
+
+    Returns:
+        The id of that process; None if the variables are this process's own, or there are none.
+    """
+    owner, _, launch = os.environ.get(_OWNER, "").partition(" ")
+    return int(owner) if owner not in ("", str(os.getpid())) and launch == _launch() else None
+
+
 def override_name(section: str, field: str) -> str:
     """Return the variable that sets a field: `DRIVETRAIN_<SECTION>__<FIELD>`."""
     return f"{PREFIX}{section}__{field}".upper()
 
 
 def overrides() -> dict[str, str]:
-    """Return the variables that begin with `DRIVETRAIN_`, sorted by name, except `DRIVETRAIN_CONFIG`."""
+    """Return the variables that begin with `DRIVETRAIN_`, sorted by name, except those of a launch."""
     return {
         name: text
         for name, text in sorted(os.environ.items())
-        if name.startswith(PREFIX) and name != CONFIG_VARIABLE
+        if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, _OWNER)
     }
 
 
@@ -166,6 +184,10 @@ def _apply(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
+
+
+def _launch() -> str:
+    return " ".join(os.environ.get(name, "") for name in _LAUNCH)
 
 
 def _integer(name: str, *, default: int | None = None) -> int:

@@ -67,7 +67,8 @@ class FieldSpec:
         known = choices(self.kind)
         if known is None:
             return None
-        return (*map(str, known), *(["none"] if is_optional(self.kind) else []))
+        # A type that has the word "none" of its own reads it as that word, and not as null.
+        return tuple(dict.fromkeys([*map(str, known), *(["none"] if is_optional(self.kind) else [])]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

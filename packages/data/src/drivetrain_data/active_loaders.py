@@ -1,6 +1,6 @@
 """Track which loader the current batch came from, for loops that nest, alternate or end early."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from drivetrain_data._nested import Nested
@@ -11,6 +11,11 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 class Planned(Protocol):
     """A loader that knows its current batch and can record that an optimizer has stepped."""
+
+    @property
+    def num_received(self) -> int:
+        """The number of batches yielded in all loops so far, which identifies the current one."""
+        ...
 
     @property
     def current(self) -> BatchPlan | None:
@@ -30,10 +35,12 @@ class LoaderTracker:
 
     Attributes:
         left: The plan of the last batch of the loop that ended last; None once any loader yields again.
+        on_finish: A function called with a loader whose loop asks for a batch after the epoch's last; None for none.
     """
 
     def __init__(self) -> None:
         self.left: BatchPlan | None = None
+        self.on_finish: Callable[[Planned], None] | None = None
         self._stack: list[Planned] = []
         self._alternating: set[int] = set()
 
@@ -43,13 +50,9 @@ class LoaderTracker:
         return self._stack[-1] if self._stack else None
 
     @property
-    def ending(self) -> BatchPlan | None:
-        """The plan of a current batch that ends its epoch, among the loaders read in turns; None if there is none."""
-        for loader in self._side_by_side() if self._stack else ():
-            plan = loader.current
-            if plan is not None and plan.is_last:
-                return plan
-        return None
+    def being_read(self) -> Sequence[Planned]:
+        """The loaders whose loops run, the one that yielded last at the end."""
+        return self._stack
 
     def push(self, loader: Planned) -> None:
         """Record that a loader yields a batch. Called for each batch."""
@@ -64,6 +67,11 @@ class LoaderTracker:
                 del stack[place]
                 break
         stack.append(loader)
+
+    def finish(self, loader: Planned) -> None:
+        """Record that a loop has read its epoch to the end; `pop` follows."""
+        if self.on_finish is not None:
+            self.on_finish(loader)
 
     def pop(self, loader: Planned) -> None:
         """Record that the loop over a loader has ended or was left early."""
@@ -93,7 +101,7 @@ class LoaderTracker:
         if not self._stack:
             return None
         top = self._stack[-1].current
-        for loader in self._side_by_side()[:-1] if self._alternating else ():
+        for loader in self.read_in_turns()[:-1] if self._alternating else ():
             if not _same_trim(top, loader.current):
                 raise AmbiguousLoaderError(
                     "two loaders are read side by side, and their current batches hold different numbers of real "
@@ -101,8 +109,8 @@ class LoaderTracker:
                 )
         return top
 
-    def _side_by_side(self) -> Sequence[Planned]:
-        """Return the loaders read in turns with the current one, which comes last."""
+    def read_in_turns(self) -> Sequence[Planned]:
+        """Return the loaders read in turns with the current one, which comes last; none outside a loop."""
         stack = self._stack
         if stack and id(stack[-1]) in self._alternating:
             return [loader for loader in stack if id(loader) in self._alternating]

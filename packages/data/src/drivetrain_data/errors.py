@@ -27,3 +27,15 @@ class ResumedLoaderError(RuntimeError):
 
 class UnpreparedLoaderError(RuntimeError):
     """A value computed from an unsharded loader is gathered as if each rank had read a shard."""
+
+
+def stop_let_out(who: str) -> RuntimeError:
+    """Return the error for a StopIteration of a dataset or collate function, which a loop would take for its own end.
+
+    Args:
+        who: The dataset or function that let it out, and the place.
+    """
+    return RuntimeError(
+        f"{who} let a StopIteration out: the loop would take it for the end of the epoch, and everything after it "
+        "would be lost. It comes from next() of something that has ended: give next() a default, or begin it again"
+    )

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
-from drivetrain_data.compat import FINISHED
+from drivetrain_data.compat import FINISHED, fingerprint_of
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
+from drivetrain_data.sources.first_samples import ComparingOpener
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
 from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 from drivetrain_data.state.torchdata_state import TorchdataStates, counted_from, num_yielded
@@ -41,6 +41,9 @@ class ShardedLoader(Generic[Batch]):
         shard: The shard that this loader reads.
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
         current: The plan of the batch yielded last; None outside a loop.
+        num_received: The number of batches yielded in all loops so far.
+        is_measured: Whether the program has asked for the loader's length.
+        is_trained: Whether an optimizer has stepped in a loop over it.
         seed_source: The origin of the seed, as a phrase for users.
         may_interleave: Whether loops may run in turns, each from where it stands; the loop that was advanced last has
             the loader's position. If not, which is the default, a loop raises once another has begun.
@@ -61,22 +64,21 @@ class ShardedLoader(Generic[Batch]):
         self.shard: Shard = source.sharding.shard
         self.batch_size = source.batch_size
         self.current: BatchPlan | None = None
-        self.seed_source = seed_source
-        self._source = source
+        self.num_received, self.is_measured, self.is_trained = 0, False, False
+        self.seed_source, self._source = seed_source, source
         self._sources: dict[UnevenPolicy, BatchSource] = {source.sharding.even: source}
-        self._dispatch = dispatch
-        self._copies = copies
+        self._dispatch, self._copies = dispatch, copies
         self._activity = activity
         self.watch: WatchReads | None = None
         self._on_batch = on_batch
-        self._epoch = 0
-        self._position = 0
+        self._epoch = self._position = 0
         self._stepped = 0  # the position of the last mark_stepped; an optimizer has stepped on all before it
         self._stepped_extra: Mapping[str, Any] = {}
         self._repeats = 0  # how far the epoch had been received beyond the loaded position, without a step
-        self._begun = False  # a loop has entered the current epoch: the next loop reads the next epoch
-        self._finished = False
+        # A loop has entered the current epoch, so that the next loop reads the next one; or has read it to the end.
+        self._begun = self._finished = False
         self._newest = object()  # identifies the newest loop, the only one that moves the position
+        self._opener = ComparingOpener(source)
         self.may_interleave = False
         self._moves = 0  # calls that moved the position themselves: no running loop goes on after one
 
@@ -93,8 +95,8 @@ class ShardedLoader(Generic[Batch]):
     @property
     def order_source(self) -> str:
         """The origin of the order, as a phrase for users."""
-        order_source = self._source.order_source
-        return order_source if self._dispatch is None else self._dispatch.describe(order_source)
+        source = self._source.order_source
+        return source if self._dispatch is None else self._dispatch.describe(source)
 
     @property
     def total_batch_size(self) -> int | None:
@@ -136,6 +138,7 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             TypeError: The dataset has no length.
         """
+        self.is_measured = True
         return self._source.num_steps(self._epoch, 0)
 
     def num_left(self) -> int:
@@ -232,7 +235,7 @@ class ShardedLoader(Generic[Batch]):
         overlap reading with computation, let the loader read ahead (`copy_ahead`, `read_ahead`, workers): batches
         read ahead do not count as received.
         """
-        self._stepped = self._position
+        self._stepped, self.is_trained = self._position, True
         self._stepped_extra = self._source.extra_state(self._epoch, self._position)
 
     def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
@@ -262,7 +265,7 @@ class ShardedLoader(Generic[Batch]):
             "position": position,
             "seed": self._source.seed,
             "identity": dict(self._source.identity()),
-            "fingerprint": _fingerprint(self.dataset),
+            "fingerprint": fingerprint_of(self.dataset),
             "extra": dict(extra),
             **({"repeats": repeats} if repeats else {}),
         }
@@ -273,7 +276,7 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             DataStateError: The state belongs to other data or another order, or its format is newer.
         """
-        check_state(state, identity=self._source.identity(), fingerprint=_fingerprint(self.dataset))
+        check_state(state, identity=self._source.identity(), fingerprint=fingerprint_of(self.dataset))
         self._source.load_extra_state(state["epoch"], state["extra"])
         self._source.seed = state["seed"]
         self.seed_source = "the loader state that was loaded"
@@ -372,7 +375,7 @@ class ShardedLoader(Generic[Batch]):
             self._position = source.position_after(self._position, num_skipped)
         try:
             source.move_to(self._epoch, self._position)
-            open_source = partial(source.open, self._epoch, self._position)
+            open_source = self._opener.opening(source, self._epoch, self._position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
             arriving = readings if copies is None else copies.copied(readings)
             for plan, batch, origin in arriving if self.watch is None else self.watch(arriving):
@@ -380,6 +383,7 @@ class ShardedLoader(Generic[Batch]):
                 if origin is not None:
                     source.note_received(plan, origin)
                 self.current = plan
+                self.num_received += 1
                 if activity is not None:
                     activity.push(self)
                 if on_batch is not None:
@@ -389,12 +393,8 @@ class ShardedLoader(Generic[Batch]):
                 if self._newest is not this:
                     self._go_back_to(this, epoch, position, moves)
             self._finished = True
+            if activity is not None:
+                activity.finish(self)
         finally:
             if self._newest is this:
                 self._end_loop()
-
-
-def _fingerprint(dataset: Any) -> str | None:
-    """Return a dataset's own fingerprint of its content, as Hugging Face datasets have, or None."""
-    found = getattr(dataset, "_fingerprint", None)
-    return found if isinstance(found, str) else None

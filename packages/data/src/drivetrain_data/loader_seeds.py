@@ -55,8 +55,10 @@ def _reader(loader: Any) -> Any:
     """Return the object that determines the order: the user's batch sampler or sampler."""
     if isinstance(loader, DataLoader):
         chosen = cast("Any", loader)
-        return chosen.sampler if chosen.batch_size is not None else chosen.batch_sampler or chosen.sampler
-    return getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+        batches = None if chosen.batch_size is not None else chosen.batch_sampler
+        return chosen.sampler if batches is None else batches  # whose truth would ask for a length
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None) if batches is None else batches
 
 
 def _fixed_seed(reader: Any) -> int | None:

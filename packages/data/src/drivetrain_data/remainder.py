@@ -1,9 +1,11 @@
 """Trim gathered values to the real samples, in the dataset's order. Pure functions with one result on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from drivetrain_data._nested import Nested, map_leaves
@@ -84,6 +86,77 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
     return [element for value in cut for element in value] if lists else cut
 
 
+def arrays_in(data: Nested) -> list[npt.NDArray[Any]]:
+    """Return the NumPy arrays among nested data, each with a row per sample.
+
+    A list that holds arrays itself, as of samples that differ in shape, holds one element per sample: none of them is
+    returned.
+    """
+    found: list[npt.NDArray[Any]] = []
+
+    def look(part: Nested) -> None:
+        if isinstance(part, np.ndarray):
+            found.append(cast("npt.NDArray[Any]", part))
+
+    map_leaves(data, look)
+    return [] if _lists_arrays(data) else found
+
+
+def with_arrays(data: Nested, others: Nested, arrays: Sequence[npt.NDArray[Any]]) -> Nested:
+    """Return the structure of `data` with `arrays` for its arrays, and the leaves of `others` for all others."""
+    left: list[Any] = []
+    map_leaves(others, left.append)
+    rest, found = iter(left), iter(arrays)
+
+    def choose(leaf: Any) -> Any:
+        other = next(rest)
+        return next(found) if isinstance(leaf, np.ndarray) else other
+
+    return map_leaves(data, choose)
+
+
+def without_arrays(data: Nested) -> Nested:
+    """Return the structure of `data` with None for its arrays."""
+    return map_leaves(data, lambda leaf: None if isinstance(leaf, np.ndarray) else leaf)
+
+
+def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[Any]]]) -> list[Any]:
+    """Join each array over shards, without padding and replays.
+
+    Args:
+        plan: The plan of the batch; None removes nothing.
+        by_shard: The arrays of one rank for each shard, in shard order. An array of shape () counts as one row.
+
+    Raises:
+        TrimError: The rows cannot be attributed to samples, or sizes other than the first differ.
+    """
+    joined: list[Any] = []
+    for parts in zip(*by_shard, strict=True):
+        rows = [np.atleast_1d(part) for part in parts]
+        if len({part.shape[1:] for part in rows}) > 1:
+            raise TrimError(
+                f"the ranks gave arrays of shapes {', '.join(str(part.shape) for part in rows)}: only the first size "
+                "may differ. Pad them to one shape, or gather a list with one array per sample"
+            )
+        if plan is not None and not _is_whole(plan):
+            same = len({len(part) for part in rows}) == 1
+            kept = [_rows_kept(plan, i, len(part), may_be_number=same) for i, part in enumerate(rows)]
+            rows = [part[:count] for part, count in zip(rows, kept, strict=True)]
+        are_masked = any(isinstance(part, np.ma.MaskedArray) for part in rows)
+        joined.append((np.ma.concatenate if are_masked else np.concatenate)(rows))
+    return joined
+
+
+def _lists_arrays(data: Nested) -> bool:
+    """Return whether a list anywhere in data holds an array itself."""
+    if isinstance(data, list):
+        children = cast("list[Any]", data)
+        return any(isinstance(child, np.ndarray) or _lists_arrays(child) for child in children)
+    if isinstance(data, Mapping):
+        return any(map(_lists_arrays, cast("Mapping[Any, Any]", data).values()))
+    return isinstance(data, tuple) and any(map(_lists_arrays, cast("tuple[Any, ...]", data)))
+
+
 def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
     """Check that data gathered after a loop holds no repeated samples; single numbers always pass.
 
@@ -126,7 +199,7 @@ def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
     assert plan.real_counts is not None
     if plan.sizes is None or plan.real_counts[rank] == plan.sizes[rank]:
         return value
-    if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim()):
+    if isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim):
         rows = cast("list[Any]", value)
         return rows[: _rows_kept(plan, rank, len(rows))]
     if isinstance(value, dict):

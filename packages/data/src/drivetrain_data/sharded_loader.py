@@ -17,6 +17,7 @@ from drivetrain_data.settings import DataSettings, ShardingStrategy, UnevenPolic
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.external import ExternalSource
+from drivetrain_data.sources.first_samples import check_map_style
 from drivetrain_data.sources.iterable import IterableSource
 from drivetrain_data.sources.map_style import MapStyleSource
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
@@ -37,6 +38,8 @@ def shard_loader(
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
     seed_source: str = "",
+    compare_samples: bool = True,
+    draws_apart: bool = False,
     non_blocking: bool = True,
     copy_ahead: int = 1,
     read_ahead: bool = False,
@@ -50,14 +53,15 @@ def shard_loader(
         shard: The shard that this rank reads.
         device: The device to copy batches to; None leaves them on the CPU.
         even: The treatment of a tail: "uneven" repeats no sample, "pad" fills it with repeats, "drop" drops it.
-        strategy: The assignment of samples to shards: "interleaved", "block" or "node" (a contiguous block for each
-            shard or node), or a function of (position, shard) that returns an index.
+        strategy: "interleaved", "block" or "node" (a block for each), or a function of (position, shard) to an index.
         num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
         split_batches: Whether the loader's batch size is the sum over shards; by default the size on each shard.
         dispatch: Whether the group's first rank reads for all; None only if a loader cannot be sharded by index.
-        group: The ranks' process group; required to dispatch, and used to check that all draw the same samples.
+        group: The ranks' process group; required to dispatch, and used to check that all have and draw the same.
         seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
+        compare_samples: Whether the ranks of a group compare samples too: now, or of a stream in its first loop.
+        draws_apart: Whether a map-style dataset read without workers draws as in one, and not as the program does.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
         read_ahead: Whether to send the next batch while ranks compute on the current one, when dispatching.
@@ -65,25 +69,32 @@ def shard_loader(
         on_batch: A callback to call for every batch.
 
     Raises:
-        TypeError, ValueError: The object is not a loader, or the settings do not fit it; the message says why.
+        TypeError, ValueError: It is not a loader, the settings do not fit it, or the ranks' data differ.
     """
     _check(loader, shard, even, seed, copy_ahead)
     sharding = DataSharding(
-        shard=shard,
-        even="drop" if _drops_last(loader) else even,
-        split=split_batches,
-        strategy=strategy,
-        num_blocks=_num_blocks(strategy, shard, num_nodes),
-        seed=seed,
+        shard=shard, even="drop" if _drops_last(loader) else even, split=split_batches, seed=seed, group=group,
+        strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes), draws_apart=draws_apart,
         for_all=_is_dispatched(loader, shard, dispatch, group),
-        group=group,
-    )
+        compares_samples=compare_samples and group is not None,
+    )  # fmt: skip
     source = _source_of(loader, sharding)
+    _check_alike(loader, source, sharding)
     stage = _dispatch(sharding, device, read_ahead=read_ahead)
     copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
         source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
+
+
+def _check_alike(loader: Any, source: BatchSource, sharding: DataSharding) -> None:
+    """Check that all ranks were given the same data, as far as nothing is read that cannot be read again."""
+    agreement = sharding.agreement
+    if agreement is None:
+        return
+    agreement.check_given(source.facts())
+    if sharding.compares_samples and not source.reads_forwards:
+        check_map_style(loader, agreement)
 
 
 def _drops_last(loader: Any) -> bool:

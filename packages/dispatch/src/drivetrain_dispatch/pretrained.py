@@ -1,7 +1,6 @@
 """Load a model of transformers or diffusers from its folder: build, plan, load and dispatch in one call."""
 
 import copy
-import json
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,7 @@ from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.quantization.block_scaled import BLOCK
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+from drivetrain_weights.regular_file import read_json
 from drivetrain_weights.weight_index import find_variant
 
 _CONFIG = "config.json"
@@ -134,15 +134,12 @@ def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
         raise ValueError(
             f"{path} is a pipeline of several models: load each by itself, from {', '.join(parts)}"
         )
-    if not (path / _CONFIG).is_file():
+    if not (path / _CONFIG).exists():
         raise ValueError(
             f"{path} has no {_CONFIG}: name the folder of a model; huggingface_hub.snapshot_download(NAME) downloads "
             "one and returns its folder"
         )
-    try:
-        said: object = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path / _CONFIG} is no JSON: {error}") from error
+    said: object = read_json(path / _CONFIG)
     packed: Any = said.get("quantization_config") if isinstance(said, dict) else None
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
     if packed and method != _FP8:

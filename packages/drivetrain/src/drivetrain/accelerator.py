@@ -213,14 +213,14 @@ class Accelerator(
 
         Args:
             *models: The models trained in the micro-batch; all prepared ones by default.
-            last: Whether the micro-batch closes the window before it is full; None closes it at the last batch of a
-                loader. Pass it where one batch is split into several micro-batches. Must be the same on all ranks.
+            last: Whether the micro-batch closes the window before it is full; None closes it with the last one of a
+                loader's last batch. Pass it where batches have different numbers of them; the same on all ranks.
 
         Returns:
             The context of the micro-batch, which is reused for every batch and cannot be nested.
 
         Raises:
-            AccumulationError: A micro-batch is already open.
+            AccumulationError: A micro-batch is open; or a loader's last batch has more of them than the one before.
         """
         micro_batch = self._micro_batch
         if micro_batch.is_open:
@@ -363,6 +363,7 @@ class Accelerator(
                 stack.callback(self._half_check.finish)
             stack.callback(self._parts.checkpointers.close)
             stack.callback(self._end_schedules)
+            stack.callback(self._tell_unsaved)
             stack.callback(self._drop_deferred)
             stack.callback(self._save_deferred)
 

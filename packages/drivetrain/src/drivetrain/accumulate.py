@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 from torch import nn
 
+from drivetrain.batch_pieces import BatchPieces
 from drivetrain.half_check import HalfCheck
 from drivetrain.prepared import PreparedObjects
 from drivetrain_backends import AccumulationWindow
-from drivetrain_data import BatchPlan, LoaderTracker
+from drivetrain_data import LoaderTracker
+from drivetrain_data.active_loaders import Planned
 
 
 class MicroBatch:
@@ -19,18 +22,28 @@ class MicroBatch:
 
     Args:
         window: The accumulation window of the micro-batches.
-        reading: The loaders being read; the last batch of a loader closes the window early.
+        reading: The loaders being read; the last micro-batch of a loader's last batch closes the window early.
         prepared: The prepared objects.
         check: The check for operations in half precision; None if the settings do not ask for it.
 
     Attributes:
         models: The models whose gradients are not reduced in an open window, all if empty; set before entry.
-        last: Whether the micro-batch closes the window before it is full; None closes it at the last batch of a
-            loader. Set before entry.
+        last: Whether the micro-batch closes the window before it is full; None closes it where a loader's last batch
+            is done with it. Set before entry.
         is_open: Whether the loop is inside the context.
     """
 
-    __slots__ = ("_check", "_ended", "_held", "_prepared", "_reading", "_window", "is_open", "last", "models")
+    __slots__ = (
+        "_check",
+        "_held",
+        "_pieces",
+        "_prepared",
+        "_reading",
+        "_window",
+        "is_open",
+        "last",
+        "models",
+    )
 
     def __init__(
         self,
@@ -48,16 +61,16 @@ class MicroBatch:
         self._prepared = prepared
         self._check = check
         self._held: ExitStack | None = None
-        # An iterator abandoned at its last batch closes one window, not every later one.
-        self._ended: BatchPlan | None = None
+        self._pieces = BatchPieces()
+        reading.on_finish = partial(_check_end, window, self._pieces)
 
     def __enter__(self) -> None:
-        ending = self._reading.ending
-        ends = ending is not None and ending is not self._ended
-        if self._window.next_num_micro_batches > 1:
+        last = self.last
+        if self._window.next_num_micro_batches > 1 or not self._window.closing:
+            ends = self._pieces.count(self._reading, is_told=last is not None)
+            last = ends if last is None else last
             self._look_at_rates()
-        self._window.begin(is_last=ends if self.last is None else self.last)
-        self._ended = ending
+        self._window.begin(is_last=bool(last))
         if not self._window.closing:
             self._hold()
         if self._check is not None:
@@ -90,3 +103,9 @@ class MicroBatch:
         self._held = ExitStack()
         for prepared in chosen:
             self._held.enter_context(prepared.no_sync())
+
+
+def _check_end(window: AccumulationWindow, pieces: BatchPieces, loader: Planned) -> None:
+    """Check a loader that ends in an open window; no method, so that loaders do not hold the Accelerator's models."""
+    if not window.closing:
+        pieces.check_end(loader)

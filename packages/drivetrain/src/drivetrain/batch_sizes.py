@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from drivetrain.parts import HasParts, Parts
 from drivetrain.rank_tries import RankTries
 from drivetrain_memory import ExecutableBatchSize, TryOutcome, accumulation_steps, find_executable_batch_size
+from drivetrain_memory.batch_size.search import SizedFunction
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -55,35 +56,36 @@ class BatchSizes(HasParts):
         """
         steps = self._parts.backend.window.next_num_micro_batches
 
-        @wraps(function)
-        def with_accumulation(batch_size: int, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            self._parts.backend.window.resize(
-                accumulation_steps(starting_batch_size, batch_size, steps=steps)
-            )
-            self._parts.facts[_FACT] = str(batch_size)
-            return function(batch_size, *args, **kwargs)
+        def searching(sized: Callable[..., Result]) -> Callable[..., Result]:
+            @wraps(sized)
+            def with_accumulation(batch_size: int, *args: Any, **kwargs: Any) -> Result:
+                self._parts.backend.window.resize(
+                    accumulation_steps(starting_batch_size, batch_size, steps=steps)
+                )
+                self._parts.facts[_FACT] = str(batch_size)
+                return sized(batch_size, *args, **kwargs)
 
-        @wraps(function)
-        def search(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            self._recall()
-            tries = (
-                RankTries(self.context, self._release_try) if self.context.topology.world_size > 1 else None
-            )
-            run = find_executable_batch_size(
-                with_accumulation,
-                starting_batch_size=starting_batch_size,
-                reduce_batch_size=reduce_batch_size,
-                agree=self._alone if tries is None else tries.agree,
-                remembered=self.executable_batch_size,
-                limit_host=limit_host,
-            )
-            try:
-                return run(*args, **kwargs)
-            finally:
-                if tries is not None:
-                    tries.close()
+            def search(*args: Any, **kwargs: Any) -> Result:
+                self._recall()
+                is_alone = self.context.topology.world_size == 1
+                tries = None if is_alone else RankTries(self.context, self._release_try)
+                run = find_executable_batch_size(
+                    with_accumulation,
+                    starting_batch_size=starting_batch_size,
+                    reduce_batch_size=reduce_batch_size,
+                    agree=self._alone if tries is None else tries.agree,
+                    remembered=self.executable_batch_size,
+                    limit_host=limit_host,
+                )
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    if tries is not None:
+                        tries.close()
 
-        return search
+            return search
+
+        return SizedFunction(function, searching)
 
     def _recall(self) -> None:
         """Take the batch size of the newest checkpoint, if there is none of a search. Called on all ranks."""

@@ -16,11 +16,11 @@ from drivetrain.prepared import PreparedObjects
 from drivetrain.sections import Sections
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain.step_watch import StepWatch
+from drivetrain.unread_settings import Unread, find_unread
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
-from drivetrain_precision.policy import unused_settings
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
 from drivetrain_tracking import Tracker
 
@@ -61,11 +61,20 @@ def compose(
         undo.callback(context.close)  # a failure below must not leave a process group behind
         backend_class = named or registry.get(automatic_backend(context.topology.world_size))
         parts = _build(context, backend_class, registry, given, parallelism, trackers, fp8_recipe)
+        others = given.others(registry.names())
         undo.pop_all()
     if context.topology.is_main:
         _tell_disagreements(parts.resolved)
-        _tell_other_modes(parts)
-        _tell_unused(layers, parts.resolved, backends=registry.names(), chosen=type(parts.backend))
+    asked = given.run.mixed_precision
+    unread = find_unread(
+        parts.resolved,
+        others,
+        backends=registry.names(),
+        backend=type(parts.backend).__name__,
+        mode=parts.policy.mode if asked == "auto" else asked,
+        has_trackers=bool(given.run.log_with or trackers),
+    )
+    _tell_unread(parts, unread)
     return parts
 
 
@@ -230,31 +239,10 @@ def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
             logger.warning("%s", disagreement)
 
 
-def _tell_other_modes(parts: Parts) -> None:
-    """Warn of settings of a precision that the run does not train in."""
-    asked = parts.settings.mixed_precision
-    mode = parts.policy.mode if asked == "auto" else asked
-    for name, other in unused_settings(mode, parts.policy.settings).items():
-        value = getattr(parts.policy.settings, name)
-        logger.warning(
-            "precision.%s=%r has no effect with mixed_precision=%r: it is for %r", name, value, mode, other
-        )
-
-
-def _tell_unused(
-    layers: Layers, resolved: Mapping[str, Resolved[Any]], *, backends: Collection[str], chosen: type[Backend]
-) -> None:
-    """Warn of settings of a backend that this run does not use."""
-    unused: dict[str, list[str]] = {}
-    for (section, field), entries in layers.entries.items():
-        if section in backends and section not in resolved:
-            unused.setdefault(section, []).append(f"{field}={entries[0].shown} ({entries[0].source})")
-    for section, fields in unused.items():
-        logger.warning(
-            "%s: %s has no effect, since this run uses %s; backend=%r or --backend %s uses it",
-            section,
-            ", ".join(fields),
-            chosen.__name__,
-            section,
-            section,
-        )
+def _tell_unread(parts: Parts, unread: Sequence[Unread]) -> None:
+    """Warn of settings that nothing reads in this run, and add them to the plan."""
+    if unread:
+        parts.facts["without effect"] = ", ".join(name for one in unread for name in one.names)
+    if parts.context.topology.is_main:
+        for one in unread:
+            logger.warning("%s", one)

@@ -1,7 +1,11 @@
 """Keep the global batch of a run whose number of processes changes, by the number of micro-batches in a step."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from drivetrain_data import ShardedLoader
 
 logger = logging.getLogger(__name__)
 
@@ -62,4 +66,74 @@ def warn_if_changed(scaled: ScaledAccumulation) -> None:
             "from those of a run of %s; a multiple of %s micro-batches in a step would keep it",
             *(scaled.asked, scaled.meant_for, whole, scaled.processes, scaled.steps * scaled.processes),
             *(scaled.steps, scaled.steps * scaled.processes / whole, scaled.meant_for, scaled.processes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """The samples of an optimizer step.
+
+    Attributes:
+        batch_size: The samples of a micro-batch on one process; None if batches come as they are.
+        processes: The number of processes that read different samples.
+        micro_batches: The micro-batches of a step.
+    """
+
+    batch_size: int | None
+    processes: int
+    micro_batches: int
+
+    @property
+    def total(self) -> int:
+        """The samples of a step; its micro-batches on all processes if their samples are not known."""
+        return (self.batch_size or 1) * self.processes * self.micro_batches
+
+    def __str__(self) -> str:
+        batches = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
+        return f"{self.total} ({batches} x {self.processes} processes x {self.micro_batches} micro-batches)"
+
+
+def step_sizes(loaders: Sequence[ShardedLoader[Any]], micro_batches: int) -> dict[str, dict[str, int | None]]:
+    """Return the size of a step for each loader that an optimizer has stepped on, for a checkpoint, by its place."""
+    return {
+        str(place): {
+            "batch_size": loader.batch_size,
+            "processes": loader.shard.count,
+            "micro_batches": micro_batches,
+        }
+        for place, loader in enumerate(loaders)
+        if loader.is_trained
+    }
+
+
+def warn_if_resumed_otherwise(
+    saved: Mapping[str, Mapping[str, Any]], loaders: Sequence[ShardedLoader[Any]], micro_batches: int
+) -> None:
+    """Warn of a step that takes another number of samples than in the checkpoint. Called on rank 0.
+
+    Args:
+        saved: The result of `step_sizes` in the checkpoint.
+        loaders: The loaders of this run.
+        micro_batches: The micro-batches of a step in this run.
+    """
+    for place, values in saved.items():
+        loader, was = loaders[int(place)], StepSize(**values)
+        now = StepSize(
+            batch_size=loader.batch_size, processes=loader.shard.count, micro_batches=micro_batches
+        )
+        if was.total == now.total or (was.batch_size is None) != (now.batch_size is None):
+            continue
+        one = now.total // now.micro_batches
+        ways = [f"batches of {was.total // (now.processes * micro_batches)}"]
+        if was.total % one == 0:
+            ways = [f"gradient_accumulation_steps={was.total // one}"]
+        if was.processes != now.processes and was.batch_size == now.batch_size:
+            ways.append(
+                f"run.accumulation_world_size={was.processes} (--accumulation-world-size {was.processes}), on any "
+                f"number of processes with gradient_accumulation_steps={was.micro_batches}"
+            )
+        logger.warning(
+            "the samples of a step of loader %s change from %s in the checkpoint to %s: an epoch has %.3g times as "
+            "many steps, so that schedules and rates meant for the former no longer fit. What keeps the step: %s",
+            *(place, was, now, was.total / now.total, "; or ".join(ways)),
         )

@@ -1,12 +1,12 @@
 """Shard the user's loaders as the data section says, each with a seed that all ranks share."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from drivetrain.parts import Parts
-from drivetrain.run_seed import seed_of_run
+from drivetrain.run_seed import draw_by_shard, seed_of_run
 from drivetrain_data import DataSettings, ShardedLoader, own_seed, seed_at, shard_loader
 from drivetrain_data.settings import UnevenPolicy
 from drivetrain_state import broadcast_object
@@ -38,13 +38,29 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
         device=parts.context.device,
         group=parts.context.group,
         activity=parts.reading,
-        on_batch=partial(parts.context.progress.mark, "batch"),
+        on_batch=_on_batch(parts),
         seed_source=seed_source,
+        draws_apart=True,
         **asked,
     )
     if parts.watch is not None:
         sharded.watch = parts.watch.watch_reads
     return sharded
+
+
+def _on_batch(parts: Parts) -> Callable[[], None]:
+    """Return what is called for every batch of a loader."""
+    mark = parts.context.progress.mark
+    is_first = True
+
+    def receive() -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            draw_by_shard(parts.settings.seed, parts.shard.index)
+        mark("batch")
+
+    return receive
 
 
 def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:

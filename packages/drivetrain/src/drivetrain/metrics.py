@@ -18,6 +18,7 @@ from drivetrain_data import (
     trim,
     trim_objects,
 )
+from drivetrain_data.remainder import arrays_in, trim_arrays, with_arrays, without_arrays
 from drivetrain_state import LeafError
 from drivetrain_state.collectives import operations as collectives
 
@@ -63,7 +64,7 @@ def gather_for_metrics(
 
     Args:
         parts: The parts of the Accelerator.
-        data: Nested tensors, or objects.
+        data: Nested tensors and NumPy arrays, or objects.
         as_objects: Whether to gather a list of objects.
         loader: The loader of the batch, where it is ambiguous.
     """
@@ -71,14 +72,22 @@ def gather_for_metrics(
     if loader is None:
         check_after_loop(parts.reading.left, data)  # also inside an outer loop
     if not as_objects:
-        # Data with a leaf that is not a tensor has one on every rank: all ranks gather it as objects.
+        # Data with a leaf that is neither tensor nor array has one on every rank: all gather it as objects.
         with suppress(LeafError):
+            arrays = arrays_in(data)
             # The user may have dropped rows, so that batch sizes do not give their number: always exchange sizes.
-            gathered, rows = collectives.gather_rows(parts.context, data)
+            tensors = without_arrays(data) if arrays else data
+            gathered, rows = collectives.gather_rows(parts.context, tensors)
             shared = len(parts.readers) < parts.context.topology.world_size
-            return trim(plan, gathered, rows=rows, readers=parts.readers if shared else None)
+            found = trim(plan, gathered, rows=rows, readers=parts.readers if shared else None)
+            return with_arrays(data, found, _gathered_arrays(parts, arrays, plan)) if arrays else found
     by_rank = collectives.gather_object(parts.context, data)
     return trim_objects(plan, [by_rank[rank] for rank in parts.readers])
+
+
+def _gathered_arrays(parts: Parts, arrays: list[Any], plan: BatchPlan | None) -> list[Any]:
+    by_rank = collectives.gather_object(parts.context, arrays)
+    return trim_arrays(plan, [by_rank[rank] for rank in parts.readers])
 
 
 def check_prepared(sites: CallSites, data: Any) -> None:

@@ -1,6 +1,6 @@
 """The objects that an Accelerator has prepared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakSet
@@ -28,6 +28,10 @@ class PreparedObjects:
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
+        lengths: The number of batches of a loader before and after it was prepared, where they are compared; each
+            None if unknown.
+        counted_steps: The numbers of steps that the program was told for its schedules.
+        told_schedulers: The schedulers whose length was told to fit no prepared loader.
         evaluated: The models that are prepared for evaluation alone, as long as the program holds them.
         on_step: The same functions; more may be added before anything is prepared.
     """
@@ -37,6 +41,9 @@ class PreparedObjects:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[ShardedLoader[Any]] = []
+        self.lengths: dict[ShardedLoader[Any], tuple[int | None, int | None]] = {}
+        self.counted_steps: set[int] = set()
+        self.told_schedulers: set[PreparedScheduler] = set()
         self.evaluated: WeakSet[nn.Module] = WeakSet()
         self._holders: dict[Tensor, Prepared] = {}
         self.on_step = on_step
@@ -54,7 +61,7 @@ class PreparedObjects:
         for one in prepared:
             if one not in self.models:
                 self.models.append(one)
-                for parameter in one.unwrap().parameters():
+                for parameter in _parameters_of(one.unwrap()):
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
                 optimizer.on_step = self.on_step[0] if len(self.on_step) == 1 else _all_of(self.on_step)
@@ -65,6 +72,9 @@ class PreparedObjects:
         self.optimizers.clear()
         self.schedulers.clear()
         self.loaders.clear()
+        self.lengths.clear()
+        self.counted_steps.clear()
+        self.told_schedulers.clear()
         self._holders.clear()
 
     def restore_evaluated(self, models: Sequence[nn.Module]) -> None:
@@ -130,11 +140,16 @@ class PreparedObjects:
         if parameters and parameters[0] in self._holders:
             return self._holders[parameters[0]]
         for one in self.models:  # a gathered model has other parameter objects
-            if parameters and any(parameters[0] is parameter for parameter in one.unwrap().parameters()):
+            if parameters and any(parameters[0] is parameter for parameter in _parameters_of(one.unwrap())):
                 return one
         raise ValueError(
             f"the {len(parameters)} parameters to clip belong to no prepared model; pass model.parameters() of one"
         )
+
+
+def _parameters_of(module: nn.Module) -> Iterator[Tensor]:
+    """Return a module's parameters, whatever a `parameters` of its own leaves out."""
+    return (parameter for _, parameter in nn.Module.named_parameters(module))
 
 
 def _all_of(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.divided import as_in, mark_replicas
 from drivetrain.fp8_training import Fp8Training
+from drivetrain.global_batch import step_sizes, warn_if_resumed_otherwise
 from drivetrain.packed_bases import check_packed, scales_of, without_scales
 from drivetrain.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
 from drivetrain.run_seed import seed_of_run
@@ -117,9 +118,9 @@ def save(
         "backend": run.backend.state_dict(),
         "loaders": [loader.state_dict(stepped=trains) for loader in run.loaders],
         "custom": custom,
+        "step_sizes": step_sizes(run.loaders, run.backend.window.next_num_micro_batches),
+        **({"trained_only": True} if trained_only else {}),
     }
-    if trained_only:
-        replicated["trained_only"] = True
     per_rank: dict[str, Any] = {"rng": rng_state(), **({"custom": own} if own else {})}
     _add_fp8(run, replicated, per_rank)
     if own:
@@ -201,6 +202,9 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         run.fp8.load_state_dict((loaded.per_rank or {}).get("fp8", saved.get("fp8", {})))
     for loader, state in zip(run.loaders, saved["loaders"], strict=True):
         loader.load_state_dict(state)
+    if run.context.topology.is_main:
+        micro_batches = run.backend.window.next_num_micro_batches
+        warn_if_resumed_otherwise(saved.get("step_sizes", {}), run.loaders, micro_batches)
     for name, obj in run.custom.items():
         if not run.keeps(obj):
             obj.load_state_dict(saved["custom"][name])

@@ -15,6 +15,7 @@ from drivetrain.effective import plan_of, store_plan
 from drivetrain.hooks import CheckpointHook
 from drivetrain.parts import HasParts, Parts
 from drivetrain.registered import Registered, Stateful
+from drivetrain.unread_settings import tell_unsaved
 from drivetrain_backends import AccumulationWindow
 from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
 from drivetrain_checkpoint.storage.place import Place
@@ -39,6 +40,7 @@ class Saving(HasParts):
         self._registered = Registered()
         self._deferred: list[_DeferredSave] = []
         self._schedule: SaveSchedule | None = None
+        self._has_saved = self._was_asked = False
         self._hooks: list[CheckpointHook] = []
         self._stop_requests: deque[str] = deque()  # other threads append to it
 
@@ -109,6 +111,7 @@ class Saving(HasParts):
             asked = _DeferredSave(output_dir, tuple((metrics or {}).items()), background, trained_only)
             self._deferred.append(asked)
             return None
+        self._has_saved = True
         run = self._run_state()
         for hook in self._hooks:
             hook.before_save(run.step)
@@ -154,6 +157,7 @@ class Saving(HasParts):
                 the run to continue.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
+        self._was_asked = True
         if not self._parts.backend.window.closing:
             return None
         if self._schedule is None:
@@ -252,6 +256,16 @@ class Saving(HasParts):
                 "training ended in an open accumulation window: the save requested in it was not made"
             )
             self._deferred = []
+
+    def _tell_unsaved(self) -> None:
+        """Warn once of settings of checkpoints that had no effect, if the run has trained."""
+        is_first = not (self._has_saved and self._was_asked)
+        if is_first and self.context.topology.is_main and self._run_state().step:
+            section = self._parts.resolved["checkpoint"]
+            for one in tell_unsaved(section, has_saved=self._has_saved, was_asked=self._was_asked):
+                if one.said:
+                    logger.warning("%s", one)
+        self._has_saved = self._was_asked = True
 
     def _check_prepared(self, name: str) -> None:
         """Check that the run has something to save or load.

@@ -1,13 +1,13 @@
 """The length of schedules in optimizer steps, compared with the length of training."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import ceil
 from typing import Any, cast
 
-from drivetrain.compat import milestones_of, schedulers_in
 from drivetrain.parts import HasParts, Parts
 from drivetrain_backends import PreparedScheduler
+from drivetrain_backends.optim.schedule_total import total_of
 from drivetrain_data import ShardedLoader
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,14 @@ class Schedules(HasParts):
                 "num_steps(): the length of this loader is not known; write the schedule in optimizer steps"
             ) from error
         if epochs is not None:
-            return steps_of(epochs, num_batches, accumulation)
-        whole, rest = divmod(cast("int", samples), num_samples)
-        per_batch = loader.total_batch_size or num_samples / num_batches
-        batches = min(num_batches, ceil(rest / per_batch))
-        return steps_of(whole, num_batches, accumulation) + ceil(batches / accumulation)
+            steps = steps_of(epochs, num_batches, accumulation)
+        else:
+            whole, rest = divmod(cast("int", samples), num_samples)
+            per_batch = loader.total_batch_size or num_samples / num_batches
+            batches = min(num_batches, ceil(rest / per_batch))
+            steps = steps_of(whole, num_batches, accumulation) + ceil(batches / accumulation)
+        self._parts.prepared.counted_steps.add(steps)
+        return steps
 
 
 def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
@@ -78,42 +81,33 @@ def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
     return whole * ceil(num_batches / accumulation) + ceil(ceil(rest) / accumulation)
 
 
-def total_of(scheduler: Any) -> int | None:
-    """Return the number of steps that a scheduler is made for; None if it does not expose them."""
-    parts, milestones = schedulers_in(scheduler), milestones_of(scheduler)
-    if parts and milestones:
-        last = total_of(parts[-1])
-        return None if last is None else milestones[-1] + last
-    if parts:
-        return max((total for one in parts if (total := total_of(one)) is not None), default=None)
-    for attribute in ("total_steps", "T_max", "total_iters"):
-        if isinstance(total := getattr(scheduler, attribute, None), int):
-            return total
-    for function in getattr(scheduler, "lr_lambdas", ()):  # partial functions in transformers
-        keywords: Mapping[str, Any] = getattr(function, "keywords", {})
-        if isinstance(total := keywords.get("num_training_steps"), int):
-            return total
-    return None
-
-
 def tell_unsharded_lengths(parts: Parts, loaders: Iterable[tuple[Any, ShardedLoader[Any]]]) -> None:
-    """Warn of prepared schedules as long as loaders were before they were prepared. Called on all ranks.
+    """Warn once of each prepared schedule that is as long as a loader was before it was prepared.
+
+    Called on all ranks, after each `prepare`. Other epochs of the prepared loader may have as many steps: a schedule
+    that fits a prepared loader whose length the program has asked for, or a result of `num_steps`, is made with that.
 
     Args:
         parts: The parts of the Accelerator.
-        loaders: Pairs of a loader as the user built it, and the prepared one.
+        loaders: New pairs of a loader as the user built it, and the prepared one.
     """
     if parts.context.topology.world_size == 1 or not parts.context.topology.is_main:
         return
-    accumulation = parts.backend.window.next_num_micro_batches
-    pairs = [(_length(own), _length(sharded)) for own, sharded in loaders]
-    for scheduler in parts.prepared.schedulers:
+    prepared, accumulation = parts.prepared, parts.backend.window.next_num_micro_batches
+    for own_loader, loader in loaders:
+        prepared.lengths[loader] = _length(own_loader), _length(loader)
+        loader.is_measured = False  # the program has not asked
+    for scheduler in prepared.schedulers:
         total = total_of(scheduler.scheduler)
-        for own, sharded in pairs:
-            if total is None or own is None or sharded is None or own == sharded:
+        if total is None or scheduler in prepared.told_schedulers or total in prepared.counted_steps:
+            continue
+        asked_for = [new for loader, (_, new) in prepared.lengths.items() if loader.is_measured]
+        if any(_is_multiple(total, new, accumulation) for new in asked_for):
+            continue
+        for own, sharded in prepared.lengths.values():
+            if own is None or sharded is None or sharded == own or not _is_multiple(total, own, accumulation):
                 continue
-            if not _is_multiple(total, own, accumulation):
-                continue
+            prepared.told_schedulers.add(scheduler)
             steps_in_epoch = ceil(sharded / accumulation)
             logger.warning(
                 "%s is made for %s steps, which fits the loader's %s batches before prepare(). After prepare(), each "
@@ -153,7 +147,9 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _is_multiple(total: int, num_batches: int, accumulation: int) -> bool:
+def _is_multiple(total: int, num_batches: int | None, accumulation: int) -> bool:
     """Return whether a total is that of a whole number of epochs, in batches or steps."""
+    if num_batches is None:
+        return False
     units = {num_batches, ceil(num_batches / accumulation), num_batches // accumulation}
     return any(unit > 1 and total % unit == 0 for unit in units)

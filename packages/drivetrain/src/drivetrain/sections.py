@@ -1,6 +1,6 @@
 """The sections of a run: read from outside the program and from code, and resolved."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -90,28 +90,37 @@ class Sections:
             The settings; None if the backend has none.
 
         Raises:
-            ConfigError: A setting, also of a section that is not used, is unknown or out of range.
+            ConfigError: A setting is unknown or out of range.
         """
-        settings = None
-        if backend.settings_section is not None:
-            assert backend.settings_type is not None  # a backend defines both or neither
-            settings = self._resolve(backend.settings_section, backend.settings_type)
-        self._check_unused()
-        return settings
+        if backend.settings_section is None:
+            return None
+        assert backend.settings_type is not None  # a backend defines both or neither
+        return self._resolve(backend.settings_section, backend.settings_type)
 
     def _resolve(self, name: str, kind: type[Any]) -> Any:
         code = self._in_code.pop(name, None)
         self.resolved[name] = resolve(kind, section=name, code=code, layers=self._layers)
         return self.resolved[name].value
 
-    def _check_unused(self) -> None:
-        """Check sections in code that this launch does not use, such as those of a backend of other launches."""
-        for name, code in self._in_code.items():
-            found = installed_sections(only={name})
-            if name not in found:
-                listed = ", ".join(section_names())
-                raise ConfigError(f"code: there is no section {name!r}; sections here: {listed}")
-            resolve(found[name], section=name, code=code)
+    def others(self, backends: Collection[str]) -> dict[str, Resolved[Any]]:
+        """Resolve the sections that the run does not read: those in code, and those of other backends.
+
+        Args:
+            backends: The names of all backends.
+
+        Raises:
+            ConfigError: A setting is unknown or out of range.
+        """
+        outside = {section for section, _ in self._layers.entries if section in backends}
+        names = (outside | self._in_code.keys()) - self.resolved.keys()
+        found = installed_sections(only=names) if names else {}
+        if unknown := sorted(names - found.keys()):
+            listed = ", ".join(section_names())
+            raise ConfigError(f"code: there is no section {unknown[0]!r}; sections here: {listed}")
+        return {
+            name: resolve(found[name], section=name, code=self._in_code.get(name), layers=self._layers)
+            for name in sorted(names)
+        }
 
 
 def _say_cpu(state: dict[str, object], source: Source) -> None:

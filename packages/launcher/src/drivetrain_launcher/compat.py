@@ -14,9 +14,11 @@ from signal import Signals
 from subprocess import Popen
 from typing import IO, Any, Protocol, cast
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 # The methods of torch's agent that `run.elastic.Agent` overrides: the agent calls the first each time it starts the
 # ranks, the second at every interval, the third to stop them, and the fourth to agree on ranks with other nodes.
@@ -77,6 +79,16 @@ def ranks_started_by(start: StartRank) -> Generator[None]:
         yield
     finally:
         api.get_subprocess_handler = torchs
+
+
+def host_ranks_store_by(handler: DynamicRendezvousHandler, host: Callable[[str], TCPStore]) -> None:
+    """Have torch's handler host the store of the ranks by a function of its address: its own listens everywhere."""
+
+    def create(master_addr: str, master_port: int) -> TCPStore:
+        del master_port  # 0, for any free one
+        return host(master_addr)
+
+    handler._create_tcp_store_server = create  # pyright: ignore[reportPrivateUsage]
 
 
 def exit_codes(agent: LocalElasticAgent) -> list[int | None]:

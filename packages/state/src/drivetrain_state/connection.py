@@ -1,11 +1,13 @@
 """Find this process's ranks and device, and connect the ranks: adopt a suitable process group or create one."""
 
 import atexit
+import multiprocessing
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from socket import gethostname
+from socket import gethostname, if_nameindex
 from time import sleep
 from typing import cast
 
@@ -20,6 +22,7 @@ from drivetrain_state.detect import best_device_kind, device_count
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.mesh import ParallelDims, build_mesh
+from drivetrain_state.own_addresses import is_loopback
 from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.store_setup import meet
 from drivetrain_state.topology import Topology, topology_from_hosts
@@ -61,9 +64,9 @@ def connect(
         settings = replace(settings, device=cast("DeviceChoice", kind))
     if settings.device == "auto":
         settings = replace(settings, device=cast("DeviceChoice", best_device_kind()))
+    launched = _own_ranks()
     if dist.is_initialized():
         _check_group(settings.device)
-    launched = environ.launched()
     topology = _topology(launched)
     place = _place(settings.device, index, topology)
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
@@ -100,6 +103,40 @@ def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
             f"device={str(device)!r}: say a kind such as 'cuda', or one device such as 'cuda:1'"
         )
     return kind, int(index) if index else None
+
+
+def _own_ranks() -> RankEnvironment | None:
+    """Return what the launcher says of this process, and note for its children that they are not that rank.
+
+    Raises:
+        ConnectError: In a child of the process that is the rank, which has inherited its variables.
+    """
+    if (owner := environ.inherited_from()) is None:
+        launched = environ.launched()
+        if launched is not None and launched.world_size > 1:
+            environ.own_rank()
+        return launched
+    remedy = (
+        "to run it alone, start it with `drivetrain launch --num-processes 1 SCRIPT`, or without these variables: "
+        "env -u RANK -u LOCAL_RANK -u WORLD_SIZE PROGRAM"
+    )
+    if multiprocessing.parent_process() is not None:
+        remedy = (
+            "a worker process of multiprocessing cannot connect, so keep this call out of it, in a script by "
+            "`if __name__ == '__main__':`"
+        )
+    raise ConnectError(
+        f"this process ({os.getpid()}) inherited RANK={environ.read('RANK')} and WORLD_SIZE="
+        f"{environ.read('WORLD_SIZE')} from process {owner}, which is that rank, and cannot be it too: {remedy}"
+    )
+
+
+def _put_gloo_on_loopback(undo: ExitStack) -> None:
+    """Have gloo listen on loopback alone, where the ranks have met, unless the user names an interface."""
+    names = {name for _, name in if_nameindex()} & {"lo", "lo0"}
+    if names and environ.read("GLOO_SOCKET_IFNAME") is None:
+        environ.put(GLOO_SOCKET_IFNAME=names.pop())
+        undo.callback(environ.put, GLOO_SOCKET_IFNAME=None)
 
 
 def _topology(launched: RankEnvironment | None) -> Topology:
@@ -177,6 +214,8 @@ def _join(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
         )
     else:
+        if is_loopback(launched.master_addr):
+            _put_gloo_on_loopback(undo)
         _form_group(backend, launched, timeout, device_id)
     atexit.register(_leave_at_exit)
     undo.callback(_leave)

@@ -9,6 +9,7 @@ are in. If rank 0 hosts the store itself, the store ends with its last group: a 
 before rank 0 has left the last one loses its connection, and connects to the next store.
 """
 
+import os
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -17,7 +18,9 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from drivetrain_config.environ import RankEnvironment
 from drivetrain_state.errors import ConnectError
+from drivetrain_state.process_identity import process_identity, runs_beside
 from drivetrain_state.store_probe import StoreProbe
+from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_meeting"
 # The interval at which a rank that waits in a room checks whether rank 0 has opened another.
@@ -53,14 +56,15 @@ def meet(launched: RankEnvironment, *, timeout_seconds: float) -> Store:
 def _connection(launched: RankEnvironment, timeout: timedelta) -> TCPStore:
     """Connect to the store, which the launcher's agent hosts, or rank 0 if there is no agent."""
     try:
-        return TCPStore(
-            launched.master_addr,
-            launched.master_port,
-            is_master=launched.rank == 0 and not launched.agent_store,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,  # rank 0 may connect again while this process still hosts an earlier store
-        )
+        if launched.rank == 0 and not launched.agent_store:
+            return host_store(
+                launched.master_addr,
+                launched.master_port,
+                timeout=timeout,
+                is_one_node=launched.num_nodes == 1,
+                multi_tenant=True,  # it may connect again while this process still hosts an earlier store
+            )
+        return TCPStore(launched.master_addr, launched.master_port, timeout=timeout, wait_for_workers=False)
     except DistNetworkError as error:
         address = _address(launched)
         if "EADDRINUSE" in str(error):
@@ -127,8 +131,21 @@ def _newest_room(meeting: Store, entered: int, deadline: float) -> int:
 
 
 def _enter(meeting: Store, room: int, rank: int, world_size: int) -> None:
-    """Register a rank in a room, once; the last rank marks the room as full."""
-    if meeting.add(f"entered/{room}/{rank}", 1) == 1 and meeting.add(f"entered/{room}", 1) == world_size:
+    """Register a rank in a room, once; the last rank marks the room as full.
+
+    Raises:
+        ConnectError: Another process that runs on this host has entered as this rank.
+    """
+    key = f"entered/{room}/{rank}"
+    first = meeting.add(f"{key}/count", 1) == 1
+    holder = meeting.compare_set(key, "", process_identity()).decode()
+    if (other := runs_beside(holder)) is not None:
+        raise ConnectError(
+            f"process {os.getpid()} cannot be rank {rank} of {world_size}: process {other} of this host came first "
+            "as that rank; one may be a child of the other, which inherits RANK. Start it without RANK, LOCAL_RANK "
+            "and WORLD_SIZE in its environment, or by `drivetrain launch`"
+        )
+    if first and meeting.add(f"entered/{room}", 1) == world_size:
         meeting.set(f"full/{room}", "")
 
 

@@ -20,8 +20,16 @@ from drivetrain_tracking.jsonl import JSONLTracker, check_names
 from drivetrain_tracking.media.media_store import DiskError, split_media, store_media
 from drivetrain_tracking.media.medium import Medium
 from drivetrain_tracking.plain import Plain, plain_config
-from drivetrain_tracking.protocol import InfoTracker, Metrics, PlanTracker, PlatformTracker, Tracker
+from drivetrain_tracking.protocol import (
+    InfoTracker,
+    Metrics,
+    PlanTracker,
+    PlatformTracker,
+    StateTracker,
+    Tracker,
+)
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
+from drivetrain_tracking.run_state import EndAtExit, RunState
 from drivetrain_tracking.settings import TrackingSettings
 from drivetrain_tracking.steps import StepOrder, checked_step
 
@@ -75,6 +83,7 @@ class TrackerGroup:
         self._settings = settings or TrackingSettings()
         self._is_started = False
         self._is_main = is_main
+        self._at_exit: EndAtExit | None = None  # from start to finish
         self._left_out: set[str] = set()  # names in options that match no tracker, warned about once each
         self._numbers: DeviceValues[_Logged] = DeviceValues()
         self._own_steps = StepOrder()
@@ -144,6 +153,7 @@ class TrackerGroup:
         plain_info = None if info is None else plain_config(info)
         own = self._options("start", options)
         self._is_started = True
+        self._at_exit = EndAtExit(self._end_at_exit) if self._used else None
 
         def begin(tracker: Tracker) -> None:
             tracker.start(run_name, plain, **own.get(tracker.name, {}))
@@ -199,19 +209,37 @@ class TrackerGroup:
     def finish(self) -> None:
         """Finish every tracker, even if one fails; before `start`, do nothing.
 
+        The run is finished, unless an exception is on its way, as in a `finally` block: then it failed. One whose
+        process exits without this call failed, too.
+
         Raises:
             TrackerFailedError: A tracker raised an exception; the message names it.
         """
         if not self._is_started:
             return
         self._is_started = False
+        state: RunState = "finished"
+        if self._at_exit is not None:
+            state = self._at_exit.state_now()
+            self._at_exit.cancel()
         try:
             with self._lock:
                 self._write(self._numbers.drain())
         finally:
-            self._call("finish", lambda tracker: tracker.finish())
+            self._call(
+                "finish",
+                lambda tracker: tracker.end(state) if isinstance(tracker, StateTracker) else tracker.finish(),
+            )
             if self._temporary is not None:
                 self._temporary.cleanup()
+
+    def _end_at_exit(self, state: RunState) -> None:
+        """End the log and the platforms of this process; nothing waits for those beside it, which read the log."""
+        self._is_started = False
+        self._call(
+            "the end of the process",
+            lambda tracker: tracker.end(state) if isinstance(tracker, StateTracker) else None,
+        )
 
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()  # times, steps and what is pending have one order

@@ -26,6 +26,7 @@ from drivetrain_tracking.media.log_entry import describe_medium
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, count_first_held
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.spool.spool import Spool
 from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.steps import StepOrder, checked_step
@@ -140,10 +141,15 @@ class JSONLTracker:
         return count_first_held(records, times)
 
     def finish(self) -> None:
-        """Write the last line and close the file."""
+        """Write the last line of a run that is finished, and close the file."""
+        self.end("finished")
+
+    def end(self, state: RunState) -> None:
+        """Write the last line, which says how the run ended, and close the file."""
         if self._spool is None:
             return
-        self._append({"event": "finish", "time": self.now()})
+        line: dict[str, Plain] = {"event": "finish", "time": self.now()}
+        self._append(line if state == "finished" else {**line, "state": state})
         self._spool.close()
         self._spool = None
 

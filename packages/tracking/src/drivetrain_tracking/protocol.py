@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from drivetrain_tracking.records import LoggedRecord, MediaKind
+from drivetrain_tracking.run_state import RunState
 
 # Logged values: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
 Metrics: TypeAlias = Mapping[str, Any]
@@ -56,6 +57,19 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """End the run: write all values, and close all files and connections."""
+        ...
+
+
+@runtime_checkable
+class StateTracker(Tracker, Protocol):
+    """A tracker that also shows how a run ended; without `end`, a run that failed has no `finish`."""
+
+    def end(self, state: RunState) -> None:
+        """End the run as `finish` does, in place of it.
+
+        Args:
+            state: "finished", "failed", or "killed".
+        """
         ...
 
 

@@ -53,23 +53,24 @@ def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[flo
     return next((n for n, record in enumerate(records) if record.time not in held_times), len(records))
 
 
-def flat_values(
-    values: Mapping[str, Plain], *, separator: str = "/"
-) -> dict[str, str | int | float | bool | None]:
+def flat_values(values: Mapping[str, Plain]) -> dict[str, str | int | float | bool | None]:
     """Return nested values as one level: `{"lr": {"head": 0.1}}` becomes `{"lr/head": 0.1}`, lists by index."""
-    flat: dict[str, str | int | float | bool | None] = {}
-    pending: list[tuple[str, Plain]] = list(reversed(list(values.items())))
+    return {"/".join(path): value for path, value in flat_leaves(values)}
+
+
+def flat_leaves(values: Mapping[str, Plain]) -> list[tuple[tuple[str, ...], str | int | float | bool | None]]:
+    """Return nested values with the names that lead to each, in order."""
+    leaves: list[tuple[tuple[str, ...], str | int | float | bool | None]] = []
+    pending: list[tuple[tuple[str, ...], Plain]] = [((name,), value) for name, value in values.items()][::-1]
     while pending:
-        name, value = pending.pop()
+        path, value = pending.pop()
         if isinstance(value, Mapping):
-            pending += [(f"{name}{separator}{key}", item) for key, item in reversed(list(value.items()))]
+            pending += [((*path, key), item) for key, item in value.items()][::-1]
         elif isinstance(value, list):
-            pending += [
-                (f"{name}{separator}{index}", item) for index, item in reversed(list(enumerate(value)))
-            ]
+            pending += [((*path, str(index)), item) for index, item in enumerate(value)][::-1]
         else:
-            flat[name] = value
-    return flat
+            leaves.append((path, value))
+    return leaves
 
 
 def flat_numbers(values: Mapping[str, Plain]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import re
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", re.ASCII)
 SIZE_UNITS = {"B": 1} | {
     f"{prefix}{kind}": base**power
     for kind, base in (("B", 1000), ("iB", 1024))

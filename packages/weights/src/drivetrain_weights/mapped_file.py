@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain_weights.errors import WeightFilesError
+from drivetrain_weights.regular_file import open_regular
 from drivetrain_weights.safetensors_layout import DTYPES, StoredEntry, bytes_of, read_header
 from drivetrain_weights.torch_file import TORCH_SUFFIXES, map_tensors
 
@@ -46,13 +47,13 @@ class MappedFile:
         metadata: The strings in its header by name; empty if the format has none.
 
     Raises:
-        WeightFilesError: The file is missing, truncated, or not a file of weights.
+        WeightFilesError: The file is missing, truncated, not a file of weights, or not a file at all.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # stays valid if the process changes its working directory
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
             weakref.finalize(self, os.close, self._file)
             self._stamp = _Stamp.of(self._file)
             # The offset of each tensor; empty if the format does not give offsets.
@@ -61,7 +62,7 @@ class MappedFile:
             self._tensors = self._map(path)
         except FileNotFoundError as error:
             raise WeightFilesError(f"{path} is missing") from error
-        except (SafetensorError, IsADirectoryError) as error:
+        except SafetensorError as error:
             raise WeightFilesError(
                 f"{path} is no whole safetensors file ({error}): it was cut or damaged; fetch it again"
             ) from error

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_weights.errors import WeightFilesError
+from drivetrain_weights.regular_file import parse_json
 
 DTYPES = {  # torch's dtypes by their names in the format
     "BOOL": torch.bool,
@@ -159,10 +160,14 @@ class StoredHeader:
 
 
 def read_header(path: Path) -> StoredHeader:
-    """Read the header of a safetensors file, which `safetensors.safe_open` has found to be valid."""
+    """Read the header of a safetensors file, which `safetensors.safe_open` has found to be valid.
+
+    Raises:
+        WeightFilesError: A key is there twice, of which the library takes the last.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = parse_json(file.read(length), where=f"the header of {path}")
     metadata: dict[str, str] = header.pop(_METADATA, None) or {}
     entries: list[tuple[str, StoredEntry]] = []
     for name, entry in header.items():

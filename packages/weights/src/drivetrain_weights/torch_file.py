@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from drivetrain_weights.errors import UnsafePickleError, WeightFilesError
+from drivetrain_weights.regular_file import check_regular
+from drivetrain_weights.torch_records import checked_records
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 # The function that NumPy 1 pickles arrays with; NumPy 2 has moved it.
@@ -28,11 +30,15 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
 
     Raises:
         UnsafePickleError: The file holds objects of other classes.
-        WeightFilesError: The file is missing or truncated, or, if it is to be mapped, in the format before torch 1.6.
+        WeightFilesError: The file is missing, truncated or no regular file; or, if it is to be mapped, compressed, or
+            in the format before torch 1.6.
     """
     try:
-        with _allowed(arrays):
+        check_regular(path)
+        with _allowed(arrays), checked_records(path) if mapped else nullcontext():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except WeightFilesError:
+        raise
     except FileNotFoundError as error:
         raise WeightFilesError(f"{path} is missing") from error
     except UnpicklingError as error:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from drivetrain_weights.errors import NoWeightsError, SeveralWeightsError, WeightFilesError
 from drivetrain_weights.mapped_file import MappedFile
+from drivetrain_weights.regular_file import read_json
 from drivetrain_weights.torch_file import TORCH_SUFFIXES
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -51,11 +52,9 @@ def read_index(path: Path) -> WeightIndex:
         WeightFilesError: The index is missing or damaged, or names files outside its folder.
     """
     try:
-        said: Any = json.loads(path.read_bytes())
+        said: Any = read_json(path)
     except FileNotFoundError as error:
         raise WeightFilesError(f"{path} is missing") from error
-    except ValueError as error:
-        raise WeightFilesError(f"{path} is no index of weight files: it is no JSON: {error}") from error
     has_parts = isinstance(said, dict) and "weight_map" in said
     files = said["weight_map"] if has_parts else said
     is_map = isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
@@ -111,7 +110,7 @@ def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> d
     """
     held: dict[str, MappedFile] = {}
     for file in sorted(set(index.weight_map.values())):
-        if not (path.parent / file).is_file():
+        if not (path.parent / file).exists():
             raise WeightFilesError(
                 f"{path.parent / file} is missing, though {path.name} lists it: fetch or save it again"
             )
@@ -150,7 +149,7 @@ def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> 
     for kind in kinds:
         for name in _USUAL[kind]:
             for usual in (folder / f"{name}{kind}", folder / f"{name}{kind}.index.json"):
-                if usual.is_file():
+                if usual.exists():  # what is there and no file is refused by name, not passed over
                     return usual
         found, unlisted = _others(sorted(paths), kind)
         shards = shards or unlisted

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_config import environ
+
 SHOW = "import os, sys; print(sys.argv, os.environ.get('RANK'), 'torch' in sys.modules, __name__)"
 
 
@@ -151,3 +153,24 @@ def test_env_prints_json(drivetrain_with_torch: Callable) -> None:
 def test_a_folder_of_scripts(drivetrain: Callable, script: Callable, tmp_path: Path) -> None:
     script("import sys; print(sys.path[0])", "app/__main__.py")
     assert drivetrain("launch", "app").stdout == f"{tmp_path / 'app'}\n"
+
+
+def test_a_rank_starts_a_launch_of_its_own_with_the_number_of_processes_that_is_asked_for(
+    drivetrain: Callable, script: Callable
+) -> None:
+    script(
+        "import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('TORCHELASTIC_RUN_ID'))"
+    )
+    around = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "outer"}
+    refused = drivetrain("launch", "--num-processes", "1", "script.py", environment=around)
+    assert (
+        "--num-processes 1: another launcher has started this process as one of WORLD_SIZE=2"
+        in refused.stderr
+    )
+    assert refused.returncode == 2
+    with environ.exported(**dict.fromkeys(around), DRIVETRAIN_RANK_OWNER=None):
+        environ.put(**around)
+        environ.own_rank()  # what this process's children inherit
+        inherited = {name: environ.read(name) or "" for name in (*around, "DRIVETRAIN_RANK_OWNER")}
+    for flags in (["--num-processes", "1"], []):
+        assert drivetrain("launch", *flags, "script.py", environment=inherited).stdout == "0 1 None\n"

@@ -1,12 +1,15 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain_config.environ import child_environment
 from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.host.gpus import (
     GpuMeasurement,
+    find_gpus,
     gpus_from_data,
     judge_driver,
     judge_peers,
@@ -40,12 +43,41 @@ def test_a_driver_that_fits_has_no_finding() -> None:
     assert verdict.summary == "2 devices, driver 570.86.15 (up to CUDA 12.8), torch's CUDA 12.8, NCCL 2.27.3"
 
 
-def test_no_driver_is_skipped_with_its_reason() -> None:
-    assert (
-        judge_driver(GpuMeasurement(), TWO).skipped
-        == "no GPU driver is loaded, and torch is built for the CPU"
-    )
-    assert judge_driver(GpuMeasurement(torch_cuda="12.8"), TWO).skipped == "no NVIDIA or AMD driver is loaded"
+@pytest.mark.parametrize(
+    ("build", "devices", "skipped", "found"),
+    [
+        ("cuda = hip = None", [], "no GPU driver is loaded, and torch is built for the CPU", None),
+        ("cuda, hip = '13.2', None", [], "no GPU driver is loaded, and torch is built for CUDA 13.2", None),
+        ("cuda, hip = '13.2', None", [("0x10de", "0x040300")], "no GPU driver is loaded, and torch is built", None),
+        ("cuda, hip = '13.2', None", [("0x1a03", "0x030000")], "no GPU driver is loaded, and torch is built", None),
+        ("cuda, hip = None, '7.0'", [("0x10de", "0x030000")], "no GPU driver is loaded, and torch is built", None),
+        (
+            "cuda, hip = '13.2', None", [("0x1a03", "0x030000"), ("0x10de", "0x030200")], "",
+            "this host has NVIDIA GPUs and no driver for them is loaded; torch is built for CUDA 13.2",
+        ),
+        (
+            "cuda, hip = None, '7.0'", [("0x1002", "0x120000")], "",
+            "this host has AMD GPUs and no driver for them is loaded; torch is built for ROCm 7.0",
+        ),
+    ],
+)  # fmt: skip
+def test_without_a_driver_the_build_of_torch_is_told_and_a_lost_driver_is_an_error(
+    tmp_path: Path, build: str, devices: list[tuple[str, str]], skipped: str, found: str | None
+) -> None:
+    (tmp_path / "version.py").write_text(build)
+    for number, (vendor, kind) in enumerate(devices):
+        device = tmp_path / f"bus/pci/devices/0000:00:0{number}.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    verdict = judge_driver(find_gpus(system=tmp_path, torch_folder=tmp_path), TWO)
+    assert skipped in (verdict.skipped or "")
+    assert [(each.severity, each.what) for each in verdict.findings] == ([("error", found)] if found else [])
+
+
+def test_the_build_of_the_installed_torch_is_read_without_importing_it() -> None:
+    found = find_gpus()
+    assert (found.torch_cuda, found.torch_hip) == (torch.version.cuda, torch.version.hip)
 
 
 def test_a_driver_of_an_older_major_version_shows_no_device() -> None:

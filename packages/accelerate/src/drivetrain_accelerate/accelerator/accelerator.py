@@ -36,7 +36,7 @@ from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initiali
 from drivetrain_accelerate.training.loss_scale import LossScaleView, check_scaler
 from drivetrain_state import best_device_kind
 
-_NOT_SAID = object()
+NOT_SAID = object()
 
 
 @with_known_fields
@@ -75,7 +75,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = _NOT_SAID,  # pyright: ignore[reportArgumentType] as in Accelerate: not said
+        split_batches: bool = NOT_SAID,  # pyright: ignore[reportArgumentType] as in Accelerate: not said
         mixed_precision: PrecisionType | str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -99,7 +99,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
         _check_unsupported(torch_tp_plugin, megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
-        if split_batches is not _NOT_SAID:
+        if split_batches is not NOT_SAID:
             data = replace(data, split_batches=split_batches)  # the program's own stays as it is
         project = project_config or ProjectConfiguration()
         if project_dir is not None and project.project_dir is None:

@@ -4,25 +4,41 @@ from pathlib import Path
 
 from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
 from drivetrain_checkpoint import find_accelerate_state, find_checkpoints
+from drivetrain_checkpoint.saving.writer_lock import LOCK_FILE
 
 _PREFIX = "checkpoint_"
 
 
 def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
-    """Return the folder of the next checkpoint.
+    """Return the folder of the next checkpoint; its number is the highest of all automatic ones.
 
     Raises:
-        ValueError: No folder is said, or the automatic one holds a checkpoint already.
+        ValueError: No folder is said; there is a checkpoint with this number or a higher one, which a load would
+            take for the newest; or the folder holds files of another program.
     """
     if not project.automatic_checkpoint_naming:
         return _said(said, "save_state(output_dir=None)")
-    folder = _automatic(project) / f"{_PREFIX}{project.iteration}"
-    if _is_committed(folder):  # not one that a save has left without a checkpoint
+    parent = _automatic(project)
+    folder = parent / f"{_PREFIX}{project.iteration}"
+    if later := numbered_folders(parent, beginning=project.iteration):
         raise ValueError(
-            f"{folder} exists already: say ProjectConfiguration(iteration=...) beyond the checkpoints of an earlier "
-            "run, or remove it"
+            f"save_state() would write {folder.name}, and {parent} holds {later[-1].name} of an earlier run: call "
+            "load_state(), after which numbers go on, say "
+            f"ProjectConfiguration(iteration={_number(later[-1]) + 1}), or name another project_dir"
+        )
+    if foreign := _foreign(folder):
+        raise ValueError(
+            f"save_state() would write to {folder}, which holds {foreign[0]} of another program, and total_limit "
+            "would delete that one day: move it, or name another project_dir"
         )
     return folder
+
+
+def count_on(project: ProjectConfiguration) -> None:
+    """Have the next checkpoint follow the newest automatic one, as after a load: a project begins at 0."""
+    if project.automatic_checkpoint_naming:
+        newest = numbered_folders(_automatic(project), beginning=project.iteration)[-1:]
+        project.iteration = max([project.iteration, *(_number(each) + 1 for each in newest)])
 
 
 def newest_folder(said: str | None, project: ProjectConfiguration) -> Path:
@@ -41,18 +57,23 @@ def newest_folder(said: str | None, project: ProjectConfiguration) -> Path:
     return numbered[-1]
 
 
-def surplus_folders(project: ProjectConfiguration) -> list[Path]:
-    """Return the oldest automatic folders, beyond as many as the project keeps."""
+def surplus_folders(project: ProjectConfiguration, saved: Path) -> list[Path]:
+    """Return the oldest automatic folders beyond as many as the project keeps, never the one that was just saved."""
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return []
-    numbered = numbered_folders(_automatic(project))
-    return numbered[: max(0, len(numbered) - project.total_limit)]
+    others = [each for each in numbered_folders(_automatic(project)) if each != saved]
+    return others[: max(0, len(others) + 1 - project.total_limit)]
 
 
-def numbered_folders(parent: Path) -> list[Path]:
-    """Return the automatic folders in a folder that hold a checkpoint, by their numbers."""
+def numbered_folders(parent: Path, *, beginning: int = 0) -> list[Path]:
+    """Return the automatic folders in a folder that hold a checkpoint, by their numbers, from one of them on."""
     found = [each for each in parent.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(filter(_is_committed, found), key=lambda each: int(each.name.removeprefix(_PREFIX)))
+    asked = [each for each in found if _number(each) >= beginning]
+    return sorted(filter(_is_committed, asked), key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix(_PREFIX))
 
 
 def _is_committed(folder: Path) -> bool:
@@ -62,6 +83,14 @@ def _is_committed(folder: Path) -> bool:
     return (
         any(each.committed for each in find_checkpoints(folder)) or find_accelerate_state(folder) is not None
     )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Return the files in a folder without a checkpoint that no save has left there, by their names."""
+    if not folder.is_dir():
+        return []
+    names = sorted(each.name for each in folder.iterdir())
+    return [name for name in names if name != LOCK_FILE and not name.startswith((".", "step-"))]
 
 
 def _automatic(project: ProjectConfiguration) -> Path:

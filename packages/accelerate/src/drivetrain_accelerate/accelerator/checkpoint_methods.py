@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain_accelerate.accelerator.checkpoint_folders import new_folder, newest_folder, surplus_folders
+from drivetrain_accelerate.accelerator.checkpoint_folders import (
+    count_on,
+    new_folder,
+    newest_folder,
+    surplus_folders,
+)
 from drivetrain_accelerate.accelerator.checkpoint_options import check_load_options, check_save_options
 from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
@@ -89,7 +94,7 @@ class CheckpointMethods(PrepareMethods):
             The folder.
 
         Raises:
-            ValueError: No folder is said, or the automatic one holds a checkpoint already.
+            ValueError: No folder is said; or the automatic ones hold a checkpoint with this number or a higher one.
             OtherRankFailedError: A hook failed on another rank; nothing was saved.
         """
         is_main = self.state.is_main_process
@@ -97,7 +102,10 @@ class CheckpointMethods(PrepareMethods):
             safe_serialization=safe_serialization, others=save_model_func_kwargs, is_main=is_main
         )
         project = self.options.project
-        folder = new_folder(output_dir, project)
+        find = partial(new_folder, output_dir, project)
+        # The number is that of the main process: a program may count there alone.
+        is_counted = project.automatic_checkpoint_naming
+        folder = on_main(self.inner.context, find, doing="save_state()") if is_counted else find()
         try:
             if self._save_hooks:
                 self._call_save_hooks(folder)
@@ -108,7 +116,7 @@ class CheckpointMethods(PrepareMethods):
             raise
         project.iteration += 1
         if is_main:  # once the new one is committed: a crash leaves too many, never too few
-            for old in surplus_folders(project):
+            for old in surplus_folders(project, folder):
                 rmtree(old)
         return folder
 
@@ -153,6 +161,7 @@ class CheckpointMethods(PrepareMethods):
             on_each_rank(self.inner.context, call, doing="a hook of load_state")
         taken = [model for model in self._models if not any(model is each for each in left)]
         self.inner.load_state(folder, kept_models=taken)
+        count_on(self.options.project)
         if not self.is_strict:
             for loader in self._dataloaders:
                 loader.begin_anew()

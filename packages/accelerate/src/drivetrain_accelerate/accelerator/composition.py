@@ -129,7 +129,9 @@ def plan_composition(
         check_engine_dimensions(options.parallelism_config)
     recipe: Any = options.handlers.fp8
     check_fp8_precision(recipe, options.mixed_precision)  # a program may have set it since
-    return CompositionPlan(fp8_recipe=None if recipe is None else fp8_recipe(recipe), settings=settings)
+    is_sharded = options.fsdp_plugin is not None
+    found = None if recipe is None else fp8_recipe(recipe, is_sharded=is_sharded)
+    return CompositionPlan(fp8_recipe=found, settings=settings)
 
 
 def _add_run(settings: SourcedSettings, options: RunOptions, deepspeed_plugin: Any) -> None:
@@ -156,8 +158,8 @@ def _add_handlers(settings: SourcedSettings, options: RunOptions, *, casts_outpu
     handlers = options.handlers
     if handlers.autocast is not None:
         check_autocast(handlers.autocast, options.mixed_precision or "no")
-    if handlers.ddp is not None:
-        settings.add("ddp", ddp_sections(handlers.ddp), unsaid=ddp_sections(DistributedDataParallelKwargs()))
+    unsaid = ddp_sections(DistributedDataParallelKwargs())
+    settings.add("ddp", unsaid if handlers.ddp is None else ddp_sections(handlers.ddp), unsaid=unsaid)
     if handlers.scaler is not None:
         settings.add(
             "precision", scaler_sections(handlers.scaler), unsaid=scaler_sections(GradScalerKwargs())

@@ -74,7 +74,7 @@ class HeldObjects(ComposedRun):
         """
         taken = [self._as_built(each) if isinstance(each, nn.Module) else each for each in given]
         models = [*self._models, *(each for each in taken if isinstance(each, nn.Module))]
-        trained = {id(one) for model in models for one in model.parameters()}
+        trained = {id(one) for model in models for _, one in nn.Module.named_parameters(model)}
         for each in given:
             is_own = any(each is own for own in self._optimizers)
             if isinstance(each, AcceleratedOptimizer) and not is_own and trains(each.optimizer, trained):

@@ -15,7 +15,7 @@ from drivetrain_accelerate.loaders.prepared_loader import kind_of
 from drivetrain_accelerate.loaders.rank_share import refuse_slicing
 from drivetrain_accelerate.loaders.skipped_batches import skip_first_batches
 from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
-from drivetrain_accelerate.model_structure import compile_regions
+from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
 from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
@@ -178,7 +178,11 @@ class PrepareMethods(HeldObjects):
             AttributeError: The argument is not a module.
         """
         found = self.inner.unwrap_model(model, keep_autocast=keep_fp32_wrapper)
-        return found if keep_torch_compile else unwrap_compiled(found)
+        if not keep_torch_compile:
+            return unwrap_compiled(found)
+        return (
+            recompiled(model, found) if is_compiled_module(model) and not is_compiled_module(found) else found
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks.
@@ -333,4 +337,4 @@ def _drop_empty_groups(optimizer: Optimizer) -> None:
 def _parameters_of(objects: Sequence[Any]) -> Iterator[nn.Parameter]:
     for each in objects:
         if isinstance(each, nn.Module):
-            yield from each.parameters()
+            yield from (one for _, one in nn.Module.named_parameters(each))  # not its own selection

@@ -24,6 +24,7 @@ class ResultMethods(ComposedRun):
         self.log_with: list[Any] = filter_trackers(own, self.options.project.logging_dir)
         self.options.log_with = others
         self.trackers: list[Any] = []
+        self._are_finished = False
 
     def init_trackers(
         self,
@@ -39,6 +40,7 @@ class ResultMethods(ComposedRun):
             init_kwargs: Arguments of a tracker's own start, by the tracker's name.
         """
         options = init_kwargs or {}
+        self._are_finished = False
         if self.options.log_with:
             self.inner.init_trackers(project_name, config, init_kwargs=options)
             self.trackers = list(self.inner.trackers)
@@ -79,17 +81,28 @@ class ResultMethods(ComposedRun):
             values: Values by name, as the trackers take them; each gets them as they are.
             step: The step they belong to.
             log_kwargs: Arguments of a tracker's own log, by the tracker's name.
+
+        Raises:
+            RuntimeError: `end_training` has finished trackers of drivetrain's form.
         """
         options = log_kwargs or {}
+        if self._are_finished and self.options.log_with:
+            raise RuntimeError(
+                "log() after end_training(), which has finished the trackers: log before it, or call init_trackers() "
+                "for another run"
+            )
         if self.options.log_with:
             self.inner.log(values, step=step, log_kwargs=options)
         own = [each for each in self.trackers if isinstance(each, GeneralTracker)]
         for_each_tracker(own, lambda tracker: tracker.log(values, step=step, **options.get(tracker.name, {})))
 
     def end_training(self) -> None:
-        """Finish saves and trackers, release the models and leave the process group. Called on all ranks."""
-        own = [each for each in self.trackers if isinstance(each, GeneralTracker)]
-        self.trackers = []
+        """Finish saves and trackers, release the models and leave the process group. Called on all ranks.
+
+        The trackers stay in `trackers`, so that a program can read the run's name or address.
+        """
+        own = [each for each in self.trackers if isinstance(each, GeneralTracker) and not self._are_finished]
+        self._are_finished = True
         for_each_tracker(own, lambda tracker: tracker.finish())
         if self._inner is not None:
             self._inner.end_training()

@@ -19,6 +19,7 @@ from drivetrain_accelerate.plugins.constants import (
     SCALER_NAME,
     SCHEDULER_NAME,
 )
+from drivetrain_weights import MappedFile
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ def load_accelerator_state(
     for number, model in enumerate(models):
         safe = folder / _numbered(SAFE_MODEL_NAME, number, "safetensors")
         if safe.exists():
+            MappedFile(safe)  # which checks the file; the library takes the last of two tensors of one name
             load_model(model, safe, **load_model_func_kwargs)
         else:
             weights = load(folder / _numbered(MODEL_NAME, number, "bin"), map_location="cpu", **options)

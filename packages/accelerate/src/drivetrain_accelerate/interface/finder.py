@@ -10,7 +10,14 @@ from os import PathLike
 from pathlib import Path
 from types import ModuleType
 
+from drivetrain_accelerate import interface
+from drivetrain_accelerate.interface.installed_package import (
+    TEST_UTILS,
+    installed_package,
+    installed_test_utils,
+)
 from drivetrain_accelerate.interface.interface_module import InterfaceLoader
+from drivetrain_accelerate.interface.missing_names import missing
 from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
 from drivetrain_config.vocabulary import nearest
 
@@ -43,15 +50,24 @@ class InterfaceFinder(MetaPathFinder):
         """
         if fullname.partition(".")[0] != _NAME:
             return None
+        if fullname == TEST_UTILS and (spec := installed_test_utils(type(self))) is not None:
+            return spec
+        if fullname.startswith(f"{TEST_UTILS}."):
+            return None  # of the package that holds it
         table = module_table()
         if fullname not in table.names:
             raise _unknown(fullname, table)
         return ModuleSpec(
             fullname,
-            InterfaceLoader(self.version),
+            InterfaceLoader(self.version, self._file()),
             origin="drivetrain_accelerate",
             is_package=table.is_package(fullname),
         )
+
+    def _file(self) -> str:
+        """Return the file of the installed package, beside which programs look for what it holds; else our own."""
+        package = installed_package(type(self))
+        return str(interface.__file__ if package is None else package.origin)
 
     def find_distributions(self, context: DistributionFinder.Context = _ANY) -> Iterable[Distribution]:
         """Return the distribution of the interface, if it is what is looked for.
@@ -96,21 +112,23 @@ class InterfaceDistribution(Distribution):
 def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
     """Return the error for a module that is not there, or for a name of a module that is there.
 
-    `from accelerate import name` looks for a module where there is no such name. Python then drops an error that
-    names what it looked for, and says the rest by itself; one that names the module around it is shown.
+    `from accelerate import name` looks for a module where there is no such name. Python drops an error that names
+    what it looked for; one that names the module around it is shown.
     """
     around, _, name = fullname.rpartition(".")
     if (instead := table.modules_not_provided.get(fullname)) is not None:
         return ModuleNotFoundError(
             f"{fullname} is not provided by drivetrain_accelerate: {instead}", name=around
         )
-    inside = table.names_in(around) if around in table.names else set[str]()
     text = f"No module named {fullname!r} in the interface that drivetrain_accelerate provides"
-    if not (meant := nearest(name, inside)):
+    if around not in table.names:
         return ModuleNotFoundError(f"{text}; it has {', '.join(table.names)}", name=fullname)
-    if meant != nearest(name, table.submodules(around)):
+    hint = missing(table, around, name)
+    if not hint:
+        return ModuleNotFoundError(f"{text}, and {around} has no such name", name=around)
+    if hint != nearest(name, table.submodules(around)):
         text = f"cannot import name {name!r} from {around!r}"
-    return ModuleNotFoundError(f"{text}{meant}", name=around)
+    return ModuleNotFoundError(f"{text}{hint}", name=around)
 
 
 def installed_finder() -> InterfaceFinder | None:

@@ -5,27 +5,35 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
+from drivetrain_accelerate.interface.missing_names import missing
+from drivetrain_accelerate.interface.module_table import module_table
 from drivetrain_accelerate.interface.not_provided import not_provided
-from drivetrain_config.vocabulary import nearest
 
 
 class InterfaceModule(ModuleType):
-    """A module named `accelerate`, or inside of it, whose names are defined elsewhere in this package."""
+    """A module named `accelerate`, or inside of it, whose names are defined elsewhere in this package.
+
+    It has each name of the other modules, too, if one object has that name: the real ones import from each other.
+    """
 
     def __getattr__(self, name: str) -> object:
         """Return a name, or the module of that name inside; both stay as attributes."""
         table = module_table()
         module = self.__name__
-        if (home := table.names[module].get(name)) is not None:
-            value = getattr(import_module(home.module), home.name)
-        elif (reason := table.not_provided.get(f"{module}.{name}")) is not None:
-            value = not_provided(f"{module}.{name}", reason)
+        if (holder := table.holder(module, name)) is not None:
+            home = table.names[holder].get(name)
+            full = f"{holder}.{name}"
+            value: object = (
+                not_provided(full, table.not_provided[full])
+                if home is None
+                else getattr(import_module(home.module), home.name)
+            )
         elif name in table.submodules(module):
             return import_module(f"{module}.{name}")  # importlib sets the attribute
         else:
+            text = f"module {module!r}, which drivetrain_accelerate provides, has no attribute {name!r}"
             # Without obj=, in which Python would look for a second suggestion.
-            raise AttributeError(_unknown(module, name, table), name=name)
+            raise AttributeError(f"{text}{missing(table, module, name)}", name=name)
         setattr(self, name, value)
         return value
 
@@ -47,10 +55,12 @@ class InterfaceLoader(InspectLoader):
 
     Args:
         version: The version that the package's `__version__` says.
+        file: The file that its `__file__` says.
     """
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, file: str) -> None:
         self._version = version
+        self._file = file
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return an empty module, which fills itself."""
@@ -62,8 +72,12 @@ class InterfaceLoader(InspectLoader):
         name = module.__name__
         module.__doc__ = f"The interface of Accelerate's {name}, over drivetrain."
         module.__all__ = sorted(table.names[name])  # pyright: ignore[reportAttributeAccessIssue] read by import *
+        # Also of a module without others inside: Python then asks for a module where a name is not found, and shows
+        # what the finder says of it.
+        module.__path__ = []
         if name == "accelerate":
             module.__version__ = self._version  # pyright: ignore[reportAttributeAccessIssue] as the real one has
+            module.__file__ = self._file
 
     def is_package(self, fullname: str) -> bool:
         """Return whether a module holds others."""
@@ -76,9 +90,3 @@ class InterfaceLoader(InspectLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Return the code of what a module does as a program."""
         return self.source_to_code(self.get_source(fullname), f"<{fullname} of drivetrain_accelerate>")
-
-
-def _unknown(module: str, name: str, table: ModuleTable) -> str:
-    elsewhere = next((f"; {other} has it" for other, names in table.names.items() if name in names), None)
-    hint = nearest(name, table.names_in(module)) if elsewhere is None else elsewhere
-    return f"module {module!r}, which drivetrain_accelerate provides, has no attribute {name!r}{hint}"

@@ -33,17 +33,26 @@ class ModuleTable:
         names: For each module of Accelerate's, the home of each name that it holds.
         not_provided: For each full name that has no counterpart, what to do instead.
         modules_not_provided: For each module that has none, what to do instead.
+        holders: For each name, the modules that define it, one for each object of that name.
     """
 
     names: Mapping[str, Mapping[str, Home]]
     not_provided: Mapping[str, str]
     modules_not_provided: Mapping[str, str]
+    holders: Mapping[str, tuple[str, ...]]
 
     def submodules(self, module: str) -> tuple[str, ...]:
         """Return the names of the modules directly inside a module."""
         prefix = f"{module}."
         inside = (name.removeprefix(prefix) for name in self.names if name.startswith(prefix))
         return tuple(name for name in inside if "." not in name)
+
+    def holder(self, module: str, name: str) -> str | None:
+        """Return the module that a module has a name from, itself where it holds the name; None if it has no such."""
+        if name in self.names[module] or f"{module}.{name}" in self.not_provided:
+            return module
+        others = () if name in self.submodules(module) else self.holders.get(name, ())
+        return others[0] if len(others) == 1 else None
 
     def names_in(self, module: str) -> set[str]:
         """Return all names that a module has: what it holds, what is not provided, and the modules inside."""
@@ -84,7 +93,24 @@ def parse_table(text: str) -> ModuleTable:
         names=MappingProxyType(names),
         not_provided=MappingProxyType(_spread(read, not_provided)),
         modules_not_provided=MappingProxyType(refused_modules),
+        holders=MappingProxyType(_holders(own, not_provided)),
     )
+
+
+def _holders(
+    own: Mapping[str, Mapping[str, Home]], not_provided: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """Return the modules that define each name; those that refuse it only where no other provides it."""
+    provided: dict[str, dict[Home, str]] = {}
+    for module, homes in own.items():
+        for name, home in homes.items():
+            provided.setdefault(name, {}).setdefault(home, module)
+    found = {name: tuple(modules.values()) for name, modules in provided.items()}
+    refused: dict[str, dict[str, str]] = {}
+    for full, reason in not_provided.items():
+        module, _, name = full.rpartition(".")
+        refused.setdefault(name, {}).setdefault(reason, module)
+    return {name: tuple(modules.values()) for name, modules in refused.items()} | found
 
 
 def _instead(refused: list[dict[str, str]]) -> dict[str, str]:
@@ -94,10 +120,10 @@ def _instead(refused: list[dict[str, str]]) -> dict[str, str]:
 
 def _own_names(rooms: Mapping[str, str]) -> dict[str, Home]:
     return {
-        name: Home(f"{_PACKAGE}.{room}", name)
+        name: Home(f"{_PACKAGE}.{room}", here or name)
         for room, listed in rooms.items()
         if not _is_interface(room)
-        for name in listed.split()
+        for name, _, here in (word.partition("=") for word in listed.split())
     }
 
 

@@ -181,6 +181,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             dispatch=True,
             group=None if context is None else context.group,
             seed=agreed_seed(base, None, context),
+            compare_samples=False,  # as in prepare_data_loader
             non_blocking=_non_blocking,
         )
         self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, state.device)

@@ -70,6 +70,7 @@ def prepare_data_loader(
         dispatch=dispatch_batches,
         group=None if context is None else context.group,
         seed=agreed_seed(dataloader, data_seed, context),
+        compare_samples=False,  # programs for Accelerate build random data without a seed
         non_blocking=non_blocking,
     )
     kind = kind_of(dataloader, sharded, is_dispatched=dispatch_batches, is_placed=put_on_device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_weights import MappedFile, WeightFilesError
+from drivetrain_weights.regular_file import read_json
 from drivetrain_weights.safetensors_layout import bytes_of
 
 INDEX = "index.json"
@@ -108,7 +109,7 @@ def save_offload_index(index: dict[str, Entry] | None, offload_folder: str | Pat
 def read_offload_index(folder: str | PathLike[str]) -> dict[str, Entry]:
     """Return the index of a folder; empty if it has none."""
     path = Path(folder) / INDEX
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def offload_state_dict(save_dir: str | PathLike[str], state_dict: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import profiler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain_accelerate.environment_variables import clear_environment
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType
 from drivetrain_accelerate.plugins.known_fields import with_known_fields
 
@@ -22,8 +23,9 @@ class KwargsHandler:
         return deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        default = type(self)().to_dict()
+        """Return the fields that differ from their defaults; what a variable says differs, too."""
+        with clear_environment():
+            default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 

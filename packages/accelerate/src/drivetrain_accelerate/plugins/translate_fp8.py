@@ -72,14 +72,20 @@ def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
         )
 
 
-def fp8_recipe(handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs) -> Fp8Recipe:
+def fp8_recipe(
+    handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs, *, is_sharded: bool = True
+) -> Fp8Recipe:
     """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
+
+    Args:
+        handler: The options that a program gives.
+        is_sharded: Whether FSDP divides the weights; else none is gathered in fp8, whatever the options say.
 
     Raises:
         TranslationError: No recipe computes so.
     """
     if isinstance(handler, AORecipeKwargs):
-        return _torchao(handler)
+        return _torchao(handler, is_sharded=is_sharded)
     is_msamp = handler.backend == "MSAMP" if isinstance(handler, FP8RecipeKwargs) else False
     if is_msamp or not isinstance(handler, TERecipeKwargs):
         raise TranslationError(
@@ -89,7 +95,7 @@ def fp8_recipe(handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP
     return _transformer_engine(handler)
 
 
-def _torchao(handler: AORecipeKwargs) -> TorchaoRecipe:
+def _torchao(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoRecipe:
     from torchao.float8 import Float8LinearConfig
 
     config: Any = handler.config
@@ -108,7 +114,7 @@ def _torchao(handler: AORecipeKwargs) -> TorchaoRecipe:
         return TorchaoRecipe(
             scaling=scaling,
             round_scales=config.round_scales_to_power_of_2 and scaling == "tensorwise",
-            all_gather=config.enable_fsdp_float8_all_gather,
+            all_gather=is_sharded and config.enable_fsdp_float8_all_gather,
             layers=_layers(handler),
         )
     raise refusal(

@@ -90,6 +90,12 @@ class AcceleratorState(PartialState):
         self.device_mesh = mesh
         self.distributed_type = self._chosen_type()
 
+    def __getattr__(self, name: str) -> Any:
+        # After a reset of what is held here, the ranks and the device are still those of PartialState.
+        if name in (ranks := PartialState._shared_state):
+            return ranks[name]
+        return super().__getattr__(name)
+
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 

@@ -204,11 +204,11 @@ class PartialState(SharedState):
             print(*args, **kwargs)  # noqa: T201 what the program asked for
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Destroy a process group, all if none is given."""
-        if group is not None or not self.context.owns_group:
-            dist.destroy_process_group(group)
-        else:
+        """Destroy a process group, all if none is given; on one process there is none."""
+        if group is None and self.context.owns_group:
             self.context.close()
+        elif group is not None or dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def is_initialized() -> bool:

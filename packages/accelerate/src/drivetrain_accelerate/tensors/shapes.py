@@ -92,7 +92,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Join nested tensors of the same structure, leaf by leaf.
 
     Raises:
-        TypeError: A leaf is no tensor.
+        TypeError: A leaf is no tensor, and there are several.
         ValueError: There is nothing to join, or structures differ.
     """
     if not data:
@@ -113,6 +113,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
             mapping, {key: concatenate([each[key] for each in data], dim=dim) for key in mapping}
         )
     if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
         raise TypeError(f"cannot concatenate {type(first)}: all leaves must be tensors")
     return torch.cat(list(data), dim=dim)
 

@@ -11,18 +11,24 @@ from drivetrain_backends.deepspeed.applied import read_back, reduction_dtype
 from drivetrain_backends.deepspeed.checks import (
     check_device,
     check_dtypes,
+    check_modules,
     check_optimizer,
     check_parameters,
     check_rounding,
-    check_wrapper,
 )
-from drivetrain_backends.deepspeed.compat import num_elements, release_models, restore_linear
+from drivetrain_backends.deepspeed.compat import (
+    call_after_module,
+    num_elements,
+    release_models,
+    restore_linear,
+)
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
 from drivetrain_backends.deepspeed.engine_backward import EngineReducer
 from drivetrain_backends.deepspeed.library import entering, load_deepspeed, local_rank_known
-from drivetrain_backends.deepspeed.model import EngineModel
+from drivetrain_backends.deepspeed.model import EngineModel, uncopyable
 from drivetrain_backends.deepspeed.optimizer import remember_groups, share_groups
+from drivetrain_backends.deepspeed.partitioned_parameter import guard
 from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
@@ -91,8 +97,11 @@ class DeepSpeedBackend(TorchBackend):
             with self.context.device:
                 yield
             return
-        with entering(self.context), self._deepspeed.zero.Init(config_dict_or_path=self.config):
-            yield
+        with entering(self.context):
+            init = self._deepspeed.zero.Init(config_dict_or_path=self.config)
+            call_after_module(init, lambda module: guard(module.parameters(recurse=False)))
+            with init:
+                yield
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
@@ -168,14 +177,14 @@ class DeepSpeedBackend(TorchBackend):
         stage = self.config["zero_optimization"]["stage"]
         for model in models:
             optimizer = trained_by.get(model)
-            check_wrapper(model, stage)
+            check_modules(model, stage, self.context.topology.world_size)
             check_rounding(model, self.config["zero_optimization"], self.policy, self.context.device)
             if stage < 3:
                 check_values(model)
             if optimizer is not None:
                 check_optimizer(optimizer, stage)
             if optimizer is not None or stage == 3:  # others get no engine
-                check_parameters(model, optimizer, stage)
+                check_parameters(model, optimizer, stage, is_kept=self.policy.mode_beside_recipe == "no")
             if optimizer is not None and stage:
                 check_elementwise(optimizer, stage, **parts_of(self.config, optimizer, self.context))
 
@@ -266,7 +275,13 @@ class DeepSpeedBackend(TorchBackend):
         blocks = [] if optimizer is None else self._checkpoint(model)
         if optimizer is not None:
             self._undo.callback(remember_groups(optimizer))
-        prepare_forward(model, self.policy, self.context.device, progress=self.context.progress)
+        prepare_forward(
+            model,
+            self.policy,
+            self.context.device,
+            progress=self.context.progress,
+            uncopyable=uncopyable(model) if self.config["zero_optimization"]["stage"] == 3 else None,
+        )
         with entering(self.context), ExitStack() as undo:
             undo.callback(_restore, model, blocks)
             undo.callback(release_models, [model])
@@ -277,6 +292,7 @@ class DeepSpeedBackend(TorchBackend):
                 config=config,
             )
             undo.pop_all()
+        guard(names)
         if optimizer is not None:
             self.window.fixed_because = _ENGINE_IS_MADE_FOR_IT
             if by_engine:  # schedulers and the loop continue to hold the user's object

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain_backends.deepspeed.compat import full_shape, is_divided
@@ -33,17 +36,40 @@ def check_device(policy: Policy) -> None:
         )
 
 
-def check_wrapper(model: nn.Module, stage: int) -> None:
-    """Refuse a torch.compile wrapper in stage 3, which reads the attributes of the given module (0.19).
+def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
+    """Refuse modules that an engine cannot train: wrappers, modules without values, and writes of one rank.
+
+    Stage 3 reads the attributes of the given modules (0.19), which a torch.compile wrapper does not have.
 
     Raises:
-        ValueError: The model is a torch.compile wrapper.
+        ValueError: The model is or has such a module; the message names it.
     """
-    if stage == 3 and (inner := unwrap_compiled(model)) is not model:
-        raise ValueError(
-            f"{type(inner).__name__} is wrapped by torch.compile, and stage 3 partitions the module it was "
-            "made from: compile that in place, model.compile(), or block by block"
-        )
+    for path, module in model.named_modules():
+        name = f"{path} ({type(module).__name__})" if path else type(module).__name__
+        if stage == 3 and (inner := unwrap_compiled(module)) is not module:
+            raise ValueError(
+                f"{path or type(inner).__name__} is wrapped by torch.compile, and stage 3 partitions the module it "
+                "was made from: compile that in place, model.compile()"
+            )
+        if isinstance(
+            module, nn.DataParallel | DistributedDataParallel | FullyShardedDataParallel | FSDPModule
+        ):
+            raise ValueError(
+                f"{name} averages or shards by itself what a DeepSpeed engine averages and partitions: prepare() the "
+                "module that you wrapped"
+            )
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise ValueError(
+                f"{name} has no values yet, which its first forward makes: run the model once on a batch, and build "
+                "the optimizer, before prepare()"
+            )
+        norm = module.max_norm if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+        if norm is not None and (stage == 3 or num_ranks > 1):
+            raise ValueError(
+                f"{name} with max_norm={norm!r} writes into its weights, in each forward, the rows that this rank "
+                "looks up: ranks would train other weights. Build it without max_norm, and scale the rows on all "
+                "ranks after each step, inside accelerator.gathered(model, write=True)"
+            )
 
 
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
@@ -65,13 +91,16 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
         )
 
 
-def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) -> None:
+def check_parameters(
+    model: nn.Module, optimizer: Optimizer | None, stage: int, *, is_kept: bool = True
+) -> None:
     """Refuse parameters that a DeepSpeed engine (0.19) cannot train or hold.
 
     Args:
         model: A model for which an engine is to be started.
         optimizer: The optimizer that trains the model; None for an untrained model.
         stage: The stage of ZeRO.
+        is_kept: Whether parameters keep their dtype, as they do without mixed precision.
 
     Raises:
         ValueError: The model has such parameters; the message names them.
@@ -99,6 +128,12 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None, stage: int) 
         raise ValueError(
             f"{first_of(wide)}: of torch.float64, which DeepSpeed does not train in (its masters are float32); "
             "prepare model.float(), with an optimizer built over it, or choose another backend"
+        )
+    if len(kinds := {p.dtype: name for p, name in trained.items()}) > 1 and is_kept:
+        told = ", ".join(f"{name} of {dtype}" for dtype, name in kinds.items())
+        raise ValueError(
+            f"{told}: a DeepSpeed engine trains weights of one dtype. Prepare the model in fp32, and choose the "
+            "dtype that it computes in by mixed_precision"
         )
     if optimizer is not None and stage:
         _check_held(trained, optimizer, stage)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from drivetrain_backends.compat import as_they_are
+
 _REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GRADIENTS_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _PARAMETERS_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
@@ -37,6 +39,22 @@ def num_elements(parameter: Any) -> int:
 def is_divided(parameter: Any) -> bool:
     """Return whether stage 3 has divided a parameter among the ranks."""
     return hasattr(parameter, "ds_id")
+
+
+def is_gathered_by_hand(parameter: Any) -> bool:
+    """Return whether a parameter is in a block of `zero.GatheredParameters`."""
+    return getattr(parameter, "_ds_z3_gathered_param_context_depth", 0) > 0
+
+
+def call_after_module(init: Any, call: Callable[[nn.Module], None]) -> None:
+    """Have `call` run for each module that is built in `zero.Init`, after its parameters are divided."""
+    divide = init._post_init_method
+
+    def divide_and_call(module: nn.Module) -> None:
+        divide(module)
+        call(module)
+
+    init._post_init_method = divide_and_call
 
 
 def divided_part(parameter: Any) -> Tensor:
@@ -87,6 +105,20 @@ def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
         prologue()
 
     engine._backward_prologue = call_and_begin
+
+
+def read_as_they_are(engine: Any) -> None:
+    """Have an engine of stage 3 save and load empty parameters as its format does."""
+
+    def as_is(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_as_is(*args: Any, **kwargs: Any) -> Any:
+            with as_they_are():
+                return call(*args, **kwargs)
+
+        return call_as_is
+
+    engine.module_state_dict = as_is(engine.module_state_dict)
+    engine.load_module_state_dict = as_is(engine.load_module_state_dict)
 
 
 def applied_zero(engine: Any) -> Any:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from drivetrain_backends.compat import version_of
+from drivetrain_backends.compat import as_they_are, foreach_norm, version_of
 from drivetrain_backends.deepspeed.compat import close_window
 from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_of
 from drivetrain_backends.deepspeed.library import accumulates
-from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError, first_of
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_precision import LossScaler
@@ -27,9 +27,12 @@ class _TrainedModel:
         engine: The DeepSpeed engine.
         gradients: The engine's reduced gradients.
         parameters: The parameters of the model.
+        names: The names of those parameters.
         is_ready: Whether the last backward made the gradients ready for the step.
         left: The fingerprint of `.grad` after the last backward; None without one.
         placeholder_gradient: A parameter and the zeros in its `.grad`.
+        explain: A function that raises a better error than the one that a backward raised, if it knows one.
+        is_watched: Whether the next backward is watched for writes into parameters, as the first one is.
         of_frozen: The hooks on frozen parameters.
         of_trained: The hooks on trained parameters.
     """
@@ -37,19 +40,23 @@ class _TrainedModel:
     engine: Any
     gradients: ReducedGradients
     parameters: list[Tensor]
+    names: list[str]
     is_ready: bool = False
     left: list[tuple[int, int]] | None = None
     placeholder_gradient: tuple[Tensor, Tensor] | None = None
+    explain: Callable[[Exception], None] | None = None
+    is_watched: bool = True
     of_frozen: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
     of_trained: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def put_stand_in(self) -> None:
         """Put zeros where stages 2 and 3 leave no gradient, to detect code that clips or drops `.grad`."""
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if trained and all(parameter.grad is None for parameter in trained):
-            smallest = min(trained, key=Tensor.numel)
-            smallest.grad = zeros = torch.zeros_like(smallest)
-            self.placeholder_gradient = smallest, zeros
+        with as_they_are():
+            trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+            if trained and all(parameter.grad is None for parameter in trained):
+                smallest = min(trained, key=Tensor.numel)
+                smallest.grad = zeros = torch.zeros_like(smallest)
+                self.placeholder_gradient = smallest, zeros
 
     def take_stand_in(self) -> None:
         """Remove the zeros."""
@@ -70,6 +77,24 @@ class _TrainedModel:
                 "backward(): its DeepSpeed engine has reduced them already, or has them to reduce yet, so that "
                 "`.grad` is not what it steps on. Clip with accelerator.clip_grad_norm_(), drop them with "
                 "optimizer.zero_grad(), and change the loss in place of its gradients"
+            )
+
+    def values(self) -> list[float]:
+        """Return the norm of each parameter."""
+        return [float(norm) for norm in foreach_norm([p.detach() for p in self.parameters])]
+
+    def check_unwritten(self, before: list[float]) -> None:
+        """Refuse parameters that the first backward has written.
+
+        Raises:
+            AccumulationError: There are such parameters.
+        """
+        self.is_watched = False
+        if odd := [n for n, old, new in zip(self.names, before, self.values(), strict=True) if old != new]:
+            raise AccumulationError(
+                f"{first_of(odd)}: written during backward(), as by an optimizer that steps in a hook "
+                "(register_post_accumulate_grad_hook, register_hook), before gradients are averaged: remove the "
+                "hook, and step the prepared optimizer after backward()"
             )
 
     def forget(self) -> None:
@@ -105,7 +130,13 @@ class EngineReducer:
             engine: The DeepSpeed engine.
             names: The name of each parameter of the model.
         """
-        added = _TrainedModel(engine=engine, gradients=gradients_of(engine), parameters=list(names))
+        added = _TrainedModel(
+            engine=engine,
+            gradients=gradients_of(engine),
+            parameters=list(names),
+            names=list(names.values()),
+            is_watched=not engine.zero_optimization_partition_weights(),  # stage 3 counts writes to its parts
+        )
         added.of_frozen += [
             _hook(parameter, lambda name=name: _refuse_unfrozen(name))
             for parameter, name in names.items()
@@ -154,15 +185,41 @@ class EngineReducer:
         closes = self._window.closing and one.gradients.in_backward
         if self.scaler is not None:
             one.gradients.scale_losses(self.scaler.value)
+        before = one.values() if one.is_watched else None
         self._running = models[0]
         try:
             one.engine.set_gradient_accumulation_boundary(closes)
             one.engine.backward(loss, scale_wrt_gas=False)
+        except (RuntimeError, AttributeError, AssertionError) as error:
+            if before is not None:
+                one.check_unwritten(before)
+            if one.explain is not None:
+                one.explain(error)
+            raise
         finally:
             self._running = None
+        if before is not None:
+            one.check_unwritten(before)
         one.is_ready = one.is_ready or closes
         one.put_stand_in()
         one.left = _fingerprint(one.parameters)
+
+    def explain_by(self, model: nn.Module, explain: Callable[[Exception], None]) -> None:
+        """Have `explain` see the errors of a model's backwards."""
+        self._models[model].explain = explain
+
+    def check_outside_backward(self, model: nn.Module) -> None:
+        """Refuse a step, or a drop of gradients, by a hook of the backward that makes them.
+
+        Raises:
+            AccumulationError: The model's backward is running.
+        """
+        if self._running is model:
+            raise AccumulationError(
+                f"the optimizer of {type(model).__name__} was called by a hook of its backward, before its DeepSpeed "
+                "engine has all gradients: remove the hook (register_post_accumulate_grad_hook, register_hook), and "
+                "call optimizer.step() and zero_grad() after accelerator.backward()"
+            )
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the parameters; see `GradientReducer.leaves`."""
@@ -223,7 +280,8 @@ class EngineReducer:
 
 def _fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return values that change whenever a gradient in `.grad` changes."""
-    return [(id(gradient), version_of(gradient)) for p in parameters if (gradient := p.grad) is not None]
+    with as_they_are():
+        return [(id(gradient), version_of(gradient)) for p in parameters if (gradient := p.grad) is not None]
 
 
 def _refuse_unfrozen(name: str) -> None:

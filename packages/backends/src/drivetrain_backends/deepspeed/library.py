@@ -1,24 +1,19 @@
 """The DeepSpeed library: imported on demand, for the device of the run, with the environment variables it reads."""
 
-import logging
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from threading import Event, Thread
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_backends.deepspeed.build_progress import telling_of_builds
 from drivetrain_backends.deepspeed.compat import drop_ended_groups
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
 from drivetrain_state import Context
-
-_logger = logging.getLogger(__name__)
-_WORTH_A_WORD = 5  # seconds
-_LONGEST_COMPILATION = 600
 
 
 def load_deepspeed(context: Context) -> ModuleType:
@@ -67,38 +62,9 @@ def entering(context: Context) -> Generator[None]:
     drop_ended_groups(_has_ended)
     with _variables(context):
         if not comm.is_initialized():
-            with _progress(context):
+            with telling_of_builds(context):
                 comm.init_distributed(dist_init_required=False)
         yield
-
-
-@contextmanager
-def _progress(context: Context) -> Generator[None]:
-    """Report progress during the block: on the CPU, DeepSpeed compiles an operator when it is first used.
-
-    After `_LONGEST_COMPILATION` seconds it stops, so that a hang is still detected.
-    """
-    done = Event()
-
-    def tell() -> None:
-        if not done.wait(_WORTH_A_WORD) and context.topology.is_main:
-            _logger.warning(
-                "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in %s "
-                "(TORCH_EXTENSIONS_DIR)",
-                environ.read("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions",
-            )
-        for _ in range(_LONGEST_COMPILATION // _WORTH_A_WORD):
-            if done.wait(_WORTH_A_WORD):
-                return
-            context.progress.mark("DeepSpeed compiles an operator")
-
-    thread = Thread(target=tell, name="drivetrain-deepspeed-start", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def accumulates(parameters: Iterable[Tensor]) -> bool:

@@ -11,15 +11,17 @@ from drivetrain_backends.deepspeed.engine_backward import EngineReducer
 from drivetrain_backends.deepspeed.gradients import ReducedGradients
 from drivetrain_backends.deepspeed.model import EngineModel
 from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer
+from drivetrain_backends.deepspeed.partitioned_parameter import unguard
 from drivetrain_backends.deepspeed.reached import ReachedParameters
 from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
-from drivetrain_backends.deepspeed.written import WrittenValues, written_values
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.deepspeed.written import ForwardWrites, WrittenValues, converted, written_values
+from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
 from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared
+from drivetrain_precision.dtypes.dtype_policy import HALF
 from drivetrain_state import Context
 
 
@@ -64,10 +66,16 @@ class DeepSpeedPrepared(TorchPrepared):
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
         self._written = WrittenValues()
+        self._writes: ForwardWrites | None = None  # until the first step
         self._reached: ReachedParameters | None = None  # None for an untrained model
         if gradients is not None:
             self._written = written_values(self.engine, trained, context)
             self._reached = ReachedParameters(self.engine, trained)
+            if self.engine.zero_optimization_stage() < 3 and context.topology.world_size > 1:
+                self._writes = model.__dict__["writes"] = ForwardWrites(trained, context)
+            reducer.explain_by(model.module, self.explain)
+        self._dtypes = {parameter: parameter.dtype for parameter in names}
+        model.__dict__["explain"] = self.explain
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add the optimizer that the engine steps."""
@@ -76,6 +84,7 @@ class DeepSpeedPrepared(TorchPrepared):
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step the engine if the window is closed; see `TorchPrepared.step`. Called on all ranks."""
+        self._reducer.check_outside_backward(self.unwrap())
         if not self._window.closing:
             return OPEN
         group = self.group
@@ -89,11 +98,17 @@ class DeepSpeedPrepared(TorchPrepared):
         group.finish()
         assert self._gradients is not None  # there is an optimizer
         assert self._reached is not None
-        self._reached.check()
+        try:
+            self._reached.check()
+        except AccumulationError:
+            self._known.look()  # which names a parameter that was replaced, and is why another was not reached
+            raise
+        self._compare_forward_writes()
         self._written.copy_to_masters()
         group.use()
         self._progress.mark("optimizer step")
-        self._known.look_now_and_then()
+        if self._known.look_now_and_then():
+            self._check_dtypes()
         if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):
             self._gradients.discard()
             self._reached.forget()
@@ -115,6 +130,7 @@ class DeepSpeedPrepared(TorchPrepared):
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Drop unused gradients, except those of an open window. The engine clears used ones itself."""
         del set_to_none
+        self._reducer.check_outside_backward(self.unwrap())
         group = self.group
         if group.is_accumulating:
             return
@@ -179,6 +195,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self._reducer.remove(self.unwrap())
         forget_keyed_state(self.engine)
         self.engine.destroy()
+        unguard(self._parameter_names)
         for module in self._checkpointed:
             restore_activations(module)
         return super().release()
@@ -194,6 +211,48 @@ class DeepSpeedPrepared(TorchPrepared):
         load_state(self.engine, self._parameter_names, self._parameter_groups, state)
         self._written.note()
         self._written.forget()
+
+    def explain(self, error: Exception) -> None:
+        """Raise a better error than the one that a forward or backward of the engine raised, if there is one.
+
+        Raises:
+            AccumulationError: The model was called inside a transform of torch.func.
+            ReplacedParameterError: Parameters were added, replaced or converted since `prepare`.
+            TypeError: The model is in half precision, and its inputs are not.
+        """
+        name = type(self.unwrap()).__name__
+        self._known.look()
+        self._check_dtypes()
+        if self.engine.zero_optimization_partition_weights():
+            self._written.copy_to_masters()
+        if "vmap" in str(error) or "functorch" in str(error):
+            raise AccumulationError(
+                f"{name} was called inside a transform of torch.func (vmap, jacrev, grad), which cannot pass the "
+                "hooks of its DeepSpeed engine; choose backend='ddp' or 'single', or transform a model that is not "
+                "prepared"
+            )
+        dtypes = {str(dtype) for dtype in self._dtypes.values() if dtype in HALF}
+        if dtypes and "same dtype" in str(error):
+            raise TypeError(
+                f"the weights of {name} are of {' and '.join(sorted(dtypes))}, and its inputs are not: prepare the "
+                "model in fp32, and choose mixed_precision='bf16' or 'fp16', under which inputs are converted"
+            ) from error
+
+    def _check_dtypes(self) -> None:
+        """Refuse parameters that were converted since `prepare`.
+
+        Raises:
+            ReplacedParameterError: There are such parameters; the message names them.
+        """
+        if odd := [n for p, n in self._parameter_names.items() if p.dtype != self._dtypes[p]]:
+            raise ReplacedParameterError(converted(odd))
+
+    def _compare_forward_writes(self) -> None:
+        """Compare what forwards have written until the first step. Called on all ranks."""
+        if self._writes is not None:
+            self.model.__dict__["writes"] = None
+            self._writes.compare()
+            self._writes = None
 
     def _check_unknown_gradients(self) -> None:
         """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.

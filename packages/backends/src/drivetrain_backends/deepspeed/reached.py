@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.errors import AccumulationError, first_of
 
@@ -46,7 +47,9 @@ class ReachedParameters:
         """
         if not self._stage:
             return
-        if frozen := [name for parameter, name in self._names.items() if not parameter.requires_grad]:
+        with as_they_are():
+            frozen = [name for parameter, name in self._names.items() if not parameter.requires_grad]
+        if frozen:
             raise AccumulationError(
                 f"{first_of(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving "
                 "it by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
@@ -87,7 +90,25 @@ class ReachedParameters:
         finally:
             self._is_last = False
         if self._stage == 3:
+            self._refuse_frozen()
             self._clear_left_out()
+
+    def _refuse_frozen(self) -> None:
+        """Refuse a backward past frozen parameters, for which stage 3 (0.19) reduces others wrongly.
+
+        Raises:
+            AccumulationError: There are such parameters.
+        """
+        found = self._reached.get(compat.backward_of_window(self._optimizer), set())
+        if len(found) == len(self._names):
+            return
+        lacking = [(p, name) for index, (p, name) in enumerate(self._names.items()) if index not in found]
+        if frozen := [name for parameter, name in lacking if not parameter.requires_grad]:
+            raise AccumulationError(
+                f"{first_of(frozen)}: frozen since prepare(), in a backward of this window: DeepSpeed's stage 3 "
+                "expects gradients of all parameters that it was prepared with. Freeze before prepare(), or detach "
+                "what is not to be trained in this micro-batch; stages 1 and 2 take it"
+            )
 
     def _clear_left_out(self) -> None:
         """Zero what stage 3 keeps of the last window's gradients, unless a window's first backward replaced it."""

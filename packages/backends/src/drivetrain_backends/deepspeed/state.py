@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.deepspeed.compat import (
     full_shape,
     has_master,
@@ -265,4 +266,5 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
             value.copy_(saved)
         write_whole(value, saved)
     rest = {name: state[name] for name in state if not isinstance(own[name], nn.Parameter)}
-    load_plain_state(module, rest, strict=False)
+    with as_they_are():  # which asks for the names of the empty parameters too
+        load_plain_state(module, rest, strict=False)

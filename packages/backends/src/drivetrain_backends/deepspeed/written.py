@@ -8,12 +8,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backends.compat import version_of
-from drivetrain_backends.deepspeed.compat import flat_groups
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.compat import as_they_are, version_of
+from drivetrain_backends.deepspeed.compat import flat_groups, read_as_they_are
+from drivetrain_backends.errors import AccumulationError, ReplacedParameterError, first_of
 from drivetrain_state import Context, gather_object
 
 _ELEMENTS_AT_ONCE = 2**24
+
+
+class ForwardWrites:
+    """A record of the parameters that forwards write in place, until the first step compares ranks.
+
+    What a forward writes may depend on its batch, which other ranks do not have.
+
+    Args:
+        names: The name of each trained parameter.
+        context: The ranks whose values are compared.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], context: Context) -> None:
+        self._names, self._context = names, context
+        self._written = set[str]()
+
+    def versions(self) -> list[int]:
+        """Return how often each parameter was written."""
+        return _versions(self._names)
+
+    def note(self, before: list[int]) -> None:
+        """Record what was written since `versions` returned `before`."""
+        if before != (now := self.versions()):
+            self._written.update(_changed(self._names, before, now))
+
+    def compare(self) -> None:
+        """Compare the values that forwards have written. Called on all ranks.
+
+        Raises:
+            AccumulationError: The values differ between ranks.
+        """
+        written = set[str]().union(*gather_object(self._context, self._written))
+        if not written:
+            return
+        sums = {name: float(p.detach().double().sum()) for p, name in self._names.items() if name in written}
+        found = gather_object(self._context, sums)
+        if odd := [name for name in sums if len({one[name] for one in found}) > 1]:
+            raise AccumulationError(
+                f"{first_of(odd)}: written in place by the model's forward, with other values on each rank (as "
+                "embeddings with max_norm do): ranks would train other weights. Write the same values on all ranks "
+                "after the step, inside accelerator.gathered(model, write=True)"
+            )
 
 
 class WrittenValues:
@@ -116,6 +158,8 @@ class WrittenToFlat(WrittenValues):
             self._parameters, self._homes, self._places, places, strict=True
         ):
             if before != now:
+                if parameter.dtype != home.dtype:
+                    raise ReplacedParameterError(converted([self._names[parameter]]))
                 home.copy_(parameter.data)
                 parameter.data = home
 
@@ -139,6 +183,7 @@ class WrittenOutsideGathered(WrittenValues):
             return loaded
 
         engine.load_checkpoint = load_checkpoint
+        read_as_they_are(engine)
 
     def copy_to_masters(self) -> None:
         """Refuse writes to parameters; see `WrittenValues.copy_to_masters`.
@@ -151,7 +196,8 @@ class WrittenOutsideGathered(WrittenValues):
         changed = _changed(self._names, self._versions, versions)
         raise AccumulationError(
             f"{', '.join(changed[:5])}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
-            "the next: ranks hold parts of a parameter and of its fp32 master. Write inside "
+            "the next, whether the loop wrote it, the forward (as embeddings with max_norm do) or a hook of "
+            "backward (an optimizer that steps there): ranks hold parts of it and of its fp32 master. Write inside "
             "accelerator.gathered(model, write=True); a saved state goes in with load_state()"
         )
 
@@ -177,8 +223,17 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
     )
 
 
+def converted(names: list[str]) -> str:
+    """Return the message that refuses parameters of another dtype than at `prepare`."""
+    return (
+        f"{first_of(names)}: converted to another dtype after prepare(), by model.to(dtype) or .data, while the "
+        "DeepSpeed engine keeps the earlier one: choose mixed_precision, or convert the model before prepare()"
+    )
+
+
 def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
-    return list(map(version_of, parameters))
+    with as_they_are():
+        return list(map(version_of, parameters))
 
 
 def _changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:

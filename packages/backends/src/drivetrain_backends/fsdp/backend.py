@@ -167,7 +167,7 @@ class FSDPBackend(TorchBackend):
         super().undo_prepare(placed, error)
         for prepared in placed:
             del self._sharded[prepared.unwrap()]
-            self._gradients.hooks.pop(prepared.unwrap(), None)
+            self._gradients.retained.pop(prepared.unwrap(), None)
         self._plans.clear()
         sharded = f"{', '.join(names)} and " if names else ""
         error.add_note(
@@ -215,7 +215,7 @@ class FSDPBackend(TorchBackend):
             sharded.drop_held()
         self._sharded.clear()
         self._gradients.held.clear()
-        self._gradients.hooks.clear()
+        self._gradients.retained.clear()
         self._buffers.clear()
         self._order.close()
 
@@ -226,7 +226,7 @@ class FSDPBackend(TorchBackend):
             inner, self._plans.pop(model), self._islands[model]
         )
         sharded = retained.sharded
-        self._gradients.hooks[model] = retained.hooks
+        self._gradients.retained[model] = retained
         self._order.open(sharded)
         self._buffers.watch(inner)
         # FSDP casts parameters and inputs by itself.

@@ -5,6 +5,7 @@ tests/backends/fsdp/test_compat.py holds each one to what is relied on, and docs
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (  # pyright: ignor
     TrainingState,
 )
 from torch.utils._pytree import tree_leaves as tree_leaves  # FSDP finds the tensors of outputs by it
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 
 def state_of(block: FSDPModule) -> Any:
@@ -82,6 +84,11 @@ def backward_is_open(block: FSDPModule) -> bool:
     return state_of(block)._state_ctx.post_backward_final_callback_queued
 
 
+def forward_is_open(block: FSDPModule) -> bool:
+    """Return whether a forward of the root has begun but not ended."""
+    return state_of(block)._state_ctx.iter_forward_root is not None
+
+
 def begin_anew(block: FSDPModule) -> None:
     """Reset a block after a forward that was refused, so that the next one starts like the first."""
     state = state_of(block)
@@ -101,6 +108,19 @@ def check_before_gathering(group: Any, check: Callable[[], None]) -> None:
         return unshard(*args, **kwargs)
 
     group.unshard = check_and_unshard
+
+
+def check_before_resharding(group: Any, check: Callable[[], None]) -> Callable[[], None]:
+    """Have `check` called before a group releases its gathered parameters, until the returned function is called."""
+    reshard = group.reshard
+
+    def check_and_reshard(*args: Any, **kwargs: Any) -> Any:
+        if group.is_unsharded:
+            check()
+        return reshard(*args, **kwargs)
+
+    group.reshard = check_and_reshard
+    return partial(delattr, group, "reshard")
 
 
 def check_before_first_forward(block: FSDPModule, check: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """Sharded gradients: averaged by FSDP, made final here."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
-from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
+from drivetrain_backends.fsdp.misuse import check_unconverted
+from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.averaging import average
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
@@ -32,7 +34,7 @@ class ShardedGradients(ParameterGradients):
     Attributes:
         holding: The models whose backwards are not reduced at present.
         held: The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
-        hooks: The hooks on parameters, by model.
+        retained: The retained parts of the sharded models, by model.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class ShardedGradients(ParameterGradients):
         self._dtype = dtype
         self.holding: set[nn.Module] = set()
         self.held: set[nn.Module] = set()
-        self.hooks: dict[nn.Module, ParameterHooks] = {}
+        self.retained: dict[nn.Module, RetainedModel] = {}
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run torch's backward; see `GradientReducer.backward`.
@@ -70,10 +72,17 @@ class ShardedGradients(ParameterGradients):
                     "its end: gradients would never be reduced again. Go on from a checkpoint, with a model that is "
                     "built and prepared anew"
                 )
-        for hooks in self.hooks.values():
-            hooks.carry()
         self._frozen.give_dtypes()
-        super().backward(loss, models)
+        with ExitStack() as stack:
+            for one in self.retained.values():
+                one.writes.check(counts=False)
+                stack.enter_context(one.use.paused())
+                one.hooks.carry()
+            try:
+                super().backward(loss, models)
+            except RuntimeError as error:
+                check_unconverted(self._sharded.values(), error)
+                raise
         for model in models:
             if model in self.holding:
                 self.held.add(model)
@@ -82,8 +91,8 @@ class ShardedGradients(ParameterGradients):
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the shards, and the gathered parameters that forwards use; see `GradientReducer.leaves`."""
-        gathered = (p for model in models for p in self._sharded[model].standing_in())
-        return [*super().leaves(models), *gathered]
+        sharded = [self._sharded[model] for model in models]
+        return [p for one in sharded for p in (*one.known, *one.standing_in())]
 
     @torch.no_grad()
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:

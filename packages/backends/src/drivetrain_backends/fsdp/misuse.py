@@ -4,7 +4,7 @@ The checks wrap methods of torch's own objects, where FSDP starts to gather and 
 strategy and blocks that are called directly, and torch.compile does not trace it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -49,9 +49,10 @@ def refuse_misuse(sharded: ShardedModel) -> None:
 
 def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedParameterError | None:
     """Return the error for a forward that used a block's shards as parameters; None for any other error."""
+    _begin_anew(sharded)
+    check_unconverted([sharded], error)
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
-    _begin_anew(sharded)
     sharded.reshard()
     classes = {class_name(sharded.module.get_submodule(name)) for name in sharded.plan.blocks}
     return UnshardedParameterError(
@@ -60,6 +61,28 @@ def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedP
         f"{', '.join(sorted(classes)) or 'the whole model'}: have the model call them, name classes that it calls "
         "(--fsdp-wrap), gather all at once (--fsdp-min-num-params above the model's size), or use backend='ddp'"
     )
+
+
+def check_unconverted(models: Iterable[ShardedModel], error: BaseException | None = None) -> None:
+    """Refuse models whose shards were converted to another dtype, for which FSDP has no memory.
+
+    Args:
+        models: The sharded models.
+        error: The error that led here, if any.
+
+    Raises:
+        UnshardedParameterError: A shard was converted; the message names it.
+    """
+    for sharded in models:
+        dtypes = {id(p.sharded_param): p.orig_dtype for p in sharded.divided() if hasattr(p, "orig_dtype")}
+        for name, parameter in sharded.parameters.items():
+            if parameter.dtype is not (dtype := dtypes.get(id(parameter), parameter.dtype)):
+                raise UnshardedParameterError(
+                    f"{name} of {class_name(sharded.module)} was converted from {str(dtype)[6:]} to "
+                    f"{str(parameter.dtype)[6:]} after prepare(), as by model.to(...): FSDP gathers and reduces in "
+                    "what it was prepared with. Convert a model before prepare(); for an export, convert what "
+                    "get_state_dict() returns"
+                ) from error
 
 
 def _begin_anew(sharded: ShardedModel) -> None:

@@ -16,6 +16,7 @@ from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.low_bit_states import unify_forms
+from drivetrain_backends.fsdp.misuse import check_unconverted
 from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
 from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
@@ -81,6 +82,8 @@ class FSDPPrepared(TorchPrepared):
         self._order = order
         self._buffers = buffers
         self._fp8_gather = retained.fp8_gather
+        self._use = retained.use
+        self._writes = retained.writes
         self._num_checked: dict[Optimizer, int] = {}
         self._told_mixed = set[Optimizer]()
 
@@ -101,7 +104,8 @@ class FSDPPrepared(TorchPrepared):
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Clear one optimizer's gradients, and unreduced ones of a closed window."""
-        super().zero_grad(optimizer, set_to_none=set_to_none)
+        with self._use.paused():
+            super().zero_grad(optimizer, set_to_none=set_to_none)
         for model in self.group.models if self._gradients.held and self.group.stage == "empty" else ():
             if model in self._gradients.held:
                 self._gradients.held.discard(model)
@@ -111,11 +115,12 @@ class FSDPPrepared(TorchPrepared):
         """Step one optimizer if the window is closed. Called on all ranks.
 
         Raises:
-            UnshardedParameterError: A parameter was created or reassigned after `prepare`.
+            UnshardedParameterError: A parameter was made or reassigned after `prepare`; or a forward wrote into it.
             UnreducedGradientError: A plain parameter has a gradient of `loss.backward()`, which is not averaged.
             CollectiveMismatchError: The ranks ran other blocks, or in another order.
         """
         if self._window.closing:
+            self.group.check_ended()
             if self.group.stage != "final":  # otherwise clip() has compared
                 self._compare()
             for sharded in self._group_sharded():
@@ -124,7 +129,13 @@ class FSDPPrepared(TorchPrepared):
                 sharded.check()
             self._check_known(optimizer)
             self._check_averaged()
-        return super().step(optimizer)
+            if not self._use.are_kept:
+                check_unconverted(self._group_sharded())
+                self._use.adopt()  # converted, and back
+            self._writes.check(counts=self._known.looks_next)
+            self._writes.end_comparing()
+        with self._use.paused():
+            return super().step(optimizer)
 
     def clip(
         self,
@@ -140,8 +151,10 @@ class FSDPPrepared(TorchPrepared):
             CollectiveMismatchError: The ranks ran other blocks, or in another order.
         """
         if self._window.closing:
+            self.group.check_ended()
             self._compare()
-        return super().clip(parameters, norm=norm, norm_type=norm_type, value=value)
+        with self._use.paused():
+            return super().clip(parameters, norm=norm, norm_type=norm_type, value=value)
 
     def _compare(self) -> None:
         """Compare the order of blocks with the other ranks, and broadcast changed buffers."""
@@ -301,7 +314,7 @@ class FSDPPrepared(TorchPrepared):
         if self.group.stage != "empty":
             return
         for model in self.group.models:
-            self._gradients.hooks[model].check_carried()
+            self._gradients.retained[model].hooks.check_carried()
             for name, parameter in self._all_sharded[model].plain.items():
                 if parameter.grad is not None:
                     raise UnreducedGradientError(

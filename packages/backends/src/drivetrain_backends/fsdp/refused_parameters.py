@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
+from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.wrap_policy import class_name
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
@@ -14,8 +15,10 @@ def check_trainable(model: nn.Module) -> None:
 
     Raises:
         ValueError: A parameter is complex, gets sparse gradients, or is packed in a floating dtype; the message names
-            it.
+            it; or a module writes into its parameters, or gets them at its first forward.
     """
+    check_not_lazy(model)
+    check_no_renormalising(model, "FSDP drops what is written into gathered parameters")
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{attribute}".lstrip(".")

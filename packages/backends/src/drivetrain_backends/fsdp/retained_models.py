@@ -6,17 +6,21 @@ the model here, and trains it from its shards.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
+from drivetrain_backends.fsdp.compat import forward_is_open
+from drivetrain_backends.fsdp.forward_writes import ForwardWrites
 from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.misuse import refuse_misuse
 from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
 from drivetrain_backends.fsdp.shard import Sharding, shard_model
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.sharded_parameter import ProgramUse
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
 from drivetrain_backends.settings import FSDPSettings
@@ -32,11 +36,15 @@ class RetainedModel:
         sharded: The sharded model with its blocks and parameters.
         hooks: The users' hooks on its parameters.
         fp8_gather: The weights that are gathered in 8 bits.
+        use: The use of the parameters by a program's own code.
+        writes: The writes of forwards into gathered parameters.
     """
 
     sharded: ShardedModel
     hooks: ParameterHooks
     fp8_gather: Fp8Gather
+    use: ProgramUse
+    writes: ForwardWrites
 
 
 class RetainedModels:
@@ -107,7 +115,14 @@ def shard_for_good(
         note=order.noting("scale", f"the weights of {class_name(model)}"),
         shares_scales=not settings.offload,  # the copy of a shard on the device has no scale
     )
-    retained = RetainedModel(sharded=sharded, hooks=hooks, fp8_gather=fp8_gather)
+    divided = [(name, p) for name, p in sharded.parameters.items() if name not in sharded.plain]
+    retained = RetainedModel(
+        sharded=sharded,
+        hooks=hooks,
+        fp8_gather=fp8_gather,
+        use=ProgramUse(divided, partial(forward_is_open, sharded.blocks[-1])),
+        writes=ForwardWrites(sharded),
+    )
     _set_prefetch(sharded, settings.prefetch)
     model.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
     model.register_forward_hook(_finish_without_gradients(retained, order))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from drivetrain_backends.compat import parameters_in
 from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp.compat import (
     backward_is_open,
@@ -114,7 +115,7 @@ class ShardedModel:
             UnshardedParameterError: A parameter was created or reassigned after `prepare`.
         """
         for place in self.places:
-            if getattr(place.module, place.attribute, None) is not place.parameter:
+            if parameters_in(place.module).get(place.attribute) is not place.parameter:
                 raise UnshardedParameterError(
                     f"{place.name} was re-assigned after prepare(): {_NEITHER}. Change its values in place, inside "
                     "gathered(write=True), or build the model before prepare()"

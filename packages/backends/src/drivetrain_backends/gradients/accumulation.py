@@ -128,9 +128,10 @@ class AccumulationWindow:
         self.num_failed += 1
 
     def reset(self) -> None:
-        """Leave an open window whose gradients are dropped; the next micro-batch begins another one."""
+        """Leave a window whose gradients are dropped; the next micro-batch begins another one."""
         self.closing = True
         self.length = 1
+        self.num_failed = self.num_failed_before = 0  # nobody is left whose gradients failed
 
 
 class ReferenceCount:

@@ -144,8 +144,10 @@ class GradientGroup:
 
         Raises:
             AccumulationError: A micro-batch failed, and its gradients were not dropped; gradients to correct were
-                added to gradients that a step used; or other code changed them since the last loss.
+                added to gradients that a step used; other code changed them since the last loss; or backward is
+                still running.
         """
+        self.check_ended()
         if self.stage != "open":
             self._edits.average(to_correct=self._is_corrected, are_empty=self.stage == "empty")
             return
@@ -172,6 +174,19 @@ class GradientGroup:
         self.stage = "final"
         if not is_recorded:
             self.record()
+
+    def check_ended(self) -> None:
+        """Refuse to go on while a backward runs, as a hook on a parameter would.
+
+        Raises:
+            AccumulationError: A backward is running.
+        """
+        if self._tracker.in_backward:
+            raise AccumulationError(
+                f"a step or clip of {self._names} while backward() runs, from a hook on a parameter: its gradients "
+                "are not averaged over ranks, unscaled and accumulated before the end of backward. Step and clip "
+                "after accelerator.backward(loss), with one optimizer over all parameters or one after the other"
+            )
 
     def use(self) -> None:
         """Record that an optimizer steps, or would step but for an overflow.

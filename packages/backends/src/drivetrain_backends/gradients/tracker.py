@@ -10,13 +10,17 @@ from weakref import ref
 
 from torch import Tensor
 
-from drivetrain_backends.errors import AccumulationError
+from drivetrain_backends.compat import names_of_hooks
+from drivetrain_backends.errors import AccumulationError, first_of
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
+from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK
+from drivetrain_backends.modules.parameter_writes import Writes
+from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_precision import PrecisionSettings
 from drivetrain_state import Context
 
@@ -42,6 +46,7 @@ class GradientTracker:
         first_losses: The check that the first losses reach prepared models.
         last_backward: The micro-batch of the last backward; -1 before the first.
         has_stepped: Whether an optimizer stepped since the loss scale was last updated.
+        in_backward: Whether a backward is running whose gradients are not final before its end.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class GradientTracker:
         self.first_losses = FirstLosses()
         self.last_backward = -1
         self.has_stepped = False
+        self.in_backward = False
+        self._until_look = 0
 
     @property
     def groups(self) -> list[GradientGroup]:
@@ -134,12 +141,30 @@ class GradientTracker:
             loss = loss / window.num_micro_batches
         before = [versions_of(group.parameters()) for group in final] if final else ()
         trained = [model for group in owners for model in group.models]
-        reducer.backward(loss, trained, options=options)
+        writes = self._writes_to_watch()
+        self.in_backward = not (self.is_plain and window.num_micro_batches == 1 and count is None)
+        try:
+            reducer.backward(loss, trained, options=options)
+        finally:
+            self.in_backward = False
+        if writes is not None:
+            _check_unwritten(writes, self.groups)
         if final:
             _check_unreached(final, before)
         for group in self.groups:
             if group.stage == "open":
                 group.record()
+
+    def _writes_to_watch(self) -> Writes | None:
+        """Return the writes to parameters from now on, in the first backwards and now and then; otherwise None."""
+        self._until_look -= 1
+        if self._until_look > 0 and not self.first_losses.num_left:
+            return None
+        self._until_look = STEPS_A_LOOK
+        if self.is_plain and self.window.num_micro_batches == 1:
+            return None
+        named = parameter_names({str(i): m for i, m in enumerate(m for g in self.groups for m in g.models)})
+        return Writes({name: parameter for parameter, name in named.items()})
 
     def move_scale(self) -> None:
         """Update the loss scale after a step, unless gradients of the present scale are still in use."""
@@ -197,6 +222,21 @@ class GradientTracker:
                 "the loader, which gives every rank equally many batches, or use the mean"
             )
         return self.reference.value(count)
+
+
+def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
+    """Refuse a backward in which parameters were written to.
+
+    Raises:
+        AccumulationError: There were writes; the message names the parameters and their hooks.
+    """
+    if written := writes.since():
+        hooks = sorted({name for group in groups for p in group.parameters() for name in names_of_hooks(p)})
+        raise AccumulationError(
+            f"{first_of(written)} changed while backward() ran: a hook steps there{' (' if hooks else ''}"
+            f"{', '.join(hooks)}{')' if hooks else ''}, before gradients are averaged over ranks, unscaled and "
+            "accumulated. Step after backward(), with an optimizer that was passed to prepare()"
+        )
 
 
 def _check_unreached(final: Sequence[GradientGroup], before: Sequence[GradientVersions]) -> None:

@@ -6,6 +6,7 @@ the original's weights.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from torch import nn
 from drivetrain_backends.errors import BatchMismatchError
 from drivetrain_precision import Policy, autocast
 from drivetrain_precision.dtypes.dtype_policy import HALF
-from drivetrain_precision.dtypes.nested_casting import cast_floating
+from drivetrain_precision.dtypes.nested_casting import cast_floating, floating_dtypes
 from drivetrain_state import ProgressRecord
 
 _MIXED = (
@@ -136,11 +137,29 @@ def _call_of(
         except RuntimeError as error:
             if explain is not None and (explained := explain(error)) is not None:
                 raise explained from error
+            if (mismatch := _dtype_mismatch(self, args, kwargs, error)) is not None:
+                raise BatchMismatchError(mismatch) from error
             if input_dtype in HALF and "dtype" in str(error):
                 error.add_note(_MIXED)
             raise
 
     return call
+
+
+def _dtype_mismatch(model: nn.Module, args: Any, kwargs: Any, error: RuntimeError) -> str | None:
+    """Return how the batch's dtypes differ from the weights', if an error of the forward is about dtypes."""
+    if re.search(r"dtype|scalar type|[Ii]nput type", str(error)) is None:
+        return None
+    held = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    odd = [str(dtype)[6:] for dtype in dict.fromkeys(floating_dtypes((args, kwargs))) if dtype not in held]
+    if not odd or not held:
+        return None
+    names = " and ".join(sorted(str(dtype)[6:] for dtype in held))
+    return (
+        f"the batch holds {' and '.join(odd)}, the model's weights are {names}, and nothing casts "
+        "between them: convert the batch; or leave the model in fp32 and say mixed_precision='bf16' or 'fp16', or "
+        "precision.param_dtype, which cast what a forward is given"
+    )
 
 
 def restore_forward(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A guard over the parameters that a model was prepared with: their replacements would not be trained."""
+"""A record of the parameters that a model was prepared with: what replaces or converts them would not be trained."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -19,7 +19,7 @@ class KnownParameters:
     """The parameters that a model had when it was prepared, to detect later changes.
 
     A backend looks at some of its steps and before every save. The objects are compared, not their values, so that
-    sharding, loading and moving in place are no changes.
+    sharding and loading are no changes; their dtypes and devices, where a backend depends on them.
 
     Args:
         model: The user's module, with the trained parameters.
@@ -29,7 +29,13 @@ class KnownParameters:
         self._model = model
         self._until_look = 1
         self._frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
+        self._forms = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
         self._take_up()
+
+    @property
+    def looks_next(self) -> bool:
+        """True if the next call of `look_now_and_then` looks."""
+        return self._until_look == 1
 
     def look_now_and_then(self) -> bool:
         """Call `look` at the first step, then once in `STEPS_A_LOOK`; return whether it did. Called at every step."""
@@ -56,6 +62,30 @@ class KnownParameters:
                     "by no prepared optimizer, so that nothing steps on the gradients. Freeze again what is not to "
                     "be trained; else free_memory(), and prepare() with an optimizer over all that is"
                 )
+
+    def look_at_forms(self, because: str, *, error: BaseException | None = None) -> None:
+        """Refuse parameters that were converted or moved since the model was prepared.
+
+        Args:
+            because: The reason why they cannot be trained.
+            error: The error that led here, if any.
+
+        Raises:
+            ReplacedParameterError: There are such parameters; the message names them.
+        """
+        changed = [
+            (name, *before, p.dtype, p.device)
+            for name, p in self._model.named_parameters()
+            if (before := self._forms.get(name)) is not None and before != (p.dtype, p.device)
+        ]
+        if changed:
+            _, old, where, new, there = changed[0]
+            what = f"from {str(old)[6:]} to {str(new)[6:]}" if old != new else f"from {where} to {there}"
+            raise ReplacedParameterError(
+                f"{first_of([name for name, *_ in changed])} of {type(self._model).__name__}: converted {what} after "
+                f"prepare(), {because}. Convert and move a model before prepare(), or free_memory() and prepare() "
+                "again; for an export or an evaluation, convert a copy"
+            ) from error
 
     def look(self) -> None:
         """Refuse parameters that were added or removed since the model was prepared.

@@ -4,11 +4,15 @@ The number of ranks, open accumulation windows and steps skipped for an overflow
 schedule mean optimizer steps, or epochs if the scheduler is called once an epoch.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, itself
+from drivetrain_backends.optim.schedule_total import end_of, position_of, total_of, with_length_of
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -38,13 +42,16 @@ class PreparedScheduler:
     Args:
         scheduler: The user's scheduler.
         optimizer: The prepared optimizer whose steps it counts.
+        is_main: Whether this rank warns of a schedule that does not fit the training.
 
     Attributes:
         scheduler: The user's scheduler.
     """
 
-    def __init__(self, scheduler: Scheduler, optimizer: PreparedOptimizer) -> None:
+    def __init__(self, scheduler: Scheduler, optimizer: PreparedOptimizer, *, is_main: bool = True) -> None:
         self.scheduler = scheduler
+        self._end = end_of(scheduler) if is_main else None  # None also once its end is told
+        self._is_main = is_main
         self._optimizer = optimizer
         self._seen_steps = optimizer.num_steps
         optimizer.schedule.is_prepared = True
@@ -64,6 +71,24 @@ class PreparedScheduler:
             self._seen_steps = self._optimizer.num_steps
             self._optimizer.schedule.forget()
             self.scheduler.step(*args, **kwargs)
+            if self._end is not None and position_of(self.scheduler) > self._end:
+                self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Warn once of a schedule that was stepped past its end, unless the user has made it longer since."""
+        self._end = end_of(self.scheduler)
+        if self._end is None or position_of(self.scheduler) <= self._end:
+            return
+        rates = ", ".join(f"{float(group['lr']):.3g}" for group in self._optimizer.param_groups[:3])
+        logger.warning(
+            "%s is made for %s steps, and training goes on after them, now with learning rate %s: what it gives past "
+            "its end is no part of the schedule. Make it for the steps of the whole training, which "
+            "accelerator.num_steps(loader, epochs=...) returns",
+            type(self.scheduler).__name__,
+            self._end,
+            rates,
+        )
+        self._end = None
 
     @property
     def lag(self) -> int:
@@ -81,6 +106,25 @@ class PreparedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict into the user's scheduler."""
         self.scheduler.load_state_dict(state_dict)
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved state, with the length that this program made the schedule for.
+
+        Args:
+            saved: A state of the user's scheduler, from a run that may have made it for another number of steps.
+        """
+        own, total = self.scheduler.state_dict(), total_of(self.scheduler)
+        self.scheduler.load_state_dict(dict(saved))
+        was = total_of(self.scheduler)
+        if None not in (total, was) and total != was:
+            self.scheduler.load_state_dict(with_length_of(saved, own))
+            if self._is_main:
+                logger.warning(
+                    "%s is made for %s steps here, and for %s in the checkpoint, where it stands at step %s: it goes "
+                    "on to %s. To end as it was saved, make it for %s",
+                    *(type(self.scheduler).__name__, total, was, position_of(self.scheduler), total, was),
+                )
+        self._end = end_of(self.scheduler) if self._is_main else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         del protocol
@@ -141,5 +185,5 @@ def load_progress(
         optimizer.num_steps = steps
         optimizer.schedule.forget()
     for scheduler, saved, lag in zip(schedulers, state["schedulers"], state["scheduler_lags"], strict=True):
-        scheduler.load_state_dict(saved)
+        scheduler.resume(saved)
         scheduler.catch_up(lag)

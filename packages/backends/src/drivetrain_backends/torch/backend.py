@@ -69,6 +69,7 @@ class TorchBackend:
             context, window, reducer or ParameterGradients(loss_scaler(context, policy)), policy.settings
         )
         self.scaler = self._tracker.scaler
+        self._is_closed = False  # whether models were forgotten
         self._prepared: list[TorchPrepared] = []
         self._trained: list[GradientGroup] = []  # groups with an optimizer
         self._islands: Islands = {}  # of the models that are being prepared
@@ -165,7 +166,9 @@ class TorchBackend:
             self._islands = {}
         for scheduler in schedulers:
             prepared, optimizer = self._trained_by(scheduler.optimizer)
-            prepared.schedulers.append(PreparedScheduler(scheduler, optimizer))
+            prepared.schedulers.append(
+                PreparedScheduler(scheduler, optimizer, is_main=self.context.topology.is_main)
+            )
             touched.append(prepared)
         return tuple(dict.fromkeys(touched))
 
@@ -186,7 +189,10 @@ class TorchBackend:
         """Add the gradients of a loss that may flow through any of the prepared models; see `Backend.backward`."""
         if not self._prepared:
             raise AccumulationError(
-                "backward() before prepare(model): there is no model to reduce gradients for"
+                "backward() after end_training() or free_memory(), which have forgotten the models: train before "
+                "them, or prepare() models and optimizers again"
+                if self._is_closed
+                else "backward() before prepare(model): there is no model to reduce gradients for"
             )
         owners = self._trained or self._tracker.groups
         if len(owners) > 1 and count is not None:
@@ -253,6 +259,7 @@ class TorchBackend:
                 optimizer.release()
         self._prepared, self._trained, self._tracker.groups = [], [], []
         self.window.reset()
+        self._is_closed = True
 
     def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
         """Place a new model, with the first optimizer that trains it."""

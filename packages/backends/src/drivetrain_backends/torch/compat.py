@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 # The argument that turns the broadcast of buffers on. torch 2.15 renamed it, and warns of the old name.
@@ -57,6 +59,25 @@ def communication_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[...
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     """Return whether DDP has rebuilt its buckets, once in its life, which moves gradients to other tensors."""
     return ddp._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
+
+
+def accumulators(parameters: Iterable[Tensor]) -> list[object]:
+    """Return the nodes of autograd that add up the gradients of parameters, at which DDP's reducer waits for them."""
+    return [get_gradient_edge(parameter).node for parameter in parameters]
+
+
+def are_attached(parameters: Iterable[Tensor], nodes: Iterable[object]) -> bool:
+    """Return whether the trainable ones of some parameters have the nodes that they had.
+
+    Torch gives a parameter another node when its dtype or device changes, where the reducer is not.
+    """
+    pairs = zip(parameters, nodes, strict=False)
+    return all(get_gradient_edge(p).node is node for p, node in pairs if p.requires_grad)
+
+
+def in_functional_transform() -> bool:
+    """Return whether the caller is inside a transform of torch.func, such as jacrev or vmap."""
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
 
 
 def reduces(ddp: DistributedDataParallel) -> bool:

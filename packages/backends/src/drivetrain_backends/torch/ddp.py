@@ -23,6 +23,7 @@ from drivetrain_backends.modules.batch_norm import (
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import reduced_in
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
+from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.prepared_check import check_new
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
@@ -109,6 +110,16 @@ class DDPBackend(TorchBackend):
             raise
         self._batch_norms |= changed
         return prepared
+
+    def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
+        """Refuse models whose parameters have no shape yet, or whose forwards write into them."""
+        super().check_models(models, trained_by)
+        for model in models:
+            check_not_lazy(model)
+            if self.context.topology.world_size > 1:
+                check_no_renormalising(
+                    model, "each rank scales its own batch's rows: the replicas drift apart"
+                )
 
     def check_replicas(self) -> None:
         """Refuse weights that differ across ranks; see `ReplicatesWeights`. Called on all ranks."""

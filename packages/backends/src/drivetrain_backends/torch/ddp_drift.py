@@ -48,8 +48,9 @@ def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
     more = f", and {len(drifted) - 1} other weights" if len(drifted) > 1 else ""
     raise DriftedReplicasError(
         f"the replicas have drifted apart: {first} differs on ranks {ranks} from rank 0{more}. Weights were written "
-        "on some ranks alone, or stepped on what ranks had not averaged; a checkpoint would hold rank 0's. Have all "
-        "ranks write the same; to go on from rank 0's weights, on all ranks: "
+        "on some ranks alone (outside training, or by a forward that writes what its batch says), or stepped on what "
+        "ranks had not averaged (as by an optimizer that is not prepared, in a hook of backward); a checkpoint would "
+        "hold rank 0's. Have all ranks write the same; to go on from rank 0's weights, on all ranks: "
         "`with accelerator.gathered(model, write=True): pass`"
     )
 

@@ -85,7 +85,12 @@ class ReplicatedGradients(ParameterGradients):
             finally:
                 handle.remove()
         else:
-            super().backward(loss, models, options=options)
+            try:
+                super().backward(loss, models, options=options)
+            except RuntimeError as error:
+                for replica in self.replicas.values():
+                    replica.refuse_converted(error)
+                raise
         for replica, versions in before:
             replica.record_backward(versions)
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.tracker import GradientTracker
+from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.optim.optimizer import StepResult
 from drivetrain_backends.torch.compat import has_learnt_static_graph
 from drivetrain_backends.torch.ddp_drift import check_replicas
@@ -25,7 +26,7 @@ class ReplicatedPrepared(TorchPrepared):
         tracker: The gradient state that the backend's models share.
         gradients: The reducer of the backend's gradients.
         check_drift_every: The number of steps between two comparisons of weights across ranks, counted for the first
-            optimizer of the group; None compares them at saves only.
+            optimizer of the group; None compares them at the steps 1, 2, 4, 8 and so on, and at saves.
     """
 
     def __init__(
@@ -43,6 +44,10 @@ class ReplicatedPrepared(TorchPrepared):
         self._gradients = gradients
         self._check_drift_every = check_drift_every
         self._num_steps = 0
+
+    def known_parameters(self) -> KnownParameters:
+        """Return the record that the replica keeps."""
+        return self.model.known if isinstance(self.model, Replica) else super().known_parameters()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local in the block; see `Prepared.no_sync`."""
@@ -95,9 +100,16 @@ class ReplicatedPrepared(TorchPrepared):
         if self._gradients.unreduced and self._window.closing:
             self._gradients.check_unreduced(optimizer)
         result = super().step(optimizer)
-        every = self._check_drift_every
-        if every is not None and result.stepped and optimizer is self.group.optimizers[0]:
+        if result.stepped and optimizer is self.group.optimizers[0]:
             self._num_steps += 1
-            if self._num_steps % every == 0:
+            if self._compares_now:
                 check_replicas(self._context, self.group.models)
         return result
+
+    @property
+    def _compares_now(self) -> bool:
+        """True at a step that compares weights across ranks: at fewer and fewer, unless the settings say how many."""
+        number, every = self._num_steps, self._check_drift_every
+        if every is not None:
+            return number % every == 0
+        return number & (number - 1) == 0 and not self._is_alone

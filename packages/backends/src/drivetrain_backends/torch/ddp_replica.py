@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain_backends.errors import UnreducedGradientError
+from drivetrain_backends.errors import ReplacedParameterError, UnreducedGradientError
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.modules.module_proxy import ModuleProxy
-from drivetrain_backends.modules.parameter_guard import KnownParameters
+from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.torch import compat
+
+_NOT_AVERAGED = "and DDP averages the gradients of what it was prepared with"
 
 
 class Replica(ModuleProxy, DistributedDataParallel):
@@ -31,6 +33,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         is_armed: Whether the reducer waits for a backward.
         is_unreduced: Whether there may be gradients that are not averaged over ranks.
         is_alone: Whether this rank steps on gradients of its own.
+        known: The record of the parameters that the model was replicated with.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
@@ -43,21 +46,26 @@ class Replica(ModuleProxy, DistributedDataParallel):
         self.is_unreduced = False
         self.is_alone = False
         self._is_held = False
-        self._known = KnownParameters(module)
+        self.known = KnownParameters(module)
+        self._attached = compat.accumulators(self._reduced_parameters)
+        self._num_backwards = 0
         if at_close:
             compat.disable_reducer(self)
         self.forward_attributes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model's forward; bypass DDP while the model is frozen, because DDP would wait for its gradients."""
+        """Run the model's forward; bypass DDP where it would wait in vain for gradients: of a frozen model."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
         try:
             output = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
-            if (named := self._named(error)) is None:
+            if (named := self._named(error)) is not None:
+                raise named from error
+            if not compat.in_functional_transform():
                 raise
-            raise named from error
+            # The gradients of a transform of torch.func are returned, and never in `.grad`.
+            return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
                 compat.sync_buffers_next(self, not self._is_held)
@@ -118,7 +126,44 @@ class Replica(ModuleProxy, DistributedDataParallel):
                 "--ddp-static-graph out"
             )
         self.is_unreduced = not self.is_armed
-        self.is_armed = False
+        if self.is_armed:
+            self.is_armed = False
+            self._check_attached()
+
+    def _check_attached(self) -> None:
+        """Refuse a backward that the reducer did not see, because parameters were converted or moved.
+
+        Torch then delivers a parameter's gradient past the reducer, also once it is converted back. The reducer
+        itself refuses a backward that it saw in part, unless it expects that.
+
+        Raises:
+            ReplacedParameterError: The reducer watches a parameter no longer.
+        """
+        self._num_backwards += 1
+        may_be_partial = self.find_unused_parameters or self.static_graph
+        all_now = may_be_partial and self._num_backwards % STEPS_A_LOOK in (1, 2)
+        sample = next((i for i, p in enumerate(self._reduced_parameters) if p.requires_grad), None)
+        if sample is not None and (
+            not compat.are_attached(
+                self._reduced_parameters[sample:][: None if all_now else 1], self._attached[sample:]
+            )
+        ):
+            self.refuse_converted()
+        if may_be_partial:
+            self.known.look_at_forms(_NOT_AVERAGED)
+
+    def refuse_converted(self, error: BaseException | None = None) -> None:
+        """Refuse parameters that the reducer watches no longer; see `_check_attached`.
+
+        Args:
+            error: The error that led here, if any.
+        """
+        self.known.look_at_forms(_NOT_AVERAGED, error=error)
+        if not compat.are_attached(self._reduced_parameters, self._attached):
+            raise ReplacedParameterError(
+                f"the parameters of {type(self.module).__name__} were converted or moved after prepare(), and back, "
+                f"{_NOT_AVERAGED}. Convert and move a copy of the model, or free_memory() and prepare() again"
+            ) from error
 
     def check_reduced(self) -> None:
         """Refuse gradients of a backward that reached only some parameters, so that DDP waits for the others.
@@ -136,7 +181,8 @@ class Replica(ModuleProxy, DistributedDataParallel):
     def _named(self, error: RuntimeError) -> UnreducedGradientError | None:
         if (unreduced := compat.unreduced_parameters(error)) is None:
             return None
-        self._known.look()  # a replaced layer gets no gradient either, and this error is clearer
+        self.refuse_converted(error)
+        self.known.look()  # a replaced layer gets no gradient either, and this error is clearer
         names = list(self._reduced)
         unused = ", ".join(names[index] for index in unreduced)
         return UnreducedGradientError(

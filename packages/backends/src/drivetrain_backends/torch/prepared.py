@@ -61,8 +61,12 @@ class TorchPrepared:
         self._progress = context.progress
         self._tracker = tracker
         self._window = tracker.window
-        self._known = KnownParameters(self.unwrap())
+        self._known = self.known_parameters()
         self._untold = set[Optimizer]()  # low-bit ones, until their first step has made their states
+
+    def known_parameters(self) -> KnownParameters:
+        """Return the record of the model's parameters, as they are at the end of `prepare`."""
+        return KnownParameters(self.unwrap())
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer that trains this model."""
@@ -90,6 +94,8 @@ class TorchPrepared:
         group = self.group
         if self._known.look_now_and_then():
             self._known.look_at_unfrozen(group.optimizers)
+            if self._tracker.scaler is not None:
+                self._known.look_at_forms("and fp16 scales the gradients of what it was prepared with")
         group.finish()
         if self._window.nonfinite_gradients != "ignore":
             group.check_finite(optimizer)

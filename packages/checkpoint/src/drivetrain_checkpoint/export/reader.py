@@ -1,6 +1,5 @@
 """Read an export as a mapping: names and shapes are known at once, each tensor is read on access."""
 
-import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from drivetrain_checkpoint.export.export_plan import TensorInfo
 from drivetrain_checkpoint.export.writer import TIES
 from drivetrain_checkpoint.storage.place import on_disk
 from drivetrain_weights import MappedFile, NoWeightsError, SeveralWeightsError, WeightFilesError, read_index
+from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.weight_index import SAFETENSORS_SUFFIX, choose_weights, open_indexed
 
 
@@ -159,10 +159,8 @@ def _exported(stored: Mapping[str, MappedFile], device: torch.device | str) -> E
 
 def _read_ties(said: object, where: str) -> dict[str, str]:
     """Return the ties that a header's text or an index's mapping says."""
-    try:
-        ties: object = json.loads(said) if isinstance(said, str) else said
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{where} is damaged: {error!r}") from error
+    with checkpoint_errors():
+        ties: object = parse_json(said, where=where) if isinstance(said, str) else said
     if not isinstance(ties, dict) or not all(isinstance(name, str) for pair in ties.items() for name in pair):
         raise CorruptCheckpointError(f"{where} is damaged: {ties!r} is no mapping of names")
     return cast("dict[str, str]", ties)

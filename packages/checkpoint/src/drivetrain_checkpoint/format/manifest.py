@@ -13,6 +13,7 @@ from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord,
 from drivetrain_checkpoint.format.layout import MANIFEST
 from drivetrain_checkpoint.format.state_tree import Json, decode, encode
 from drivetrain_checkpoint.storage.place import Place, storage_of
+from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.safetensors_layout import DTYPES
 from drivetrain_weights.tensor_box import Box
 
@@ -120,13 +121,12 @@ def read_manifest(folder: Place) -> Manifest:
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is no manifest: {error}; load another checkpoint") from error
     try:
-        content = json.loads(text)
+        content = parse_json(text, where="it")
         checksum = content.pop("checksum")
         version = content["format_version"]
         fits = checksum == _checksum(content)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise CorruptCheckpointError(f"{path} is damaged: {why}; load another checkpoint") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {error}; load another checkpoint") from error
     if not fits:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
     if version != FORMAT_VERSION:

@@ -1,6 +1,5 @@
 """Read the states of a checkpoint: only the slices that this rank needs, with every block verified."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, cast
 
@@ -15,6 +14,7 @@ from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.place import Place
+from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.safetensors_layout import DTYPES, bytes_of
 
 # Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.
@@ -90,7 +90,10 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
     if name not in manifest.files:
         raise CorruptCheckpointError(f"{folder}: the manifest does not list {name}")
     with HashedReader(folder / name, manifest.files[name], on_block=on_block) as reader:
-        return cast("Json", json.loads(reader.read_all()))
+        try:
+            return cast("Json", parse_json(reader.read_all(), where=str(folder / name)))
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{error}; load another checkpoint") from error
 
 
 def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> ReadTarget:

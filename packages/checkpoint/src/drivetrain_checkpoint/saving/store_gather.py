@@ -10,9 +10,11 @@ from torch.distributed import DistError, PrefixStore, Store
 from drivetrain_checkpoint.errors import OtherRankFailedError
 from drivetrain_state import Topology
 from drivetrain_state.collectives.collective_errors import Outcome
+from drivetrain_state.process_identity import has_ended, process_identity
 from drivetrain_state.store_rounds import StoreRounds, wait
 
 _FAREWELL_SECONDS = 30.0
+_LOOK_SECONDS = 1.0  # between two looks at the processes of other ranks
 
 
 class StoreGather:
@@ -22,18 +24,23 @@ class StoreGather:
         store: A connection to the store, used by this thread alone.
         save_id: The id of the save, which keeps the keys of different saves apart.
         topology: The rank of this process and the world size.
-        stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails.
+        stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails;
+            one on this host whose process has ended is noticed at once.
 
     Raises:
-        OtherRankFailedError: From `gather`: a rank has not answered, or the store is gone.
+        OtherRankFailedError: From `gather`: a rank has not answered or has ended, or the store is gone.
     """
 
     def __init__(self, store: Store, save_id: str, *, topology: Topology, stall_seconds: float) -> None:
         self._rounds = StoreRounds(PrefixStore(save_id, store), rank=topology.rank)
+        self._ranks = range(topology.world_size)
         self._others = range(1, topology.world_size)
         self._stall_seconds = stall_seconds
         self._number = 0
         self._is_concluded = False  # whether the others read a conclusion of this rank
+        self._rounds.post(
+            f"process/{topology.rank}", process_identity()
+        )  # before it writes, and may be killed
 
     def progress(self) -> None:
         """Signal that this rank makes progress."""
@@ -87,21 +94,34 @@ class StoreGather:
             for number in range(1, self._number + 1):
                 self._rounds.forget(number, self._others)
                 self._rounds.delete(f"heard/{number}")
-            self._rounds.delete("progress")
+            self._rounds.delete("progress", *(f"place/{rank}" for rank in self._ranks))
         except (DistError, OSError):
             return
 
     def _wait(self, read: Callable[[], Any], rank: int) -> Any:
         """Wait for what a rank publishes, as long as any rank makes progress."""
         seen, since = self._rounds.count("progress"), time.monotonic()
+        ended, looked = None, since
 
         def goes_on() -> bool:
-            nonlocal seen, since
+            nonlocal seen, since, ended, looked
+            now = time.monotonic()
             if (now_seen := self._rounds.count("progress")) != seen:
-                seen, since = now_seen, time.monotonic()
-            return time.monotonic() - since <= self._stall_seconds
+                seen, since = now_seen, now
+            if now - looked >= _LOOK_SECONDS:
+                ended, looked = self._ended(), now
+            return ended is None and now - since <= self._stall_seconds
 
         value = wait(read, while_=goes_on)
+        if value is None and ended is not None:
+            raise OtherRankFailedError(
+                f"the save was given up: the process of rank {ended} has ended before its part was done"
+                + (
+                    ""
+                    if self._rounds.rank == 0
+                    else "; rank 0 commits: the newest checkpoint tells whether it has"
+                )
+            )
         if value is None:
             raise OtherRankFailedError(
                 f"the save was given up: rank {rank} has not answered, and no rank has written anything for "
@@ -110,3 +130,13 @@ class StoreGather:
                 + ("" if rank else "; rank 0 commits: the newest checkpoint tells whether it has")
             )
         return value
+
+    def _ended(self) -> int | None:
+        """Return a rank whose process has ended before it answered, or before it concluded; None if none has."""
+        for rank in self._ranks:
+            identity = self._rounds.read(f"process/{rank}")
+            if identity is None or not has_ended(identity):
+                continue
+            if rank == 0 or self._rounds.answer_of(self._number, rank) is None:
+                return rank
+        return None

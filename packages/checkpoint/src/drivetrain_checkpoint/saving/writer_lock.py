@@ -13,6 +13,7 @@ from weakref import finalize, ref
 
 from drivetrain_checkpoint.errors import CheckpointLockedError, FolderNotSharedError
 from drivetrain_checkpoint.storage.place import Place, storage_of
+from drivetrain_weights.regular_file import parse_json
 
 try:
     import fcntl
@@ -159,6 +160,6 @@ def _close(descriptor: int, opened_by: int) -> None:
 
 def _read(directory: Place) -> dict[str, Any]:
     try:
-        return json.loads(storage_of(directory).read_whole(directory / LOCK_FILE))
+        return parse_json(storage_of(directory).read_whole(directory / LOCK_FILE), where=LOCK_FILE)
     except (FileNotFoundError, ValueError):  # missing, or just being written
         return {}

@@ -31,7 +31,7 @@ def step_sampler_of(loader: DataLoader[Any], sharding: DataSharding) -> StepSamp
         if batches.drop_last:
             sharding = replace(sharding, even="drop")
         sampler, size, batches = batches.sampler, batches.batch_size, None
-    if batches is None and not hasattr(sampler, "__len__"):
+    if batches is None and length_of(sampler) is None:
         if size is None:
             raise ValueError(
                 f"batch_size=None with {type(sampler).__name__}, which has no length; give it __len__"

@@ -15,7 +15,7 @@ from torch.utils.data import WeightedRandomSampler
 
 from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.randomness.permutation import Positions
-from drivetrain_data.sampling.indices import as_indices, checksum_of
+from drivetrain_data.sampling.indices import as_indices, checksum_of, until_its_end
 from drivetrain_data.sampling.order import ComputedOrder
 from drivetrain_data.sampling.sampler_order import Drawn, SamplerOrder
 
@@ -78,7 +78,7 @@ class DrawnOrder(SamplerOrder):
         if self._drawn is None or self._drawn[:2] != (self.seed, epoch):
             self._begin_epoch(epoch)
             with KeyedDraws(self.seed, epoch).active():
-                items = list(self._sampler)
+                items = list(until_its_end(self._sampler, f"epoch {epoch}"))
             self._finish_epoch()
             drawn = as_indices(items, self._size, self._sampler)
             summary = Drawn(len(drawn), checksum_of(drawn))

@@ -1,6 +1,7 @@
 """Check the indices that samplers return against the dataset, and compute checksums that a resume compares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import index
 from typing import Any
 from zlib import crc32
@@ -10,7 +11,10 @@ import numpy.typing as npt
 
 from drivetrain_data.errors import IndexRangeError
 from drivetrain_data.randomness.permutation import Positions
+from drivetrain_data.state.sampler_parts import length_of
 
+_MOST_BEYOND = 2**20  # a sampler may give more than its length, but no more than twice that and these
+_MOST_DRAWN = 2**27  # takes some 5 GB; a length may be a word for infinity
 _PLAIN = (str, bytes, int, float, tuple)
 
 
@@ -43,6 +47,27 @@ def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
         f"{type(sampler).__name__} gave index {given}, and the dataset has {size} samples (0 to {size - 1}); "
         "build the sampler for this dataset"
     )
+
+
+def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
+    """Yield all items of a sampler that is drawn whole.
+
+    Args:
+        sampler: The sampler or batch sampler.
+        what: The name of the draw, for the error.
+
+    Raises:
+        ValueError: It goes on far beyond its length, and so may never end.
+    """
+    length = length_of(sampler)
+    limit = min(_MOST_BEYOND + 2 * (length or 0), _MOST_DRAWN)
+    items, end = iter(sampler), object()
+    yield from islice(items, limit)
+    if next(items, end) is not end:
+        raise ValueError(
+            f"{type(sampler).__name__} has a length of {length}, gave {limit} items and has not ended; {what} is "
+            "drawn whole, and so must end: end it, or delete its __len__, and its batches are drawn as they are read"
+        )
 
 
 def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int:

@@ -10,8 +10,9 @@ from torch.utils.data import WeightedRandomSampler
 
 from drivetrain_data.errors import DataStateError
 from drivetrain_data.randomness.generators import KeyedDraws
-from drivetrain_data.sampling.draw_agreement import Agree
+from drivetrain_data.sampling.indices import until_its_end
 from drivetrain_data.sampling.order import Order
+from drivetrain_data.sampling.rank_agreement import Agree
 from drivetrain_data.state.sampler_copy import SamplerCopy, copy_of
 from drivetrain_data.state.sampler_parts import length_of, prepare_sampler
 from drivetrain_data.state.stateful import StatefulReader
@@ -201,7 +202,9 @@ class SamplerOrder(Order):
             for epoch in range(start, stop):
                 self._begin(epoch)
                 with KeyedDraws(self.seed, epoch).active():
-                    deque(iter(self._sampler), maxlen=0)
+                    deque(
+                        until_its_end(self._sampler, f"epoch {epoch}, read before the saved one,"), maxlen=0
+                    )
 
 
 def _without_last(runs: list[list[int]]) -> list[list[int]]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 
 from drivetrain_data.sampling.block_shuffle import IndexFunction
-from drivetrain_data.sampling.draw_agreement import Agree, check_agreement
+from drivetrain_data.sampling.rank_agreement import Agree, RankAgreement
 from drivetrain_data.settings import ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
 
@@ -25,6 +24,8 @@ class DataSharding:
         seed: The seed of shuffled orders.
         for_all: Whether one rank reads for all shards.
         group: The process group of the ranks that share the data; None if unknown.
+        compares_samples: Whether ranks compare some samples that they read.
+        draws_apart: Whether a map-style dataset that is read without workers draws as in a worker.
     """
 
     shard: Shard
@@ -35,13 +36,21 @@ class DataSharding:
     seed: int
     for_all: bool
     group: dist.ProcessGroup | None = None
+    compares_samples: bool = False
+    draws_apart: bool = False
+
+    @property
+    def agreement(self) -> RankAgreement | None:
+        """The comparisons of the ranks that share the data; None for one rank, or if their group is unknown."""
+        if self.group is None or dist.get_world_size(self.group) == 1:
+            return None
+        return RankAgreement(self.group, self.for_all)
 
     @property
     def agree(self) -> Agree | None:
         """The check that all ranks draw the same; None if only one rank draws or the group is unknown."""
-        if self.group is None or self.for_all or dist.get_world_size(self.group) == 1:
-            return None
-        return partial(check_agreement, self.group)
+        agreement = self.agreement
+        return None if agreement is None or self.for_all else agreement.check_drawn
 
     @property
     def strategy_name(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from drivetrain_data.sampling.partition import num_steps
+from drivetrain_data.sampling.sample_signature import Signature
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import UnevenPolicy
@@ -47,8 +48,11 @@ class BatchSource(ABC):
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
 
     Attributes:
+        signature: The signature of samples of the first step read; None if it was not asked for.
         states: The states of the user's loader where it is torchdata's StatefulDataLoader; None for other loaders.
     """
+
+    reads_forwards = True  # whether only a loop can read the data, from its beginning on
 
     def __init__(self, loader: Any, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
         self.dataset: Any = getattr(loader, "dataset", None)
@@ -57,8 +61,21 @@ class BatchSource(ABC):
         self.stride = stride
         self.batch_size = batch_size
         self._seed = sharding.seed
+        self.signature: Signature | None = None
         is_torchdata = torchdata_kind(loader) is not None
         self.states = TorchdataStates(loader.num_workers) if is_torchdata else None
+
+    @property
+    def name(self) -> str:
+        """The name of what is read."""
+        return type(self._users_loader if self.dataset is None else self.dataset).__name__
+
+    def again(self) -> Self:
+        """Return a source that reads the same anew."""
+        make: Any = type(self)
+        fresh = make(self._users_loader, self.sharding)
+        fresh.seed = self.seed
+        return fresh
 
     def with_even(self, even: UnevenPolicy) -> Self:
         """Return a source of the same batches that treats tails otherwise; a loader that drops them goes on to.
@@ -115,6 +132,20 @@ class BatchSource(ABC):
     @abstractmethod
     def identity(self) -> Mapping[str, Any]:
         """Return the values that must match those of a saved state."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values that must be the same on all ranks that share the data."""
+        sharding = self.sharding
+        given = {
+            "batch_size": self.batch_size,
+            "even": sharding.even,
+            "seed": sharding.seed,
+            "read_by": "rank 0" if sharding.for_all else "every rank",
+        }
+        identity = self.identity()
+        if sharding.for_all:  # the others need only know how long an epoch is
+            identity = {name: identity.get(name) for name in ("num_samples", "num_positions")}
+        return {**given, **identity}
 
     @abstractmethod
     def extra_state(self, epoch: int, position: int, /) -> Mapping[str, Any]:

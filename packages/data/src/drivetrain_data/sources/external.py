@@ -11,13 +11,15 @@ from torch.utils.data import IterableDataset
 
 from drivetrain_data._nested import leading_size, leading_sizes
 from drivetrain_data.randomness.generators import KeyedDraws, load_plain_states
+from drivetrain_data.sampling.sample_signature import signature_of
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sampling.whole_batches import cut_into_steps, distribute, plan_of_batches
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
 from drivetrain_data.sources.torch_loader import rebuild
+from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.integrations import left_out_of_state
-from drivetrain_data.state.sampler_parts import prepare_sampler
+from drivetrain_data.state.sampler_parts import length_of, prepare_sampler
 from drivetrain_data.state.stream_state import PositionedSnapshot, ReadPosition, Snapshotter
 from drivetrain_data.state.torchdata_state import num_yielded
 
@@ -39,8 +41,8 @@ class ExternalSource(BatchSource):
         sharding.check_interleaved(f"the batches of {self._name} are distributed in turn")
         super().__init__(loader, sharding, stride=sharding.shard.count, batch_size=None)
         self._loader = loader
-        self._stream: Any = self.dataset if isinstance(self.dataset, IterableDataset) else None
-        self._left_out = left_out_of_state(self._stream, getattr(loader, "num_workers", 0))
+        stream = self.dataset if isinstance(self.dataset, IterableDataset) else None
+        self._left_out = left_out_of_state(stream, getattr(loader, "num_workers", 0))
         self._snapshotter = Snapshotter(loader, trusted=self._left_out is None)
         self._received = ReadPosition.beginning(0)
         self._has_warned = False  # about batches of unknown size
@@ -59,12 +61,14 @@ class ExternalSource(BatchSource):
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on, one step ahead, since only the loader knows when it ends."""
         prepare_sampler(self._loader, self.seed, epoch)
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(epoch)
+        for part in epoch_parts(self.dataset):
+            part.set_epoch(epoch)
         steps = KeyedDraws(self.seed, epoch).around(self._steps_from(position))
         first: list[Any] = []
         for (step, origin), is_last in look_ahead(steps):
-            first = first or step
+            if not first:
+                first = step
+                self.signature = signature_of(step) if self.sharding.compares_samples else None
             held = distribute(step, first, self.sharding)
             plan = self._plan(held, num_new=len(step), is_last=is_last)
             if self.sharding.for_all:  # also a batch without samples is its shard's own
@@ -103,6 +107,10 @@ class ExternalSource(BatchSource):
     def identity(self) -> Mapping[str, Any]:
         """Return the values that must match those of a saved state."""
         return {"order": f"loader:{self._name}"}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values that must be the same on all ranks that share the data."""
+        return {**super().facts(), "num_batches": length_of(self._loader)}
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
         """Return the loader's own state, if it has one; else the position suffices, if the loader repeats itself."""

@@ -16,6 +16,7 @@ from drivetrain_data.sampling.step_info import BatchPlan, look_ahead
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
 from drivetrain_data.sources.shard_collate import CollatedStep, ShardCollate
 from drivetrain_data.sources.torch_loader import rebuild
+from drivetrain_data.sources.wrapped_datasets import epoch_parts
 from drivetrain_data.state.integrations import left_out_of_state, own_draws, shuffles_unseeded
 from drivetrain_data.state.sampler_parts import length_of
 from drivetrain_data.state.stream_state import (
@@ -60,6 +61,7 @@ class IterableSource(BatchSource):
             stride=self.stride,
             persistent=loader.persistent_workers,
             trusted=self._left_out is None,
+            listeners=epoch_parts(self.dataset, loader.collate_fn),
         )
         snapshotter = Snapshotter(self.dataset if self._reads_here else None, trusted=self._left_out is None)
         self._collate = ShardCollate(loader.collate_fn, size, sharding, snapshotter)
@@ -92,6 +94,7 @@ class IterableSource(BatchSource):
             steps = KeyedDraws(self.seed, epoch, 0).around(steps)
         full = self._plan(self.stride, is_last=False)
         for step, is_last in look_ahead(steps):
+            self.signature = self.signature or step.signature
             is_full = step.num_samples == self.stride and not is_last
             plan = full if is_full else self._plan(step.num_samples, is_last=is_last)
             yield plan, step.batches if self.sharding.for_all else step.batches[0], step.origin

@@ -7,20 +7,24 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from drivetrain_data.errors import stop_let_out
+from drivetrain_data.randomness.generators import leaving_generators
 from drivetrain_data.randomness.permutation import hash_key
-from drivetrain_data.randomness.worker_seeds import (
-    LoopSeededDataset,
-    LoopSeedSampler,
-    StatefulLoopSeededDataset,
-)
 from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
+from drivetrain_data.sources.keyed_fetch import (
+    CountedBatches,
+    FetchedDataset,
+    FetchSampler,
+    StatefulFetchedDataset,
+)
 from drivetrain_data.sources.torch_loader import rebuild
+from drivetrain_data.sources.wrapped_datasets import epoch_parts, may_draw
 from drivetrain_data.state.sampler_parts import length_of
 from drivetrain_data.state.stateful import StatefulReader
-from drivetrain_data.state.torchdata_state import CountedBatches, num_yielded, samples_yielded
+from drivetrain_data.state.torchdata_state import num_yielded, samples_yielded
 
 
 class MapStyleSource(BatchSource):
@@ -31,26 +35,30 @@ class MapStyleSource(BatchSource):
         sharding: The division of the data.
     """
 
+    reads_forwards = False
+
     def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
         sampler = step_sampler_of(loader, sharding)
         super().__init__(loader, sampler.sharding, stride=sampler.stride, batch_size=sampler.batch_size)
         self._sampler = sampler
         self._order = sampler.order
         self._num_samples = length_of(self.dataset)
-        self._counted: CountedBatches | None = None
-        self._loop_seeds = LoopSeedSampler(sampler) if loader.persistent_workers else None
+        seeds = sharding.draws_apart or loader.num_workers > 0
+        seeds = seeds and may_draw(self.dataset, loader.collate_fn)  # seeding costs as much as a small batch
+        self._draws_apart = seeds and loader.num_workers == 0
         self._generator = Generator()
-        dataset = self.dataset
-        if self._loop_seeds is not None:
-            has_state = isinstance(dataset, StatefulReader)
-            dataset = (StatefulLoopSeededDataset if has_state else LoopSeededDataset)(dataset)
-        steps: Any = self._loop_seeds or sampler
+        self._counted: CountedBatches | None = None
+        listeners = epoch_parts(self.dataset, loader.collate_fn)
+        has_state = self.states is not None and isinstance(self.dataset, StatefulReader)
+        fetched = StatefulFetchedDataset if has_state else FetchedDataset
+        self._fetched = fetched(self.dataset, listeners, seeds=seeds)
+        steps: Any = FetchSampler(sampler, seeds=seeds)
         if self.states is not None:
             steps = self._counted = CountedBatches(steps)
         layout: dict[str, Any] = {"batch_sampler": steps}
         if isinstance(sampler, ItemSampler):
             layout = {"sampler": steps, "batch_size": None}
-        self._loader = rebuild(loader, dataset, self._generator, **layout)
+        self._loader = rebuild(loader, self._fetched, self._generator, **layout)
 
     @property
     def seed(self) -> int:
@@ -71,37 +79,36 @@ class MapStyleSource(BatchSource):
 
         Raises:
             ValueError: The length of the dataset has changed since the loader was sharded.
+            RuntimeError: The dataset or the collate function let a StopIteration out.
         """
+        self._fetched.begin((self.seed, epoch))
         if length_of(self.dataset) != self._num_samples:
             raise ValueError(
                 f"the dataset had {self._num_samples} samples when its loader was sharded, and has "
                 f"{length_of(self.dataset)} now: shard a new DataLoader over it"
             )
         self._sampler.epoch, self._sampler.position = epoch, position
-        # The seed does not depend on the program's draws, and includes the position so that workers do not repeat
-        # their draws after a resume.
-        seed = hash_key(self.seed, epoch, self.sharding.shard.index, position)
+        # Torch seeds workers from it for what they draw as they start; each batch has a seed of its own. A state of
+        # torchdata's holds it, and is then that of a loader of the program's own where an order begins.
         is_begin = not (epoch or position or self.sharding.shard.index)
-        # torchdata's state holds the seed, which is then the one of a loader of the program's own.
-        self._generator.manual_seed(self.seed if self.states is not None and is_begin else seed >> 1)
-        if self._loop_seeds is not None:
-            self._loop_seeds.begin(seed)
+        seed = hash_key(self.seed, epoch, self.sharding.shard.index, position) >> 1
+        self._generator.manual_seed(self.seed if self.states is not None and is_begin else seed)
         if self.states is not None and self._counted is not None:
             num_batches, num_samples = self.num_before(position)
             self._counted.begun = num_samples or 0
             self.states.begin(self._loader, num_batches)
         batches = iter(self._loader)
         plans = self._sampler.plans
-        if not self.sharding.for_all:
-            for batch in batches:
-                yield plans.popleft(), batch, self._origin()
-            return
+        if self._draws_apart:
+            batches = leaving_generators(batches)
         for first in batches:
-            plan = plans.popleft()
-            assert plan.real_counts is not None
-            num_others = len(self.sharding.readers(plan.real_counts)) - 1
-            step = [first, *islice(batches, num_others)]
-            yield plan, step, self._origin()
+            num_batches = len(self.sharding.readers(plans[0].real_counts or ()))
+            held = [first, *islice(batches, num_batches - 1)]
+            if len(held) < num_batches:
+                break
+            yield plans.popleft(), held if self.sharding.for_all else first, self._origin()
+        if plans:
+            raise stop_let_out(f"the collate function of {type(self.dataset).__name__}'s loader")
 
     def _origin(self) -> StepOrigin | None:
         return None if self.states is None else StepOrigin(0, state=self.states.take(self._loader))

@@ -1,11 +1,14 @@
 """Collate the samples of a step that is read for all shards into one batch for each shard."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from drivetrain_data.errors import stop_let_out
 from drivetrain_data.sampling.partition import tail_counts
+from drivetrain_data.sampling.sample_signature import Signature, signature_of
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import StepOrigin
 from drivetrain_data.state.stream_state import PLACEHOLDER, Snapshotter
@@ -18,11 +21,13 @@ class CollatedStep(NamedTuple):
         num_samples: The number of samples read for all shards; 0 if a worker skips its turn.
         origin: The worker that read the samples, and occasionally the state of its dataset after them.
         batches: A list of this shard's batch, or of the batches of all shards that have their own.
+        signature: The signature of the step's first and last sample, of the first step read; else None.
     """
 
     num_samples: int
     origin: StepOrigin
     batches: list[Any]
+    signature: Signature | None = None
 
 
 class ShardCollate:
@@ -44,7 +49,8 @@ class ShardCollate:
     ) -> None:
         self._collate = collate
         self._batch_size = batch_size
-        self._sharding = sharding
+        self._signs = sharding.compares_samples
+        self._sharding = replace(sharding, group=None)  # which a worker could not be sent
         self._snapshotter = snapshotter
 
     def __call__(self, samples: list[Any]) -> CollatedStep:
@@ -53,6 +59,9 @@ class ShardCollate:
         worker = info.id if info else 0
         if samples[0] is PLACEHOLDER:
             return CollatedStep(0, StepOrigin(worker), [])
+        # Collating may change the samples.
+        signature = [signature_of(samples[0]), signature_of(samples[-1])] if self._signs else None
+        self._signs = False
         size, even = self._batch_size or 1, self._sharding.even
         counts = tail_counts(len(samples), self._sharding.shard.count, size, even)
         batches: list[Any] = []
@@ -62,6 +71,12 @@ class ShardCollate:
             else:
                 begin = sum(counts[:shard])
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
-            batches.append(self._collate(chosen[0] if self._batch_size is None else chosen))
+            batches.append(self._collated(chosen[0] if self._batch_size is None else chosen))
         # Take the snapshot last, since collating may draw from the generators too.
-        return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches)
+        return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches, signature)
+
+    def _collated(self, chosen: Any) -> Any:
+        try:
+            return self._collate(chosen)
+        except StopIteration as error:
+            raise stop_let_out("the collate function") from error

@@ -23,28 +23,29 @@ def is_stock(loader: Any) -> bool:
 def rebuild(
     loader: DataLoader[Any], dataset: Any, generator: torch.Generator | None, kind: Any = None, **layout: Any
 ) -> DataLoader[Any]:
-    """Return a DataLoader with a user's workers, pinning and other options, but another dataset and layout.
+    """Return a loader with a user's workers, pinning and other options, but for those given.
 
     Args:
         loader: The user's loader.
         dataset: The dataset to read.
         generator: The generator of the workers' seeds.
         kind: The class to build; None for torchdata's of a loader of torchdata's, else torch's.
-        layout: The samplers and sizes of batches.
+        layout: The samplers, sizes of batches, and other options.
     """
-    kind = kind or torchdata_kind(loader) or DataLoader
-    layout.setdefault("collate_fn", loader.collate_fn)
+    options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:
-        layout["pin_memory_device"] = loader.pin_memory_device
-    return kind(
-        dataset,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        **layout,
-    )
+        options["pin_memory_device"] = loader.pin_memory_device
+    kind = kind or torchdata_kind(loader) or DataLoader
+    return kind(dataset, generator=generator, **{**options, **layout})
+
+
+_KEPT = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)

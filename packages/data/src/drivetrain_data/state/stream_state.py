@@ -141,12 +141,21 @@ class EpochReader:
         stride: The number of samples that a worker reads at a time.
         persistent: Whether workers persist across epochs; they can then start only at the beginning of an epoch.
         trusted: Whether the dataset's state, if it has one, is complete.
+        listeners: The objects whose `set_epoch` is called in every process that reads an epoch.
     """
 
     def __init__(
-        self, stream: IterableDataset[Any], *, num_workers: int, stride: int, persistent: bool, trusted: bool
+        self,
+        stream: IterableDataset[Any],
+        *,
+        num_workers: int,
+        stride: int,
+        persistent: bool,
+        trusted: bool,
+        listeners: tuple[Any, ...] = (),
     ) -> None:
         self.stream = stream
+        self._listeners = listeners
         self._stride = stride
         self._num_workers = max(1, num_workers)
         self._start = ReadPosition.beginning(0, self._num_workers)
@@ -193,14 +202,14 @@ class EpochReader:
             load_plain_states(last.snapshot["generators"])
 
     def _set_epoch(self, epoch: int) -> None:
-        """Call the dataset's `set_epoch` before workers start, and in each worker that does not know the epoch yet.
+        """Call the listeners' `set_epoch` before workers start, and in each worker that does not know the epoch yet.
 
         Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
         make them read another epoch.
         """
-        stream: Any = self.stream
-        if hasattr(stream, "set_epoch") and getattr(stream, "epoch", None) != epoch:
-            stream.set_epoch(epoch)
+        for part in self._listeners:
+            if getattr(part, "epoch", None) != epoch:
+                part.set_epoch(epoch)
 
 
 def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:

@@ -4,11 +4,9 @@ Without workers, a state counts the batches of the epoch. With workers, it has a
 its batches, and counts the batches that followed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
-
-from torch.utils.data import Sampler
 
 from drivetrain_data.compat import (
     FINISHED,
@@ -23,51 +21,12 @@ from drivetrain_data.compat import (
     WORKER_SNAPSHOTS,
 )
 from drivetrain_data.errors import DataStateError
-from drivetrain_data.randomness.worker_seeds import Loop
 
 
 def torchdata_kind(loader: Any) -> Any:
     """Return torchdata's class of a loader that is a StatefulDataLoader; None of other loaders."""
     kinds = (kind for kind in type(loader).__mro__ if kind.__name__ == "StatefulDataLoader")
     return next((kind for kind in kinds if kind.__module__.startswith("torchdata.stateful_dataloader")), None)
-
-
-class CountedBatches(Sampler[Any]):
-    """A sampler whose iterations count the samples that they have yielded, as those of torchdata's BatchSampler do.
-
-    Args:
-        sampler: The sampler of indices, or of batches of indices.
-
-    Attributes:
-        begun: The number of samples of the epoch that lie before the next iteration.
-    """
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
-        self.begun = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Counted(iter(self._sampler), self.begun)
-
-
-class _Counted(Iterator[Any]):
-    """An iteration with a state, which tells torchdata not to read again from the beginning."""
-
-    def __init__(self, batches: Iterator[Any], begun: int) -> None:
-        self._batches = batches
-        self._num_samples = begun
-
-    def __next__(self) -> Any:
-        sent = next(self._batches)
-        batch: Any = sent[1] if isinstance(sent, tuple) and isinstance(sent[0], Loop) else sent
-        self._num_samples += len(batch) if hasattr(batch, "__len__") else 1
-        return sent
-
-    def state_dict(self) -> dict[str, int]:
-        return {"samples_yielded": self._num_samples}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Do nothing: the sampler begins where the state was taken."""
 
 
 class TorchdataStates:

@@ -1,6 +1,5 @@
 """Build models of Hugging Face's transformers from their folder, without memory."""
 
-import json
 from collections import Counter
 from importlib import import_module
 from inspect import signature
@@ -12,6 +11,7 @@ from torch import nn
 
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_init import init_empty_weights
+from drivetrain_weights.regular_file import read_json
 
 _CONFIG = "config.json"
 _CACHES = ("past_key_values", "cache_params", "state")  # names of the state that models carry between tokens
@@ -143,10 +143,7 @@ def _check_not_quantised(config: Path) -> None:
     Raises:
         ValueError: The weights are packed already.
     """
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError:  # transformers reports the error
-        return
+    found = read_json(config)
     said = found.get("quantization_config") if isinstance(found, dict) else None
     if said:
         method = said.get("quant_method", "quantised") if isinstance(said, dict) else said

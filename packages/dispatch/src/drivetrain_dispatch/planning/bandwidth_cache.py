@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from drivetrain_weights.regular_file import read_json
+
 _LOG = logging.getLogger(__name__)
 # The cache folder of each platform, relative to the home folder.
 _FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
@@ -46,7 +48,7 @@ def remembered(
 def _read(cache: Path) -> dict[str, dict[str, float]]:
     """Return the valid entries of the file; none if it is missing or damaged."""
     try:
-        said: object = json.loads(cache.read_text(encoding="utf-8"))
+        said: object = read_json(cache)
     except (OSError, ValueError):
         return {}
     if not isinstance(said, Mapping):

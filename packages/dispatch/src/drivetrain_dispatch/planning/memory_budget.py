@@ -7,8 +7,8 @@ import torch
 
 from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.planning.blocks import Block
-from drivetrain_dispatch.planning.cgroup import free_of_cgroup
 from drivetrain_dispatch.planning.device_map import Device, place_of
+from drivetrain_memory.batch_size.host_limit import available_host_bytes
 from drivetrain_weights import parse_size
 
 _LEFT_FREE = 0.05  # the fraction of a device that stays free: allocators do not fill it to the last byte
@@ -79,7 +79,7 @@ def free_bytes(device: torch.device) -> int | None:
     On the host this includes the reclaimable page cache, and the free swap space unless a control group has a limit.
     """
     if device.type == "cpu":
-        of_swap = int(psutil.swap_memory().free) if free_of_cgroup() is None else 0
+        of_swap = int(psutil.swap_memory().free) if available_host_bytes() is None else 0
         return free_of_host() + of_swap
     try:
         return _free_of(device)
@@ -90,7 +90,7 @@ def free_bytes(device: torch.device) -> int | None:
 def free_of_host() -> int:
     """Return the bytes of host memory that are free for this process, within the limits of its container."""
     available = int(psutil.virtual_memory().available)
-    of_container = free_of_cgroup()
+    of_container = available_host_bytes()
     return available if of_container is None else min(available, of_container)
 
 

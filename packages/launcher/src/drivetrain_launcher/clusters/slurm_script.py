@@ -5,6 +5,7 @@ import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
+from drivetrain_launcher.clusters.memory_size import memory_bytes
 from drivetrain_launcher.clusters.protocol import JobRequest, Submission
 from drivetrain_launcher.clusters.request_checks import check_words
 from drivetrain_launcher.clusters.system_command import in_this_python
@@ -90,7 +91,6 @@ _OURS = {
     "export": "the job's environment",
 }
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=\[\]*-]*")  # what an #SBATCH line takes without quotes
-_MEMORY = re.compile(r"(\d+)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _LONGEST_SAVE_SECONDS = 65535
 
 
@@ -217,10 +217,9 @@ def _check_option(name: str) -> None:
 
 
 def _memory(text: str) -> str:
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None:
-        raise LaunchError(f"slurm: memory_per_node={text!r}: say a whole number with a unit, such as 64GB")
-    return f"{match[1]}{match[2].upper()}"
+    """Return a size in Slurm's units, which are powers of 1024 whatever they are called, rounded up."""
+    mebibytes = -(-memory_bytes(text) // 2**20)
+    return f"{mebibytes // 1024}G" if mebibytes % 1024 == 0 else f"{mebibytes}M"
 
 
 def _notes(request: JobRequest) -> tuple[str, ...]:

@@ -15,9 +15,11 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
-from drivetrain_launcher.membership.leader import Leader, is_local
+from drivetrain_launcher.membership.leader import Leader
 from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, RUN_KEY, STATUS_KEY, Member
 from drivetrain_launcher.membership.round_store import RoundStore
+from drivetrain_state.own_addresses import own_addresses
+from drivetrain_state.store_server import host_store
 
 _WAIT_SECONDS = 0.5
 
@@ -166,8 +168,9 @@ class ElasticNodes(RendezvousHandler):
     def _join(self) -> Member:
         """Connect to the store, or host it, and say who this node is."""
         meeting, seconds = self._meeting, self._meeting.limits.wait_seconds
-        if is_local(meeting.address):
-            self._lead()
+        with suppress(OSError, UnicodeError):  # a name without an address, which the connection reports
+            if any(own_addresses(meeting.address)):
+                self._lead()
         store = BoundedStore(lambda: self._connect(seconds))
         number = self._arrive(store, seconds)
         node = MemberNode(number=number, host=socket.gethostname(), processes=meeting.processes)
@@ -216,12 +219,8 @@ class ElasticNodes(RendezvousHandler):
         """Host the store and lead the run, unless another launcher on this host does."""
         meeting = self._meeting
         try:
-            self._server = TCPStore(
-                meeting.address,
-                meeting.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=60),
+            self._server = host_store(
+                meeting.address, meeting.port, timeout=timedelta(seconds=60), is_one_node=False
             )
         except DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "already in use" not in str(error):

@@ -1,6 +1,5 @@
 """The leader of an elastic run: the node that hosts the store watches the others and begins each round."""
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from drivetrain_launcher.membership.member import (
     STATE_NUMBER_KEY,
     STATUS_KEY,
 )
+from drivetrain_state.store_server import host_store
 
 Result = TypeVar("Result")
 
@@ -27,22 +27,6 @@ _LOOKS_IN_A_SILENCE = 20
 _LONGEST_LOOK_SECONDS = 0.3
 _KEPT_STATES = 100
 _CALL_SECONDS = 60.0  # to the store in this process
-
-
-def is_local(address: str) -> bool:
-    """Return whether a host name or address is one of this machine, so that its launcher hosts the store."""
-    try:
-        places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, place in places:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(place)
-            except OSError:
-                continue
-            return True
-    return False
 
 
 class Leader:
@@ -129,9 +113,7 @@ class Leader:
             return
         if state.round > self._state.round:
             # A new store for each round: ranks of an earlier one, on a host that was frozen, reach nothing any more.
-            self._ranks_store = TCPStore(
-                self._address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
+            self._ranks_store = host_store(self._address, 0, timeout=timedelta(seconds=60), is_one_node=False)
             state = replace(state, ranks_port=self._ranks_store.port)
         elif state.is_over and not self._state.is_over:
             self._began = now

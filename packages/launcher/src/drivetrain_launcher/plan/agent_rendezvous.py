@@ -1,8 +1,9 @@
 """The rendezvous of a plan's nodes: a store hosted by a launcher if their ranks are given, else torch's handler."""
 
+from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -10,16 +11,20 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from drivetrain_launcher.compat import host_ranks_store_by
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes, enter_by_number, missing_numbers
+from drivetrain_state.own_addresses import own_addresses
+from drivetrain_state.store_server import host_store
 
 # The first round of an elastic run begins with fewer than its most nodes when none has come for this long.
 _GATHER_SECONDS = 5.0
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
@@ -52,10 +57,24 @@ def _agreeing_nodes(meeting: Meeting) -> RendezvousHandler:
         max_nodes=meeting.num_nodes,
         join_timeout=round(meeting.timeout_seconds),
     )
-    backend, store = create_backend(parameters)
-    return CountedNodes(
-        create_handler(store, backend, parameters), PrefixStore(meeting.run_id, store), meeting
+    store = _store_of_nodes(meeting)
+    handler = create_handler(store, C10dRendezvousBackend(store, meeting.run_id), parameters)
+    host_ranks_store_by(
+        handler, lambda address: host_store(address, 0, timeout=_STORE_TIMEOUT, is_one_node=False)
     )
+    return CountedNodes(handler, PrefixStore(meeting.run_id, store), meeting)
+
+
+def _store_of_nodes(meeting: Meeting) -> TCPStore:
+    """Return the store at which nodes agree on their ranks; the first launcher of the master's host serves it.
+
+    Raises:
+        DistNetworkError: It cannot be reached.
+    """
+    if any(own_addresses(meeting.address)):
+        with suppress(DistNetworkError):  # another launcher of this host serves it
+            return host_store(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, is_one_node=False)
+    return TCPStore(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
 
 class CountedNodes(RendezvousHandler):
@@ -159,9 +178,7 @@ class OneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Host a new store; the agent calls this each time it starts the ranks."""
-        store = TCPStore(
-            self._address, self._port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        store = host_store(self._address, self._port, timeout=_STORE_TIMEOUT, is_one_node=True)
         self._port = 0
         place = RendezvousStoreInfo(self._address, store.port)
         return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, place)

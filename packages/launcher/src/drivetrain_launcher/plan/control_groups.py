@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-# What version 1 writes for "no limit" in the number of bytes.
-_UNLIMITED_BYTES = 1 << 60
+from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, cgroup_folders, nearest_limit
+from drivetrain_memory.usage.process_tree import PROC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class GroupLimits:
     Attributes:
         cpus: The number of cores' time that the group may use.
         memory_bytes: The memory that the group may use.
-        used_bytes: The memory that it uses.
+        used_bytes: The memory that it uses, without what the kernel drops when memory is needed.
         pids: The number of processes and threads that it may have.
         used_pids: The number that it has.
     """
@@ -26,39 +26,23 @@ class GroupLimits:
     used_pids: int = 0
 
 
-def read_group_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")) -> GroupLimits:
+def read_group_limits(root: Path = CGROUP_ROOT, proc: Path = PROC) -> GroupLimits:
     """Read the limits of the groups of this process and of all groups around them."""
-    folders = _folders(root, proc / "cgroup")
-    memory = _tightest(folders, ("memory.max", "memory.limit_in_bytes"), below=_UNLIMITED_BYTES)
-    pids = _tightest(folders, ("pids.max",), below=_UNLIMITED_BYTES)
+
+    def folders(controller: str) -> list[Path]:
+        found = cgroup_folders(controller, root=root, proc=proc)
+        return [folder for _, hierarchy in found for folder in hierarchy]
+
+    memory = nearest_limit(root=root, proc=proc)
+    of_pids = [(most, folder) for folder in folders("pids") if (most := _number(folder / "pids.max"))]
+    pids = min(of_pids, default=None)
     return GroupLimits(
-        cpus=min((quota for folder in folders if (quota := _quota(folder)) is not None), default=None),
-        memory_bytes=None if memory is None else memory[0],
-        used_bytes=0
-        if memory is None
-        else (_number(memory[1] / "memory.current") or _number(memory[1] / "memory.usage_in_bytes") or 0),
+        cpus=min((quota for folder in folders("cpu") if (quota := _quota(folder)) is not None), default=None),
+        memory_bytes=None if memory is None else memory.limit_bytes,
+        used_bytes=0 if memory is None else memory.held_bytes,
         pids=None if pids is None else pids[0],
         used_pids=0 if pids is None else _number(pids[1] / "pids.current") or 0,
     )
-
-
-def _folders(root: Path, file: Path) -> list[Path]:
-    """Return the folders of this process's groups, innermost first, of every hierarchy that is mounted."""
-    found: dict[Path, None] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        _, controllers, inside = line.split(":", 2)
-        # A container often sees its own group as the root, whatever the path says.
-        for base in (root, *(root / name for name in controllers.split(",") if name)):
-            folder = base / inside.lstrip("/")
-            for each in (folder, *folder.parents):
-                if each.is_relative_to(base) and each.is_dir():
-                    found[each] = None
-    return list(found)
-
-
-def _tightest(folders: list[Path], names: tuple[str, ...], *, below: int) -> tuple[int, Path] | None:
-    limits = [(limit, folder) for folder in folders for name in names if (limit := _number(folder / name))]
-    return min((each for each in limits if each[0] < below), default=None)
 
 
 def _number(file: Path) -> int | None:

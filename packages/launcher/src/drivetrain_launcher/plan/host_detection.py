@@ -22,7 +22,7 @@ class Host:
         accelerator_count: The number of accelerators visible to this process.
         visible_devices: The value of the variable that restricts them, such as CUDA_VISIBLE_DEVICES; None if unset.
         omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
-        has_ranks: Whether another launcher has set the rank of this process.
+        num_ranks: The number of ranks of another launcher that has started this process as one; 0 without one.
         cpu_topology: The cores to bind ranks to; None to bind none.
     """
 
@@ -30,7 +30,7 @@ class Host:
     accelerator_count: int = 0
     visible_devices: str | None = None
     omp_num_threads: str | None = None
-    has_ranks: bool = False
+    num_ranks: int = 0
     cpu_topology: "CpuTopology | None" = None
 
 
@@ -53,7 +53,7 @@ def detect_host(device: str) -> Host:
     Args:
         device: The chosen kind of device: "auto" selects the best one, "cpu" looks for no accelerator.
     """
-    host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), has_ranks=environ.read("RANK") is not None)
+    host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), num_ranks=_num_ranks())
     if device == "cpu" or (device == "auto" and not accelerator_may_exist()):
         return host
     from drivetrain_state import best_device_kind, device_count
@@ -68,6 +68,14 @@ def detect_host(device: str) -> Host:
         accelerator_count=device_count(kind),
         visible_devices=None if variable is None else environ.read(variable),
     )
+
+
+def _num_ranks() -> int:
+    """Return the number of ranks of the launcher around this one; those of a parent process are not its own."""
+    if environ.read("RANK") is None or environ.inherited_from() is not None:
+        return 0
+    size = environ.read("WORLD_SIZE") or ""
+    return int(size) if size.isdecimal() else 1
 
 
 def accelerator_may_exist(dev: Path = Path("/dev")) -> bool:

@@ -79,6 +79,7 @@ class LaunchPlan:
         max_restarts: The maximum number of restarts of all processes.
         monitor_interval_seconds: The time between two checks of the processes.
         shutdown_timeout_seconds: The time that processes have to save before they are killed.
+        standstill_seconds: The time after which a process that a signal has stopped is killed; None for no limit.
         preload: The modules that are imported once, in a process that the ranks are forked off; empty for fresh
             interpreters.
         log_dir: The folder for output files, in addition to the terminal.
@@ -109,6 +110,7 @@ class LaunchPlan:
     max_restarts: int = 0
     monitor_interval_seconds: float = 0.1
     shutdown_timeout_seconds: float = 30.0
+    standstill_seconds: float | None = None
     preload: tuple[str, ...] = ()
     log_dir: Path | None = None
     prefix: OutputPrefix = "others"

@@ -69,7 +69,8 @@ def plan_launch(
     if task is not None:
         return _task(plan, settings, task, host)
     if plan.mode == "in place":
-        return replace(plan, has_ranks=host.has_ranks, master_port=settings.master_port or 0)
+        _check_ranks_around(settings, host)
+        return replace(plan, has_ranks=host.num_ranks > 0, master_port=settings.master_port or 0)
     return _meeting(plan, settings)
 
 
@@ -85,9 +86,18 @@ def _needs_agent(settings: LaunchSettings) -> bool:
     )
 
 
+def _check_ranks_around(settings: LaunchSettings, host: Host) -> None:
+    if host.num_ranks > 1 and settings.num_processes is not None:
+        raise LaunchError(
+            f"--num-processes {settings.num_processes}: another launcher has started this process as one of "
+            f"WORLD_SIZE={host.num_ranks} ranks; leave out --num-processes to keep them, or take RANK, LOCAL_RANK "
+            "and WORLD_SIZE out of the environment to run alone"
+        )
+
+
 def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
     """Return the plan of a task that the cluster started as one rank."""
-    if settings.master_addr is None:
+    if settings.master_addr is None and place.num_nodes > 1:
         _check_address(place)
     environment = dict(plan.environment)
     if host.accelerator is not None and place.devices is not None and len(place.devices) == 1:
@@ -99,7 +109,7 @@ def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host:
         num_nodes=place.num_nodes,
         node_rank=place.node_rank,
         rdzv_id=settings.rdzv_id or place.job_id,
-        master_addr=settings.master_addr or place.master_addr,
+        master_addr=settings.master_addr or ("127.0.0.1" if place.num_nodes == 1 else place.master_addr),
         master_port=settings.master_port or place.master_port,
         environment=environment,
     )

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_roll_call"
 _ALL = "all"
@@ -98,14 +99,12 @@ class StaticNodes(RendezvousHandler):
     def _connect(self) -> Store:
         meeting = self._meeting
         try:
-            return TCPStore(
-                meeting.address,
-                meeting.port,
-                is_master=self._rank == 0,
-                timeout=timedelta(seconds=meeting.timeout_seconds),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            timeout = timedelta(seconds=meeting.timeout_seconds)
+            if self._rank == 0:
+                return host_store(
+                    meeting.address, meeting.port, timeout=timeout, is_one_node=False, multi_tenant=True
+                )
+            return TCPStore(meeting.address, meeting.port, timeout=timeout, wait_for_workers=False)
         except (DistNetworkError, DistStoreError) as error:
             if self._rank == 0:
                 raise

@@ -56,6 +56,7 @@ from drivetrain_launcher.run.output.terminals import are_one_output, coloured_ou
 from drivetrain_launcher.run.preload.preloader import Preloader
 from drivetrain_launcher.run.rank_starter import RankStarter
 from drivetrain_launcher.run.signals import StopSignals
+from drivetrain_launcher.run.stopped_ranks import StoppedRanks
 from drivetrain_launcher.run.worker_logs import WorkerLogs
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
@@ -185,6 +186,9 @@ class Agent(LocalElasticAgent):
         self._root: RankFailure | None = None
         self._has_told = False
         self._signals = StopSignals()
+        self._stopped = StoppedRanks(
+            keeper.say, limit_seconds=plan.standstill_seconds, may_pause=plan.num_nodes == 1
+        )
         self._changes: NodeChanges | None = None
         if isinstance(spec.rdzv_handler, ElasticNodes):
             self._changes = NodeChanges(
@@ -225,7 +229,10 @@ class Agent(LocalElasticAgent):
             self._changes.check()
         self._keeper.ensure_running()
         if not self._has_told:
+            self._stopped.look(_ranks_of(worker_group))
             self._tell_first(worker_group)
+        if self._has_told:  # torch now gives the others time to end, which those that stand still do not take
+            self._stopped.release(_ranks_of(worker_group), may_save=False)
         monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
         result = monitor(worker_group)
         if self._changes is not None:
@@ -252,7 +259,9 @@ class Agent(LocalElasticAgent):
         seconds = self._plan.shutdown_timeout_seconds
         if self._changes is not None:
             seconds = self._changes.stop_seconds()
-        if isinstance(sys.exception(), SignalException):
+        is_by_signal = isinstance(sys.exception(), SignalException)
+        self._stopped.release(_ranks_of(self.get_worker_group()), may_save=is_by_signal)
+        if is_by_signal:
             self._keeper.say(
                 f"{death_sig.name}: stopping {self._plan.processes_per_node} ranks, which have {seconds:g} s to "
                 "save; once more kills them"
@@ -327,6 +336,7 @@ class Agent(LocalElasticAgent):
         # torch 2.9 omits ranks that failed while they were being stopped.
         recorded = self._failures(worker_group, {})
         failures += [each for each in recorded if each.rank not in result.failures]
+        failures = [self._stopped.explain(failure) for failure in failures]
         root = find_root(
             [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
         )
@@ -340,6 +350,12 @@ class Agent(LocalElasticAgent):
             attempt = self._plan.max_restarts - remaining + 1
             say(f"restarting all ranks ({attempt} of {self._plan.max_restarts})")
             self.exit_code = 0
+
+
+def _ranks_of(worker_group: WorkerGroup) -> dict[int, int]:
+    """Return the ranks by process id, of those that have been started."""
+    started = [worker for worker in worker_group.workers if worker.id is not None]
+    return {cast("int", worker.id): worker.global_rank for worker in started}
 
 
 def _read_record(file: Path | None) -> dict[str, object]:

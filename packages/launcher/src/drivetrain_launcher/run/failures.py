@@ -231,7 +231,7 @@ def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
         hint = f"\nAnother rank did not answer: most likely {elsewhere}.\n" if failure.is_aftermath else ""
         return f"drivetrain: {who} failed:{shown}{hint}"
     if failure.signal:
-        why = _SIGNALS.get(failure.signal, "")
+        why = failure.error or _SIGNALS.get(failure.signal, "")
         return f"drivetrain: {who} was ended by {failure.signal}{f': {why}' if why else ''}\n"
     why = _EXIT_CODES.get(failure.exit_code or 0, "and no exception")
     return f"drivetrain: {who} ended with exit code {failure.exit_code}, {why}\n"

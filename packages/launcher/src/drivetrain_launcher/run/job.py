@@ -39,7 +39,7 @@ def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) 
         if host == place.master_addr:
             told = f"{host}, read from {place.source('master_addr')}"
     try:
-        found = _addresses(host, patience_seconds if place is not None else 0.0)
+        _wait_for_address(host, patience_seconds if place is not None else 0.0)
     except (OSError, UnicodeError) as error:
         import socket
 
@@ -47,16 +47,18 @@ def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) 
             f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
             f"({error}): mend the name's entry in DNS or /etc/hosts, {remedy}"
         ) from None
+    from drivetrain_state.own_addresses import own_addresses  # imports socket
+
     is_first = place is not None and place.task_rank == 0
-    if is_first and not any(_is_own(family, address) for family, address in found):
+    if is_first and not any(own_addresses(host)):
         say(
             f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
             "it, export MASTER_ADDR in the job with an address of this machine"
         )
 
 
-def _addresses(host: str, patience_seconds: float) -> list[tuple[int, str]]:
-    """Return the family and text of each address of a name, as soon as it has one.
+def _wait_for_address(host: str, patience_seconds: float) -> None:
+    """Wait until a name has an address.
 
     Raises:
         OSError: It has none after `patience_seconds`.
@@ -68,7 +70,8 @@ def _addresses(host: str, patience_seconds: float) -> list[tuple[int, str]]:
     is_told = False
     while True:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
         except OSError:
             if time.monotonic() >= deadline:
                 raise
@@ -78,8 +81,6 @@ def _addresses(host: str, patience_seconds: float) -> list[tuple[int, str]]:
                 )
                 is_told = True
             time.sleep(_LOOK_SECONDS)
-        else:
-            return [(family, str(address[0])) for family, *_, address in found]
 
 
 def requeue_after(code: object, plan: LaunchPlan) -> int:
@@ -144,15 +145,3 @@ def _note_stop() -> "Event":
 
     signal.signal(signal.SIGTERM, note)
     return stop
-
-
-def _is_own(family: int, host: str) -> bool:
-    """Return whether an address is one of this machine, which alone can listen there."""
-    import socket
-
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True

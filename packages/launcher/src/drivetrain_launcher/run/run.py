@@ -84,9 +84,12 @@ def _preloader(plan: LaunchPlan) -> AbstractContextManager["Preloader | None"]:
     return Preloader(plan)
 
 
-def _environment_in_place(plan: LaunchPlan) -> dict[str, str]:
+def _environment_in_place(plan: LaunchPlan) -> dict[str, str | None]:
     """Return the environment variables of a process in place: torchrun's, with a port that is currently free."""
-    environment = dict(plan.ranks()[0].environment)
+    environment: dict[str, str | None] = dict(plan.ranks()[0].environment)
+    if not plan.has_ranks:  # what an agent told a parent process, such as that it hosts the store
+        around = [name for name in environ.child_environment() if name.startswith("TORCHELASTIC_")]
+        environment |= dict.fromkeys(around)
     if environment.get("MASTER_PORT") == ANY_PORT:
         environment["MASTER_PORT"] = str(_free_port(plan.master_addr))
     return environment
@@ -103,7 +106,7 @@ def _free_port(address: str) -> int:
         probe.close()
 
 
-def _become(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
+def _become(plan: LaunchPlan, environment: Mapping[str, str | None]) -> None:
     program = plan.target.name
     try:
         os.execvpe(program, plan.command, environ.child_environment(**environment))

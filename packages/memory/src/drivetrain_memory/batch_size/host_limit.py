@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, find_cgroups, read_cgroup
+from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, nearest_limit
 from drivetrain_memory.usage.process_tree import PROC
 
 _STATUS = Path("/proc/self/status")
@@ -21,9 +21,8 @@ def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc: Path = PROC) 
         cgroup_root: The folder where the system mounts control groups.
         proc: The folder of the kernel's process files.
     """
-    limited = (group for group in find_cgroups(root=cgroup_root, proc=proc) if group.limit_bytes is not None)
-    usages = [usage for group in limited if (usage := read_cgroup(group)) is not None]
-    return min((max(0, (usage.limit_bytes or 0) - usage.held_bytes) for usage in usages), default=None)
+    nearest = nearest_limit(root=cgroup_root, proc=proc)
+    return None if nearest is None else nearest.left_bytes
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar, overload
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 from drivetrain_memory.batch_size.executable import ExecutableBatchSize, TryOutcome
 from drivetrain_memory.batch_size.host_limit import available_host_bytes, limit_host_memory
@@ -59,7 +60,8 @@ def find_executable_batch_size(
 ):
     """Call a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
-    A decorator, with or without arguments. The function takes the batch size as its first argument; callers omit it.
+    A decorator, with or without arguments. The function takes the batch size as its first argument, or a method after
+    its object; callers omit it.
     Each try runs the function from the start, so it must create its model, optimizer and loaders itself. Every call
     starts again at `starting_batch_size`, or at a size that is `remembered`.
 
@@ -91,8 +93,69 @@ def find_executable_batch_size(
         limit_host=limit_host,
     )
     if function is None:
-        return lambda decorated: _searching(decorated, search)
-    return _searching(function, search)
+        return lambda decorated: SizedFunction(decorated, partial(_searching, search=search))
+    return SizedFunction(function, partial(_searching, search=search))
+
+
+class SizedFunction(Generic[Arguments, Result]):
+    """A function that gets a batch size of a search as its first argument; as a method, after its object.
+
+    It takes the place of the function: in a class it binds as that does, above or below `classmethod` and
+    `staticmethod`.
+
+    Args:
+        function: The function, method or other callable.
+        searching: A function that returns the search over a callable whose first argument is the batch size.
+
+    Raises:
+        TypeError: The function has no argument for the batch size, or is a coroutine or generator function.
+    """
+
+    def __init__(
+        self, function: Callable[..., Result], searching: Callable[[Any], Callable[..., Result]]
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function: Any = function
+        self._searching = searching
+        if callable(function):  # a class method is not, and is looked at when it is bound
+            self.__signature__ = signature_of_callers(function)
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Search, with the arguments of the function but for the batch size."""
+        if args and isinstance(args[0], type) and self._is_class_method_of(args[0]):
+            return self.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
+        return self._searching(self._function)(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> Any:
+        """Return the search over the bound function."""
+        if not hasattr(self._function, "__get__"):
+            return self
+        bound = self._function.__get__(instance, owner)
+        if bound is self._function and instance is None:
+            return _Unbound(self)
+        return SizedFunction(bound, self._searching)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by name, as a function is
+
+    def _is_class_method_of(self, owner: type[Any]) -> bool:
+        """Return whether a class calls this as its class method, which Python 3.13 does without binding it."""
+        return any(
+            isinstance(one, classmethod) and one.__func__ is self
+            for each in owner.__mro__
+            for one in vars(each).values()
+        )
+
+
+class _Unbound(Generic[Arguments, Result]):
+    """A method of a class, called with its object as first argument."""
+
+    def __init__(self, function: SizedFunction[Arguments, Result]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, instance: object, *args: Any, **kwargs: Any) -> Result:
+        return self._function.__get__(instance, type(instance))(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +169,12 @@ class _Search:
     limit_host: bool
 
 
-def _searching(
-    function: Callable[Concatenate[int, Arguments], Result], search: _Search
-) -> Callable[Arguments, Result]:
-    signature = inspect.signature(function)
-    shown = _signature_of_callers(function, signature)
+def _searching(function: Callable[..., Result], search: _Search) -> Callable[..., Result]:
+    """Return the search over a callable whose first argument is the batch size."""
+    name, shown = _name_of(function), signature_of_callers(function)
 
-    @functools.wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        _check_arguments(function, shown, args, kwargs)
+    def run(*args: Any, **kwargs: Any) -> Result:
+        _check_arguments(name, shown, args, kwargs)
         tried: list[str] = []
         remembered = search.remembered or ExecutableBatchSize()
         batch_size = min(search.start, remembered.batch_size or search.start)
@@ -129,13 +189,12 @@ def _searching(
                 return result[0]
             free_memory()
             remembered.batch_size = None
-            batch_size = _next_batch_size(function, batch_size, search.reduce, tried)
+            batch_size = _next_batch_size(name, batch_size, search.reduce, tried)
         raise NoBatchSizeFitsError(
-            f"{function.__qualname__} ran out of memory at every batch size: {'; '.join(tried)}. Make the model or "
+            f"{name} ran out of memory at every batch size: {'; '.join(tried)}. Make the model or "
             "its inputs smaller, or free what else takes memory"
         )
 
-    run.__signature__ = shown  # pyright: ignore[reportAttributeAccessIssue] - inspect reads this attribute
     return run
 
 
@@ -166,50 +225,57 @@ def _try(
     return [], None
 
 
-def _next_batch_size(
-    function: Callable[..., object], batch_size: int, reduce: Callable[[int], int], tried: list[str]
-) -> int:
+def _next_batch_size(name: str, batch_size: int, reduce: Callable[[int], int], tried: list[str]) -> int:
     smaller = reduce(batch_size)
     if smaller >= batch_size:
         raise ValueError(f"reduce_batch_size({batch_size}) gave {smaller}: it must give a smaller batch size")
     logger.warning(
         "%s ran out of memory at batch size %s; %s",
-        function.__qualname__,
+        name,
         tried[-1],
         f"trying {smaller}" if smaller >= 1 else "there is none smaller to try",
     )
     return smaller
 
 
-def _signature_of_callers(function: Callable[..., object], signature: inspect.Signature) -> inspect.Signature:
-    """Return the function's signature without its first argument, the batch size."""
+def signature_of_callers(function: Callable[..., object]) -> inspect.Signature:
+    """Return the function's signature without its first argument, the batch size.
+
+    Raises:
+        TypeError: The function has no argument for the batch size, or is a coroutine or generator function.
+    """
+    name, signature = _name_of(function), inspect.signature(function)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise TypeError(
-            f"{function.__qualname__} does its work after its call returned, where running out of memory is "
+            f"{name} does its work after its call returned, where running out of memory is "
             "not seen: decorate a plain function"
         )
     parameters = list(signature.parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in positional:
         raise TypeError(
-            f"{function.__qualname__}{signature} takes no batch size: its first argument must be the batch size, as "
-            f"in def {function.__name__}(batch_size, ...)"
+            f"{name}{signature} takes no batch size: its first argument must be the batch size, as "
+            f"in def {name.rpartition('.')[2]}(batch_size, ...)"
         )
     return signature.replace(parameters=parameters[1:])
 
 
+def _name_of(function: Any) -> str:
+    """Return the name of a function, of what a partial one calls, or of the class of another callable."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
 def _check_arguments(
-    function: Callable[..., object],
-    shown: inspect.Signature,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
+    name: str, shown: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
     """Check a call's arguments before the first try; the usual mistake is to pass the batch size."""
     try:
         shown.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{function.__qualname__}{shown}: {error}. The batch size is passed for you: call it without"
+            f"{name}{shown}: {error}. The batch size is passed for you: call it without"
         ) from None
 
 

@@ -64,6 +64,11 @@ class CgroupUsage:
         return max(0, self.current_bytes - self.droppable_bytes)
 
     @property
+    def left_bytes(self) -> int | None:
+        """The memory that the group may still take, in bytes; None without a limit."""
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.held_bytes)
+
+    @property
     def held_fraction(self) -> float:
         """The part of the limit that is held; 0 without a limit."""
         return self.held_bytes / self.limit_bytes if self.limit_bytes else 0.0
@@ -82,17 +87,44 @@ def find_cgroups(
         root: The folder where the system mounts control groups.
         proc: The folder of the kernel's process files.
     """
-    try:
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-    except OSError:  # not Linux, or the process is gone
-        return ()
     found: list[CgroupFiles] = []
-    for mount, path, version in _hierarchies(lines, root):
-        for level, folder in enumerate(_upwards(mount, path)):
+    for version, folders in cgroup_folders("memory", pid, root=root, proc=proc):
+        for level, folder in enumerate(folders):
             group = CgroupFiles(folder=folder, version=version, limit_bytes=_limit(folder, version))
             if group.current_file.exists() and (level == 0 or group.limit_bytes is not None):
                 found.append(group)
     return tuple(found)
+
+
+def cgroup_folders(
+    controller: str, pid: int | str = "self", *, root: Path = CGROUP_ROOT, proc: Path = PROC
+) -> Iterator[tuple[int, tuple[Path, ...]]]:
+    """Yield version and folders, innermost first, of each hierarchy in which a controller may limit a process.
+
+    Args:
+        controller: The controller, such as "memory", "cpu" or "pids".
+        pid: The id of the process.
+        root: The folder where the system mounts control groups.
+        proc: The folder of the kernel's process files.
+    """
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:  # not Linux, or the process is gone
+        return
+    for line in lines:  # such as 0::/user.slice
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            # Where both versions are mounted, version 2 is in a folder of its own.
+            yield 2, _upwards(root / "unified" if (root / "unified").is_dir() else root, path)
+        elif controller in controllers.split(","):
+            yield 1, _upwards(root / controller, path)
+
+
+def nearest_limit(*, root: Path = CGROUP_ROOT, proc: Path = PROC) -> CgroupUsage | None:
+    """Return the memory of the limited group around this process that has the least left; None without a limit."""
+    limited = (group for group in find_cgroups(root=root, proc=proc) if group.limit_bytes is not None)
+    usages = [usage for group in limited if (usage := read_cgroup(group)) is not None]
+    return min(usages, key=lambda usage: usage.left_bytes or 0, default=None)
 
 
 def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:
@@ -128,27 +160,15 @@ def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsag
     )
 
 
-def _hierarchies(lines: list[str], root: Path) -> Iterator[tuple[Path, str, int]]:
-    """Yield mount, path and version of each hierarchy that may limit memory, from lines like `0::/user.slice`."""
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            # Where both versions are mounted, version 2 is in a folder of its own.
-            yield (root / "unified" if (root / "unified").is_dir() else root), path, 2
-        elif "memory" in controllers.split(","):
-            yield root / "memory", path, 1
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """Yield the folders of a group and of those around it, up to the mount.
+def _upwards(mount: Path, path: str) -> tuple[Path, ...]:
+    """Return the folders of a group and of those around it, up to the mount.
 
     In a container the mount is often the group itself, and the path, which is seen from outside, leads nowhere.
     """
     inner = PurePosixPath(path.lstrip("/"))
     if ".." in inner.parts or not (mount / inner).is_dir():
         inner = PurePosixPath()
-    for part in (inner, *inner.parents) if inner.parts else (inner,):
-        yield mount / part
+    return tuple(mount / part for part in (inner, *inner.parents)) if inner.parts else (mount,)
 
 
 def _limit(folder: Path, version: int) -> int | None:

@@ -94,7 +94,8 @@ def load_quantized(model: nn.Module, folder: Path | str) -> None:
         folder: The folder that `export_quantized` wrote.
 
     Raises:
-        PrecisionError: Its layers round their weights in training or compute in fp8, or a weight has another shape.
+        PrecisionError: Its layers round their weights in training or compute in fp8, a weight has another shape, or
+            the file has one key twice.
         RuntimeError: Names are not those of the model.
     """
     _check_plain(model)
@@ -141,7 +142,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     from safetensors import safe_open
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise PrecisionError(f"{path} is no regular file: name the folder of an export")
     with safe_open(path, framework="pt") as file:
+        _check_header(path)
         metadata = cast("dict[str, str]", file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     # torchao 0.18 reads no names without a dot, such as those of a model's own parameters.
@@ -150,6 +154,19 @@ def _read(path: Path) -> dict[str, Tensor]:
     inner = {**metadata, "tensor_names": json.dumps([name for name in names if "." in name])}
     unflatten: Any = unflatten_tensor_state_dict
     return {**own, **unflatten(tensors, inner)[0]}
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a header with one key twice, of which the library takes the last."""
+
+    def check(pairs: list[tuple[str, object]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PrecisionError(f"the header of {path} has the key {twice!r} twice: write the export again")
+
+    with path.open("rb") as file:
+        json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=check)
 
 
 def _quantize(weight: Tensor, scheme: QuantizedScheme) -> Tensor:

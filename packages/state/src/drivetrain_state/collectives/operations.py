@@ -87,7 +87,7 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
     """
     check_agreement(context, "gather(uneven=True)", data, free_dim=0)
     tensors = tensors_in(data)
-    if context.topology.world_size == 1:
+    if context.topology.world_size == 1 or not tensors:
         single = [tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors]
         counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
         return rebuild(data, iter(single)), rebuild(data, iter(counts))

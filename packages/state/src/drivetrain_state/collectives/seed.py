@@ -58,17 +58,26 @@ def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) ->
     return used
 
 
-def reseed(seed: int, *, rank: int, step: int) -> int:
+def reseed(seed: int, *, rank: int, step: int, torch_alone: bool = False) -> int:
     """Seed every generator of `rank` for a resume at `step` with another world size.
 
     Saved states belong to the ranks of the earlier run and fit no other world size. The new streams depend only on
     `seed`, `rank` and `step`, so that repeating the resume repeats the numbers.
 
+    Args:
+        seed: The seed of the run.
+        rank: The rank, or the index of another part of the run that draws for itself.
+        step: The step of the resume.
+        torch_alone: Whether to leave Python's and NumPy's generators as they are.
+
     Returns:
         The seed that the generators received: `derive_seed(seed, rank=rank, step=step)`.
     """
     used = derive_seed(seed, rank=rank, step=step)
-    _seed_all(used)
+    if torch_alone:
+        _seed_torch(used)
+    else:
+        _seed_all(used)
     return used
 
 
@@ -76,6 +85,10 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     if (numpy := _numpy()) is not None:
         numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32] if seed >> 32 else seed)
+    _seed_torch(seed)
+
+
+def _seed_torch(seed: int) -> None:
     torch.manual_seed(seed)  # seeds the accelerators too, once they are initialised
     if (xla := sys.modules.get("torch_xla")) is not None:
         cast("Any", xla).manual_seed(seed)

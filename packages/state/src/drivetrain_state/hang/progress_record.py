@@ -1,7 +1,10 @@
 """The progress mark of a rank, cheap enough to set at every batch, collective and step."""
 
+from collections import deque
 from collections.abc import Callable
 from threading import get_ident
+
+_KEPT_LABELS = 8  # about two steps
 
 
 class ProgressRecord:
@@ -13,6 +16,7 @@ class ProgressRecord:
         count: The number of marks. The watchdog records when it sees the count change, so that a mark reads no
             clock.
         label: The last progress, such as `"optimizer step"`.
+        recent: The labels of the last marks, the newest last.
         thread_id: The thread that made the last mark (or created the record), whose stack is shown for a hang.
         observers: The functions that get every label, in the thread that marks.
         forward_observers: The functions that get each model whose forward begins, in its thread.
@@ -24,11 +28,12 @@ class ProgressRecord:
         (1, 'optimizer step')
     """
 
-    __slots__ = ("count", "forward_observers", "label", "observers", "thread_id")
+    __slots__ = ("count", "forward_observers", "label", "observers", "recent", "thread_id")
 
     def __init__(self) -> None:
         self.count: int = 0
         self.label: str = "start"
+        self.recent: deque[str] = deque(maxlen=_KEPT_LABELS)
         self.thread_id: int = get_ident()
         self.observers: tuple[Callable[[str], None], ...] = ()
         self.forward_observers: tuple[Callable[[object], None], ...] = ()
@@ -36,6 +41,7 @@ class ProgressRecord:
     def mark(self, label: str) -> None:
         """Record progress; `label` names the operation that just finished or began, in a word or two."""
         self.label = label
+        self.recent.append(label)
         self.thread_id = get_ident()
         self.count += 1
         for observe in self.observers:

@@ -1,13 +1,19 @@
 """The diagnosis of a hang from the answers of all ranks: the suspects, the reasons, and a table. Pure functions."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _SILENT = "no answer: it was killed or stopped, or a native call holds Python's lock"
 _OWN_CODE = "waits for no other rank, while the others wait"
 _DIFFER = "waits elsewhere than most: one of the two took another path through the code"
 _TIE = "the ranks wait in different places: one of them took another path through the code"
+_DIFFERS_BEFORE = (
+    "waits in the same line as the others, after other progress: it skipped or added a collective"
+)
+_TIE_BEFORE = (
+    "the ranks wait in the same line, after different progress: one of them skipped or added a collective"
+)
+_SHOWN_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +26,7 @@ class Answer:
         pid: The rank's process id on that host.
         idle_seconds: Seconds since its last progress, by its own monotonic clock.
         label: The label of that progress.
+        recent: The labels of the last marks, the newest last.
         where: The user's innermost frame, as `file:line function`.
         call: The call that this frame executes.
         waits: Whether `call` waits for another rank or for the device.
@@ -37,6 +44,7 @@ class Answer:
     waits: bool
     stuck: bool
     stack: str
+    recent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +191,34 @@ def _departed(departures: Mapping[int, str]) -> list[Suspect]:
 
 
 def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
-    """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most."""
-    places = Counter((answer.where, answer.call) for answer in waiting)
-    (most, count), *others = places.most_common()
-    if not others:
-        return []
-    if others[0][1] == count:
-        return [Suspect(ranks=tuple(answer.rank for answer in waiting), reason=_TIE)]
-    apart = tuple(answer.rank for answer in waiting if (answer.where, answer.call) != most)
-    return [Suspect(ranks=apart, reason=_DIFFER)]
+    """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most.
+
+    Ranks at one position may still be in different collectives, which their last progress tells, or in the same one
+    after different ones.
+    """
+    levels: tuple[tuple[Callable[[Answer], str], str, str], ...] = (
+        (lambda answer: f"in {answer.call} at {answer.where}", _DIFFER, _TIE),
+        (lambda answer: f"in {answer.label!r}", _DIFFERS_BEFORE, _TIE_BEFORE),
+        (lambda answer: f"after {answer.recent}", _DIFFERS_BEFORE, _TIE_BEFORE),
+    )
+    for of, differ, tie in levels:
+        groups: dict[str, list[int]] = {}
+        for answer in waiting:
+            groups.setdefault(of(answer), []).append(answer.rank)
+        if len(groups) > 1:
+            return [_minority(groups, differ, tie)]
+    return []
+
+
+def _minority(groups: Mapping[str, list[int]], differ: str, tie: str) -> Suspect:
+    """Return the ranks of all groups but the largest, or of all groups if two are as large, and what each does."""
+    (most, members), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+    shown = "; ".join(
+        f"{rank_names(ranks)} {what}" for what, ranks in [(most, members), *others][:_SHOWN_GROUPS]
+    )
+    is_tie = len(others[0][1]) == len(members)
+    ranks = [rank for _, group in others for rank in group] + (members if is_tie else [])
+    return Suspect(ranks=tuple(sorted(ranks)), reason=f"{tie if is_tie else differ} ({shown})")
 
 
 def _row(rank: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> tuple[str, str, str]:

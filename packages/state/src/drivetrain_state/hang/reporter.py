@@ -95,6 +95,7 @@ class HangReporter(threading.Thread):
             pid=os.getpid(),
             idle_seconds=timer.idle_seconds,
             label=timer.latest.label,
+            recent=", ".join(timer.latest.recent.copy()),
             where=place.where,
             call=place.call,
             waits=place.waits_for != "nothing",

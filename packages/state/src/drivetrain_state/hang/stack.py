@@ -130,9 +130,11 @@ def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
     if innermost.function == "_engine_run_backward":
         return "backward", "ranks"
     if _is_communication(innermost):
-        # The outermost frame has the public name, such as all_gather_object; c10d_logger is only its decorator.
+        # The outermost frame has the public name, such as all_gather_object; c10d_logger is only its decorator. What
+        # stands around it, such as FSDP, makes several collectives from one line.
         named = [frame for frame in told if _is_communication(frame) and "c10d_logger" not in frame.module]
-        return (named or [innermost])[0].function, "ranks"
+        collectives = [frame for frame in named if frame.module == "torch.distributed.distributed_c10d"]
+        return (collectives or named or [innermost])[0].function, "ranks"
     if frame_owner(innermost) != "stdlib" and (waits_for := _native_wait(innermost)) != "nothing":
         return _shortened(innermost.expression) or innermost.function, waits_for
     if innermost is user:

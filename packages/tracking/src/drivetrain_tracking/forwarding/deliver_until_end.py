@@ -40,7 +40,7 @@ def deliver_until_end(
         on_progress: A function that is called after each batch.
 
     Returns:
-        Whether all records were delivered.
+        Whether all records were delivered, and a run that did not say its end was shown as killed.
     """
     pause = _FIRST_PAUSE_SECONDS
     failing_at, failing_since = -1, 0.0  # an offset in the log, and a time
@@ -53,6 +53,8 @@ def deliver_until_end(
         was_over, had_ended = limits.is_over(), has_run_ended()
         try:
             has_ended = forwarder.deliver(on_progress=on_progress)
+            if was_over and not has_ended:
+                forwarder.end_killed()
         except Exception as error:  # noqa: BLE001 - a platform may raise anything, and may be back later
             now, has_progressed = time.monotonic(), forwarder.delivery.offset != failing_at
             if has_progressed or not was_over:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drivetrain_tracking.errors import DeliveryFileError
+from drivetrain_tracking.opening import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Delivery:
         run_offset: The offset of the line that started the run, or -1 before the first.
         num_delivered: The number of records that the platform took.
         num_refused: The number of records that the platform can never take; they stay in the log.
+        is_ended: Whether the platform was told how the last run ended.
     """
 
     offset: int = 0
@@ -24,6 +26,7 @@ class Delivery:
     run_offset: int = -1
     num_delivered: int = 0
     num_refused: int = 0
+    is_ended: bool = False
 
     @classmethod
     def load(cls, path: Path) -> "Delivery":
@@ -33,7 +36,7 @@ class Delivery:
             DeliveryFileError: The file is damaged.
         """
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**read_json(path))
         except FileNotFoundError:
             return cls()
         except (ValueError, TypeError) as error:

@@ -5,13 +5,17 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.writer_main import options_path
 from drivetrain_tracking.forwarding.writer_process import WriterCommand, WriterProcess
-from drivetrain_tracking.protocol import Metrics, Tracker
+from drivetrain_tracking.plain import are_plain, plain_config
+from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.protocol import Metrics, PlatformTracker, Tracker
+from drivetrain_tracking.records import LoggedRecord, MediaKind
 from drivetrain_tracking.registry import make_tracker
 from drivetrain_tracking.settings import TrackingSettings
 
@@ -43,7 +47,7 @@ class DrainTime:
 class ForwardedTracker:
     """A tracker whose platform cannot slow, stop or crash the process that logs.
 
-    `log` does nothing: a `JSONLTracker` of the same folder, started before and finished before this one, writes the
+    `log` sends nothing: a `JSONLTracker` of the same folder, started before and finished before this one, writes the
     log that the writer process follows.
 
     Args:
@@ -68,11 +72,12 @@ class ForwardedTracker:
         self.platform: Tracker = make_tracker(name, log.parent)
         self.name = self.platform.name
         self._made_by = name
+        self._known_names: set[str] = set()
         self._log = log
         self.drain_time = drain_time or DrainTime(TrackingSettings().drain_seconds)
         self._writer: WriterProcess | None = None
 
-    def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 - the log tells them
+    def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 the log tells it
         """Start the process; its platform starts with the run that the log tells.
 
         Raises:
@@ -92,9 +97,32 @@ class ForwardedTracker:
         )
         self.drain_time.restart()
         self._writer = WriterProcess(command, parent=os.getpid())
+        if isinstance(
+            self.platform, Platform
+        ):  # which tells of names that it changes where the user reads it
+            self.platform.parameters(plain_config(config))
+
+    @property
+    def media_kinds(self) -> frozenset[MediaKind]:
+        """The kinds of media that the platform takes."""
+        return self.platform.media_kinds if isinstance(self.platform, PlatformTracker) else frozenset()
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
-        """Do nothing: the writer process reads the values from the log."""
+        """Do what `write` does."""
+        self.write([LoggedRecord(time=0.0, step=step, values=values)])
+
+    def write(self, records: Sequence[LoggedRecord]) -> None:
+        """Tell of names that the platform does not take; the writer process reads the values from the log."""
+        for record in records:
+            known = self._known_names
+            if record.media or not (known.issuperset(record.values) and are_plain(record.values)):
+                if isinstance(self.platform, Platform):
+                    self.platform.named([record])
+                known.update(record.values)
+
+    def count_held(self, records: Sequence[LoggedRecord]) -> int:
+        """Return how many records there are: the log holds them, and the writer process asks the platform."""
+        return len(records)
 
     def finish(self) -> None:
         """Wait for the platform to take what is left, within the drain time, and tell if it did not."""

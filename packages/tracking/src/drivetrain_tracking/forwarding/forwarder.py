@@ -13,9 +13,11 @@ from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
 from drivetrain_tracking.log_format import RESERVED_NAMES
-from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, Tracker
+from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, StateTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
-from drivetrain_tracking.spool.file_lock import open_alone
+from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.spool.file_lock import is_locked, open_alone
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
 
 logger = logging.getLogger(__name__)
@@ -111,14 +113,39 @@ class Forwarder:
         last = deque(tail.read(), maxlen=1)
         return bool(last) and last[0].record.get("event") == "finish"
 
+    def end_killed(self) -> None:
+        """End the platform's run as killed, if the log ends without saying how, and no process writes it any more.
+
+        Raises:
+            Exception: The platform failed.
+        """
+        if self.delivery.run_offset < 0 or self.delivery.is_ended or self.log_has_ended():
+            return
+        if is_locked(self._log):
+            return
+        if isinstance(self._tracker, StateTracker):
+            self._ensure_started()
+        self._end("killed")
+        self.delivery = replace(self.delivery, is_ended=True)
+        self.delivery.save(self.place)
+
     def close(self) -> None:
-        """End the platform's run, if it is open, and let other processes deliver."""
+        """Let go of the platform's run, if it is open, and let other processes deliver; it may go on."""
         try:
-            if self._is_started:
-                self._is_started = False
-                self._tracker.finish()
+            self._end(None)
         finally:
             os.close(self._lock)
+
+    def _end(self, state: RunState | None) -> None:
+        if not self._is_started:
+            return
+        self._is_started = False
+        if isinstance(self._tracker, Platform):
+            self._tracker.end(state)
+        elif state is None or not isinstance(self._tracker, StateTracker):
+            self._tracker.finish()
+        else:
+            self._tracker.end(state)
 
     def _read(self) -> bool:
         """Read at most a batch, so that a long log is never in memory; return whether records are waiting."""
@@ -239,7 +266,7 @@ class Forwarder:
         if event == "start":
             self._restart(record)
             start_offset = self.delivery.offset
-            self._advance([found], run_offset=start_offset)
+            self._advance([found], run_offset=start_offset, is_ended=False)
             return
         if event in ("plan", "info"):
             self._ensure_started()
@@ -252,10 +279,11 @@ class Forwarder:
                 ):
                     raise
                 return
-        elif event == "finish" and self._is_started:
-            self._is_started = False
-            self._tracker.finish()
-        self._advance([found])
+        elif event == "finish":
+            if isinstance(self._tracker, StateTracker):
+                self._ensure_started()  # an earlier process was killed, or gave up, before it could say the end
+            self._end(record.get("state", "finished"))
+        self._advance([found], is_ended=event == "finish")
 
     def _record_document(self, record: Mapping[str, Any]) -> None:
         if record["event"] == "plan" and isinstance(self._tracker, PlanTracker):
@@ -264,9 +292,7 @@ class Forwarder:
             self._tracker.record_info(numbers_restored(record["info"]))
 
     def _restart(self, record: Mapping[str, Any]) -> None:
-        if self._is_started:
-            self._is_started = False
-            self._tracker.finish()
+        self._end("killed")  # a run that goes on was started again before it said its end
         self._tracker.start(record["run"], numbers_restored(record["config"]), **self._options)
         self._is_started = True
 
@@ -281,7 +307,12 @@ class Forwarder:
         self._restart(next(found.record for found in started if found.record.get("event") == "start"))
 
     def _advance(
-        self, batch: Sequence[SpooledRecord], *, num_refused: int = 0, run_offset: int | None = None
+        self,
+        batch: Sequence[SpooledRecord],
+        *,
+        num_refused: int = 0,
+        run_offset: int | None = None,
+        is_ended: bool = False,
     ) -> None:
         if not batch:
             return
@@ -291,6 +322,7 @@ class Forwarder:
             run_offset=self.delivery.run_offset if run_offset is None else run_offset,
             num_delivered=self.delivery.num_delivered + len(batch) - num_refused,
             num_refused=self.delivery.num_refused + num_refused,
+            is_ended=is_ended,
         )
         del self._waiting[: len(batch)]
         self._num_failures = 0

@@ -1,7 +1,6 @@
 """The process that writes to one platform: it follows the log until its run ends, or its trainer is gone."""
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from drivetrain_tracking.errors import SpoolInUseError
 from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.jsonl import JSONLTracker
+from drivetrain_tracking.opening import read_json
 from drivetrain_tracking.registry import make_tracker
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def open_forwarder(log: Path, name: str) -> Forwarder:
             f"tracker {name!r} writes {log} itself, where the records are already; name another"
         )
     options = options_path(log, tracker.name)
-    return Forwarder(log, tracker, options=json.loads(options.read_text()) if options.exists() else {})
+    return Forwarder(log, tracker, options=read_json(options) if options.exists() else {})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 from drivetrain_tracking import compat
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, folder_name
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
 
-_MARK = "drivetrain"  # the run's attribute with the time and step of the last record that it holds whole
+_MARK = "drivetrain"  # the run's attribute with the time and step of the last record, and how it ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class AimTracker(Platform[AimOptions]):
             for name, medium in record.media.items():
                 self._add_medium(record, name, medium)
         if records:
-            self._run[_MARK] = {"time": records[-1].time, "step": self._step}
+            self._run[_MARK] = {"time": records[-1].time, "step": self._step, "state": "running"}
             compat.aim_wait_for_server(self._run.repo)
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
@@ -97,6 +97,8 @@ class AimTracker(Platform[AimOptions]):
         run, self._run = self._run, None
         if self._given is not None:
             return
+        if self.state is not None:  # Aim itself knows running and ended alone
+            run[_MARK] = {**run.get(_MARK, {}), "state": self.state_word}
         run.close()
         if run.repo.is_remote_repo:
             return
@@ -154,7 +156,7 @@ class AimTracker(Platform[AimOptions]):
                 self._run.set_artifacts_uri((self.directory / "aim-artifacts").as_uri())
             suffix = medium.path.suffix
             at = f"{self._step}" if record.attempt == 1 else f"attempt-{record.attempt}-{self._step}"
-            self._run.log_artifact(str(medium.path), f"{folder_name(name)}-{at}{suffix}", block=True)
+            self._run.log_artifact(str(medium.path), f"{name}-{at}{suffix}", block=True)
 
     def _distribution(self, medium: StoredMedium) -> Any:
         """Return a histogram with bins of one width, as Aim's have; other bins count where their centre is."""

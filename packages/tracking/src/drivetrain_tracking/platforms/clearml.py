@@ -83,7 +83,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
             self._task = self._init(library, run_name)
         is_offline = library.Task.is_offline()
         self._file = EventFile(self._folder(self._task.id)) if is_offline else None
-        self._task.connect(dict(config))
+        self._task.connect(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Report the values of each record, its time last, and wait until they left this process."""
@@ -119,9 +119,23 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         self._task.connect_configuration(dict(document), name=name)
 
     def close(self) -> None:
-        """Close the task, unless it is the user's."""
-        if self._given is None:
-            self._task.close()
+        """Close the task, unless it is the user's.
+
+        A session has no place for its state: it is the last line of the console, and a configuration `state`.
+        """
+        if self._given is not None:
+            return
+        ended_early = self.state in ("failed", "killed")
+        if ended_early:
+            self.keep_document("state", {"state": self.state_word})
+            self._task.get_logger().report_text(
+                f"the run was not finished: {self.state}", print_console=False
+            )
+        self._task.close()
+        if ended_early and self._file is None:
+            task = load_library("clearml", extra=self.name).Task.get_task(task_id=self._task.id)
+            mark = task.mark_failed if self.state == "failed" else task.mark_stopped
+            mark(force=True, status_message="the process ended before its training did")
 
     def _init(self, library: Any, run_name: str) -> Any:
         known = (self.run_id(run_name) or "").split()

@@ -98,7 +98,7 @@ class CometTracker(Platform[CometOptions]):
             self._experiment = self._given
         is_offline = isinstance(self._experiment, comet.OfflineExperiment)
         self._file = MessageFile(Path(self._experiment.tmpdir)) if is_offline else None
-        self._experiment.log_parameters(dict(config))
+        self._experiment.log_parameters(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write the metrics of each record, its time last, and wait until they left this process."""
@@ -125,9 +125,18 @@ class CometTracker(Platform[CometOptions]):
         self._experiment.log_asset_data(json.dumps(document, indent=2), name=f"{name}.json")
 
     def close(self) -> None:
-        """End the experiment, unless it is the user's; an offline one becomes an archive."""
-        if self._given is None:
-            self._experiment.end()
+        """End the experiment, unless it is the user's; an offline one becomes an archive.
+
+        Its state at Comet is set; an archive has no place for it, but among the "others".
+        """
+        if self._given is not None:
+            return
+        if self.state is not None:
+            self._experiment.log_other("drivetrain/state", self.state)
+        self._experiment.end()
+        if self._file is None and self.state in ("failed", "killed"):
+            api = load_library("comet_ml.api", extra=self.name).API(cache=False)
+            api.get_experiment_by_key(self._experiment.get_key()).set_state(self.state_word)
 
     def _begin(self, comet: Any, run_name: str) -> Any:
         given, known = self._options, self.run_id(run_name)

@@ -7,11 +7,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
 from drivetrain_tracking import compat
+from drivetrain_tracking.opening import read_json
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, folder_name
+from drivetrain_tracking.platforms.conventions import mark_of
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.records import LoggedRecord, StoredMedium
 
 _STATE = (
     ".drivetrain.json"  # in the run's folder: the last record's time, and how long each table was after it
@@ -70,14 +72,14 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         self._live = self._given or self._open(run_name)
         state = self._state()
         self._names = dict(state.get("names", {}))
-        self._live.log_params(dict(config))
+        self._live.log_params(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write a row for each value, then note how long the tables are."""
         for record in records:
             if record.step is not None:
                 self._live.step = record.step
-            for name, value in flat_values(record.values).items():
+            for name, value in record.values.items():
                 if value is not None:
                     self._live.log_metric(
                         self._name(record, name), int(value) if isinstance(value, bool) else value
@@ -102,6 +104,8 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         live, self._live = self._live, None
         if self._given is not None:
             return
+        if self.state in ("failed", "killed"):
+            live.log_param("state", self.state_word)
         if self._options.save_experiment or compat.dvclive_sends_to_studio(live):
             live.end()
             return
@@ -111,7 +115,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
     def _open(self, run_name: str) -> Any:
         library = load_library("dvclive", extra=self.name)
-        folder = self.directory / self.name / folder_name(run_name)
+        folder = self.directory / self.name / self.file_name(run_name)
         folder.mkdir(parents=True, exist_ok=True)
         state = _read_json(folder / _STATE)
         _cut(folder, cast("Mapping[str, int]", state.get("sizes", {})))
@@ -171,7 +175,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
     def _add_medium(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
         above = "" if record.attempt == 1 else f"attempt-{record.attempt}/"
-        at = f"{free_name(above + name, frozenset())}/{self._live.step}"
+        at = f"{above}{name}/{self._live.step}"
         if medium.kind in ("image", "figure") and medium.path is not None:
             self._live.log_image(f"{at}{medium.path.suffix}", str(medium.path))
         elif medium.kind == "histogram":
@@ -183,15 +187,19 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
 
 def free_name(name: str, taken: frozenset[str]) -> str:
-    """Return a name for files: parts without dots in front, none that is a folder of another in DVC's summary."""
-    parts = [folder_name(part) for part in name.split("/") if part.strip(" .")] or ["run"]
-    kept = "/".join(parts)
-    above = {str(one) for one in PurePosixPath(kept).parents}
-    if above & taken:
-        return ".".join(parts)
-    if any(one.startswith(f"{kept}/") for one in taken):
-        return f"{kept}.value"
-    return kept
+    """Return a name for files that is neither another's nor a folder of another's in DVC's summary.
+
+    Names that differ in upper and lower case alone would be one file on some disks.
+    """
+    folded = {one.casefold() for one in taken}
+
+    def is_free(one: str) -> bool:
+        own = one.casefold()
+        above = {str(parent) for parent in PurePosixPath(own).parents[:-1]}
+        return not (own in folded or above & folded or any(other.startswith(f"{own}/") for other in folded))
+
+    dotted = name.replace("/", ".")
+    return next(one for one in (name, dotted, f"{name}.value", f"{dotted}-{mark_of(name)}") if is_free(one))
 
 
 def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
@@ -209,6 +217,6 @@ def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text()))
+        return cast("dict[str, Any]", read_json(path))
     except FileNotFoundError:
         return {}

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,12 +19,11 @@ from drivetrain_tracking.records import (
     count_first_held,
     flat_numbers,
     flat_texts,
-    flat_values,
 )
 
 _TIME, _ATTEMPT, _INFINITE = "drivetrain/time", "drivetrain/attempt", "drivetrain/infinite"
 _MOST_METRICS, _MOST_TAGS = 1000, 100  # MLflow's limits of one call, in which both together are at most 1000
-_MOST_CHARACTERS = {"name": 250, "tag": 5000, "param": 6000}
+_MOST_CHARACTERS = {"tag": 5000, "param": 6000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ class MLflowTracker(Platform[MLflowOptions]):
             for name, medium in record.media.items():
                 self._log_medium(name, medium, record)
             metrics = list(self._metrics(record))
-            texts = {mlflow_name(name): text for name, text in flat_texts(record.values).items()}
+            texts = flat_texts(record.values)
             if len(batch) + len(metrics) + _MOST_TAGS > _MOST_METRICS or len(tags | texts) > _MOST_TAGS:
                 self._commit(batch, tags)
                 batch, tags = [], {}
@@ -106,9 +104,9 @@ class MLflowTracker(Platform[MLflowOptions]):
         self._client.log_dict(self._run_id, dict(document), f"{name}.json")
 
     def close(self) -> None:
-        """Set the run's status to finished, unless it is the user's."""
-        if self._given is None:
-            self._client.set_terminated(self._run_id)
+        """Set the run's status, unless it is the user's."""
+        if self._given is None and self.state_word is not None:
+            self._client.set_terminated(self._run_id, status=self.state_word)
 
     def _open_own(self, mlflow: Any, run_name: str) -> None:
         folder, artifacts = self.directory / self.name, None
@@ -141,10 +139,9 @@ class MLflowTracker(Platform[MLflowOptions]):
         entities = load_library("mlflow.entities", extra=self.name)
         self._client.log_dict(self._run_id, dict(config), "config.json")
         known = self._client.get_run(self._run_id).data.params
-        given = {mlflow_name(name): value for name, value in flat_values(config).items()}
         new = [
             entities.Param(name, str(value)[: _MOST_CHARACTERS["param"]])
-            for name, value in given.items()
+            for name, value in self.parameters(config).items()
             if name not in known
         ]
         for begin in range(0, len(new), _MOST_TAGS):
@@ -162,7 +159,7 @@ class MLflowTracker(Platform[MLflowOptions]):
         more |= {_ATTEMPT: record.attempt} if record.attempt > 1 else {}
         self._last_milliseconds = max(self._last_milliseconds + 1, int(record.time * 1000))
         for name, number in {**numbers, **more, _TIME: record.time}.items():
-            yield metric(mlflow_name(name), number, self._last_milliseconds, record.step or 0)
+            yield metric(name, number, self._last_milliseconds, record.step or 0)
 
     def _commit(self, metrics: Sequence[Any], tags: Mapping[str, str]) -> None:
         entities = load_library("mlflow.entities", extra=self.name)
@@ -173,7 +170,7 @@ class MLflowTracker(Platform[MLflowOptions]):
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _MOST_METRICS])
 
     def _log_medium(self, name: str, medium: StoredMedium, record: LoggedRecord) -> None:
-        folder = f"{medium.kind}/{mlflow_name(name)}"
+        folder = f"{medium.kind}/{name}"
         place = f"{folder}/{record.step or 0}-{int(record.time * 1000)}"
         if medium.kind == "text":
             self._client.log_text(self._run_id, str(medium.data), f"{place}.txt")
@@ -181,14 +178,7 @@ class MLflowTracker(Platform[MLflowOptions]):
             self._client.log_dict(self._run_id, medium.data, f"{place}.json")
         elif medium.kind in ("image", "figure") and find_spec("PIL"):
             image = load_library("mlflow", extra=self.name).Image(str(medium.path))
-            key, at = mlflow_name(name), int(record.time * 1000)
-            self._client.log_image(self._run_id, image, key=key, step=record.step or 0, timestamp=at)
+            at = int(record.time * 1000)
+            self._client.log_image(self._run_id, image, key=name, step=record.step or 0, timestamp=at)
         else:
             self._client.log_artifact(self._run_id, str(medium.path), place)
-
-
-def mlflow_name(name: str) -> str:
-    """Return a name that MLflow takes: letters, digits and `_-. :/`, no empty part, at most 250 characters."""
-    plain = re.sub(r"[^\w\-. :/]", "-", name)
-    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[: _MOST_CHARACTERS["name"]] or "unnamed"

@@ -4,17 +4,20 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from drivetrain_tracking.arguments import check_options
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
+from drivetrain_tracking.opening import read_json
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.platform_library import missing_library
+from drivetrain_tracking.platforms.conventions import CONVENTIONS, Conventions, PlatformNames
 from drivetrain_tracking.protocol import Metrics, Tracker
-from drivetrain_tracking.records import LoggedRecord, MediaKind
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium
+from drivetrain_tracking.run_state import RunState
 
 _LONGEST_WAIT_SECONDS = 30.0
 
@@ -43,6 +46,8 @@ class Platform(ABC, Generic[Options]):
         media_kinds: The kinds of media that the platform takes; others stay in files beside the log.
         options_type: The frozen dataclass of the platform's own options, the keyword arguments of `start`.
         directory: The folder that the platform may write to.
+        state: The state in which the run ended, once it has; None if it may go on.
+        conventions: The platform's names and words; those of an unknown one take every name.
 
     Args:
         directory: The folder that the platform may write to, created when it starts.
@@ -60,6 +65,15 @@ class Platform(ABC, Generic[Options]):
         self._options: Options = self.options_type()
         self._given: Any = None  # the library's own object of a run, which the user made
         self._is_started = False
+        self.state: RunState | None = "finished"
+        self.conventions = CONVENTIONS.get(self.name, Conventions())
+        own, told = self.conventions, set[str]()
+        self._value_names = PlatformNames(self.name, own.values, told=told)
+        self._media_names = PlatformNames(self.name, own.media or own.values, told=told)
+        self._parameter_names = PlatformNames(
+            self.name, own.parameters, told=told, separator=own.separator or "/"
+        )
+        self._file_names = PlatformNames(self.name, own.files, told=told)
 
     @classmethod
     def of(cls, given: Any) -> Self:
@@ -119,6 +133,27 @@ class Platform(ABC, Generic[Options]):
         """
         self.write([LoggedRecord(time=time.time(), step=step, values=plain_values(values))])
 
+    def named(self, records: Sequence[LoggedRecord]) -> list[LoggedRecord]:
+        """Return records with the platform's names, and their values as one level; see `conventions`."""
+        return [
+            replace(
+                record,
+                values=self._value_names.flat(record.values),
+                media={self._media_name(name, one): one for name, one in record.media.items()},
+            )
+            for record in records
+        ]
+
+    def parameters(self, config: Mapping[str, Plain]) -> dict[str, Plain]:
+        """Return a configuration with the platform's names, as one level where the platform takes no nested one."""
+        if self.conventions.separator is not None:
+            return dict(self._parameter_names.flat(config))
+        return {self._parameter_names.of(name): value for name, value in config.items()}
+
+    def file_name(self, name: str) -> str:
+        """Return the platform's name of an artifact, or of a run's folder."""
+        return self._file_names.of(name)
+
     def write(self, records: Sequence[LoggedRecord]) -> None:
         """Write records in order; a kill of this process takes none of them back once the call returns.
 
@@ -129,13 +164,22 @@ class Platform(ABC, Generic[Options]):
             raise TrackerStateError(
                 f"{self.name}: a value before start(): call start(run_name, config) first"
             )
-        self.write_records(records)
+        self.write_records(self.named(records))
 
     def finish(self) -> None:
-        """End the run, if it is started."""
+        """End the run, which is finished, if it is started."""
+        self.end("finished")
+
+    def end(self, state: RunState | None) -> None:
+        """End the run, if it is started; None lets go of one that may go on, as far as the platform has that."""
         if self._is_started:
-            self._is_started = False
+            self._is_started, self.state = False, state
             self.close()
+
+    @property
+    def state_word(self) -> Any:
+        """The platform's word for how the run ended; None if it may go on."""
+        return None if self.state is None else self.conventions.states[self.state]
 
     @abstractmethod
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
@@ -147,7 +191,7 @@ class Platform(ABC, Generic[Options]):
 
     @abstractmethod
     def close(self) -> None:
-        """End the run and release the library."""
+        """End the run, with `state_word`, and release the library."""
 
     @abstractmethod
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
@@ -181,20 +225,17 @@ class Platform(ABC, Generic[Options]):
         beside.write_text(json.dumps({**self._known_ids(), run_name: run_id}))
         beside.replace(place)
 
+    def _media_name(self, name: str, medium: StoredMedium) -> str:
+        return self.file_name(name) if medium.kind == "artifact" else self._media_names.of(name)
+
     def _ids_file(self) -> Path:
         return self.directory / f"{self.name}.runs.json"
 
     def _known_ids(self) -> dict[str, str]:
         try:
-            return cast("dict[str, str]", json.loads(self._ids_file().read_text()))
+            return cast("dict[str, str]", read_json(self._ids_file()))
         except FileNotFoundError:
             return {}
-
-
-def folder_name(run_name: str) -> str:
-    """Return a run's name as the name of one folder: no separators, no leading dot, at most 100 characters."""
-    kept = "".join(one if one.isalnum() or one in "-_. " else "-" for one in run_name).strip(" .")
-    return kept[:100] or "run"
 
 
 def wait_until(is_reached: Callable[[], bool], *, pause_seconds: float, problem: str) -> None:

@@ -11,12 +11,11 @@ from typing import Any, Literal
 from drivetrain_tracking import compat
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, folder_name
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
 
 _INTERNAL = "swanlab.sdk.internal"
-_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Open a run with the id of the stopped one, if there is one."""
         self._run = self._given or self._open(run_name)
-        self._run.config.update(dict(config))
+        self._run.config.update(self.parameters(config))
         self._step, self._held = None, {}
         self._flush()
 
@@ -93,7 +92,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
             compat.swanlab_emit(self._run, event)
             for name, medium in record.media.items():
                 if medium.kind == "artifact" and medium.path is not None:
-                    self._save(folder_name(f"{name}-{record.attempt}-{step}"), medium.path)
+                    self._save(f"{name}-{record.attempt}-{step}", medium.path)
         self._flush()
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
@@ -101,7 +100,8 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         if self._run.mode == "disabled":
             return len(records)
         wanted = {
-            _nanoseconds(record.time): [name for name, _ in self._entries(record)] for record in records
+            _nanoseconds(record.time): [name for name, _ in self._entries(record)]
+            for record in self.named(records)
         }
         held: defaultdict[int, list[str]] = defaultdict(list)
         for entry in self._stored():
@@ -121,7 +121,8 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         if self._given is None:
             compat.swanlab_stop_watching(run)
             with compat.swanlab_quiet(load_library(f"{_INTERNAL}.pkg.console", extra=self.name)):
-                run.finish()
+                words = {"crashed": {"error": "the process ended before its training did"}}
+                run.finish(state=self.state_word or "success", **words.get(self.state_word, {}))
 
     def _open(self, run_name: str) -> Any:
         library = load_library("swanlab", extra=self.name)
@@ -176,12 +177,12 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         above = "" if record.attempt == 1 else f"attempt-{record.attempt}/"
         library = load_library("swanlab", extra=self.name)
         for name, number in flat_numbers(record.values).items():
-            yield _key(above + name), number
+            yield above + name, number
         for name, text in flat_texts(record.values).items():
-            yield _key(above + name), library.Text(text)
+            yield above + name, library.Text(text)
         for name, medium in record.media.items():
             if medium.kind != "artifact":
-                yield _key(above + name), self._medium(medium)
+                yield above + name, self._medium(medium)
 
     def _free_key(self, name: str, value: Any, step: int, taken: dict[str, tuple[int, set[int]]]) -> str:
         """Return the name, with a number if SwanLab would drop the value under it, and note it as taken."""
@@ -224,12 +225,6 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 def chosen_mode(asked: str | None, configured: str, *, has_key: bool) -> str:
     """Return the mode of a run: what is asked, else what SwanLab's settings say, but never online without a key."""
     return asked or ("offline" if configured == "online" and not has_key else configured)
-
-
-def _key(name: str) -> str:
-    """Return a name as SwanLab allows it: no control characters, no spaces, dots or slashes at the ends."""
-    kept = "".join(one if one.isprintable() else "-" for one in name).strip(" ./")
-    return kept[: _LONGEST_NAME - 8] or "value"
 
 
 def _is_of(name: str, stored: str) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import NoOptions, Platform, folder_name
+from drivetrain_tracking.platforms.platform import NoOptions, Platform
 from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, count_first_held, flat_numbers, flat_texts
+
+_NOT_FINISHED = ".not-finished"  # an empty file in the run's folder, while its text `state` says so
 
 
 class TensorBoardTracker(Platform[NoOptions]):
@@ -50,9 +52,11 @@ class TensorBoardTracker(Platform[NoOptions]):
         """Choose the run's folder, and write its configuration."""
         load_library("tensorboard", extra=self.name)
         if self._given is None:
-            self._folder = self.directory / self.name / folder_name(run_name)
+            self._folder = self.directory / self.name / self.file_name(run_name)
         told = text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
-        self._add(1, wall_time=0.0, values=[told, hyperparameters(config, start_time=time.time())])
+        self._add(
+            1, wall_time=0.0, values=[told, hyperparameters(self.parameters(config), start_time=time.time())]
+        )
         self._flush()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -79,7 +83,12 @@ class TensorBoardTracker(Platform[NoOptions]):
         self._flush()
 
     def close(self) -> None:
-        """Close the event files."""
+        """Close the event files, after a text `state` if the run did not finish, or did not before."""
+        told = self._given is None and self.state in ("failed", "killed")
+        if told or (self.state == "finished" and self._folder.joinpath(_NOT_FINISHED).exists()):
+            self._add(1, wall_time=time.time(), values=[text("state", self.state_word)])
+            note = self._folder / _NOT_FINISHED
+            note.touch() if told else note.unlink()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()

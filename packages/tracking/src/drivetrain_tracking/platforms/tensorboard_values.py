@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.records import StoredMedium, flat_values
+from drivetrain_tracking.records import StoredMedium
 
 _FORMAT = "tensorboard.compat.proto"
 _HPARAMS = "tensorboard.plugins.hparams"
@@ -48,12 +48,12 @@ def hyperparameters(config: Mapping[str, Plain], *, start_time: float) -> Any:
     data = load_library(f"{_HPARAMS}.plugin_data_pb2", extra="tensorboard")
     metadata = load_library(f"{_HPARAMS}.metadata", extra="tensorboard")
     session = data.SessionStartInfo(start_time_secs=start_time)
-    for name, value in flat_values(config, separator=".").items():
+    for name, value in config.items():
         if isinstance(value, bool):
             session.hparams[name].bool_value = value
         elif isinstance(value, str):
             session.hparams[name].string_value = value
-        elif value is not None:
+        elif isinstance(value, (int, float)):
             session.hparams[name].number_value = value
     described = metadata.create_summary_metadata(data.HParamsPluginData(session_start_info=session))
     return _proto("summary").Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=described)

@@ -1,6 +1,5 @@
 """Trackio: rows of its local SQLite database, which `trackio show --project PROJECT` displays."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,9 +10,9 @@ from uuid import uuid4
 from drivetrain_tracking import compat
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.platform import Platform, folder_name
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
+from drivetrain_tracking.records import LoggedRecord, StoredMedium
 
 _MOST_IDS = 500  # in one question to SQLite
 
@@ -35,8 +34,7 @@ class TrackioTracker(Platform[TrackioOptions]):
     """A tracker that writes Trackio's database, where Trackio keeps it: `TRACKIO_DIR`, or its folder in the home.
 
     Each record is a row with its time and step; a record without a step gets the step after the last. Strings,
-    booleans, None, NaN and infinities are kept. Names that Trackio has for itself (`time`, `step`, ...) get two
-    underscores in front, as `trackio.log` gives them. Steps that a resumed run logs again are the run
+    booleans, None, NaN and infinities are kept. Steps that a resumed run logs again are the run
     `NAME (attempt 2)`.
 
     A call of `write` is one transaction of SQLite, and a row that is there already is not written twice: a kill
@@ -89,7 +87,11 @@ class TrackioTracker(Platform[TrackioOptions]):
             own = {"_Created": created, "_Group": self._options.group}
             self.remember_run_id(run_name, self._run_id)
         known = storage.get_run_config(self._project, run_id=self._run_id) or {}
-        self._config = {**_not_reserved(config), **own, **{k: known[k] for k in ("_Created",) if k in known}}
+        self._config = {
+            **self.parameters(config),
+            **own,
+            **{k: known[k] for k in ("_Created",) if k in known},
+        }
         self._attempts = set()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -141,7 +143,18 @@ class TrackioTracker(Platform[TrackioOptions]):
         self._attempts = set()
 
     def close(self) -> None:
-        """Forget the run; nothing of it is open."""
+        """Forget the run; nothing of it is open.
+
+        Trackio has no states: one that is not "finished" is a row, and in the configuration until the next record.
+        """
+        if self._given is None and self.state in ("failed", "killed"):
+            self._storage().bulk_log(
+                self._project,
+                self._run_name,
+                [{"drivetrain/state": self.state_word}],
+                config={**self._config, "state": self.state_word},
+                run_id=self._run_id,
+            )
         self._attempts = set()
 
     def _storage(self) -> Any:
@@ -157,7 +170,7 @@ class TrackioTracker(Platform[TrackioOptions]):
         return f"{self._run_id}-{record.attempt}-{float(record.time).hex()}"
 
     def _row(self, record: LoggedRecord) -> dict[str, Any]:
-        row = _not_reserved(flat_values(record.values))
+        row: dict[str, Any] = dict(record.values)
         for name, medium in record.media.items():
             if medium.kind == "artifact":
                 self._add_artifact(record, name, medium)
@@ -165,10 +178,10 @@ class TrackioTracker(Platform[TrackioOptions]):
                 kept = compat.trackio_medium(
                     self._medium(medium),
                     project=self._project,
-                    run=folder_name(self._name_of(record.attempt)),  # a folder's name there
+                    run=self.file_name(self._name_of(record.attempt)),  # a folder's name there
                     step=record.step or 0,
                 )
-                row.update(_not_reserved({name: kept}))
+                row[name] = kept
         return row
 
     def _medium(self, medium: StoredMedium) -> Any:
@@ -191,8 +204,8 @@ class TrackioTracker(Platform[TrackioOptions]):
     def _add_artifact(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
         """Add a version of an artifact; content that is there already makes none."""
         library = load_library("trackio", extra=self.name)
-        run = folder_name(self._name_of(record.attempt))
-        artifact = library.Artifact(re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{name}"), type="file")
+        run = self.file_name(self._name_of(record.attempt))
+        artifact = library.Artifact(f"{run}-{name}", type="file")
         artifact.add_file(str(medium.path))
         self._storage().commit_artifact_version(
             project=self._project,
@@ -205,14 +218,6 @@ class TrackioTracker(Platform[TrackioOptions]):
             run_name=self._name_of(record.attempt),
             run_id=self._id_of(record.attempt),
         )
-
-
-def _not_reserved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with two underscores in front of names that Trackio has for itself."""
-    reserved = load_library("trackio.utils", extra="trackio").RESERVED_KEYS
-    return {
-        f"__{name}" if name in reserved or name.startswith("_") else name: v for name, v in values.items()
-    }
 
 
 def _timestamp(time: float) -> str:

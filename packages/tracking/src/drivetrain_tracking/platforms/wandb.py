@@ -13,7 +13,7 @@ from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.platforms.wandb_file import WandbFile
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, count_first_held, flat_values
+from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, count_first_held
 
 _FLUSH_SECONDS = 0.05
 
@@ -82,7 +82,7 @@ class WandbTracker(Platform[WandbOptions]):
         wandb = load_library("wandb", extra=self.name)
         if self._given is not None:
             self._run = self._given
-            self._run.config.update(config, allow_val_change=True)
+            self._run.config.update(self.parameters(config), allow_val_change=True)
         else:
             self._run = self._init(wandb, run_name, config)
             self.remember_run_id(run_name, self._run.id)
@@ -94,7 +94,7 @@ class WandbTracker(Platform[WandbOptions]):
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write each record as one row, and wait until all are in the run's file."""
         for record in records:
-            row: dict[str, Any] = {**flat_values(record.values), "_timestamp": record.time}
+            row: dict[str, Any] = {**record.values, "_timestamp": record.time}
             if record.step is not None:
                 row["drivetrain/step"] = record.step
             if record.attempt > 1:
@@ -124,7 +124,7 @@ class WandbTracker(Platform[WandbOptions]):
     def close(self) -> None:
         """Finish the run, unless it is the user's."""
         if self._given is None:
-            self._run.finish()
+            self._run.finish(exit_code=self.state_word or 0)
 
     def _init(self, wandb: Any, run_name: str, config: Mapping[str, Plain]) -> Any:
         if WANDB_FLUSH_SETTING not in wandb.Settings.model_fields:
@@ -140,7 +140,7 @@ class WandbTracker(Platform[WandbOptions]):
             name=run_name,
             id=run_id,
             resume="allow" if run_id and mode != "offline" else None,
-            config=dict(config),
+            config=self.parameters(config),
             project=given.project,
             entity=given.entity,
             group=given.group,
@@ -183,9 +183,8 @@ class WandbTracker(Platform[WandbOptions]):
         return kinds[medium.kind](str(medium.path), caption=medium.caption or None)
 
     def _log_file(self, name: str, medium: StoredMedium) -> None:
-        plain = "".join(one if one.isalnum() or one in "-_." else "-" for one in name)[:128]
         artifact = load_library("wandb", extra=self.name).Artifact(
-            plain, type="file", description=medium.caption or None
+            name, type="file", description=medium.caption or None
         )
         artifact.add_file(str(medium.path))
         self._run.log_artifact(artifact)

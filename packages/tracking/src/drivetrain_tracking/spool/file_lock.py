@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from drivetrain_tracking.opening import open_regular
+
 logger = logging.getLogger(__name__)
 
 
@@ -15,7 +17,7 @@ def open_alone(path: Path, *, taken: Exception) -> int:
     Raises:
         Exception: `taken`, if another process has locked the file.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -24,6 +26,20 @@ def open_alone(path: Path, *, taken: Exception) -> int:
     except OSError as error:
         logger.warning("%s has no locks (%s): a second process that writes there is not noticed", path, error)
     return file
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file, which must exist."""
+    file = open_regular(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
 
 
 def unlock(file: int) -> None:

@@ -44,7 +44,10 @@ def decode(line: bytes) -> dict[str, Any] | None:
         return None
     if tail != b"%b%08x%b" % (CHECKSUM_MARK, crc32(body), _END):
         return None
-    return json.loads(body + b"}")
+    try:
+        return json.loads(body + b"}")
+    except (ValueError, RecursionError):  # whole, and no record: another program has written it
+        return None
 
 
 def _strict(value: Plain) -> Plain:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drivetrain_tracking.opening import open_regular
 from drivetrain_tracking.spool.line import decode
 
 _CHUNK_BYTES = 1 << 20
@@ -46,7 +47,7 @@ class SpoolReader:
             OSError: The file cannot be read.
         """
         try:
-            file = os.open(self._path, os.O_RDONLY)
+            file = open_regular(self._path)
         except FileNotFoundError:
             return
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_tracking.log_format import LOG_NAME
+from drivetrain_tracking.opening import open_regular
 from drivetrain_tracking.view.log_places import find_logs
 from drivetrain_tracking.view.log_reader import parse_lines
 from drivetrain_tracking.view.run_collection import RunCollection
@@ -88,7 +89,7 @@ def check_kind(log: Path) -> None:
         ValueError: It begins with something else.
         OSError: It cannot be read.
     """
-    with log.open("rb") as file:
+    with os.fdopen(open_regular(log), "rb") as file:
         lines = file.read(_FIRST_BYTES).split(b"\n")
     # The last line may be cut; a run may also have been killed in its first line, so any line will do.
     whole = [line for line in lines[:-1] if line.strip()]

@@ -9,6 +9,7 @@ from typing import Any, cast
 from zlib import crc32
 
 from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
+from drivetrain_tracking.opening import open_regular
 
 _CHUNK_BYTES = (
     1 << 20
@@ -63,7 +64,7 @@ class LogReader:
         Raises:
             OSError: The log cannot be read; FileNotFoundError if it is not there.
         """
-        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(self._path)
         try:
             if self._is_replaced(file):
                 self.offset, self._head, self._chunk_bytes = 0, b"", _CHUNK_BYTES

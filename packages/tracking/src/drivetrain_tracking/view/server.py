@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
+from drivetrain_tracking.opening import open_regular
 from drivetrain_tracking.view.answers import (
     answer_curves,
     describe_details,
@@ -113,22 +114,24 @@ class ViewServer(ThreadingHTTPServer):
 
     def answer(self, target: str) -> HTTPAnswer:
         """Return the answer to a GET of a target, such as "/api/runs"."""
-        url = urlsplit(target)
-        if (found := self.page.get(url.path)) is not None:
+        path, _, query = target.partition(
+            "?"
+        )  # a target is a path here; no parser of whole addresses can stumble
+        if (found := self.page.get(path)) is not None:
             return _answer_bytes(*found)
         runs = self.collection.runs
         try:
-            asked = read_query(url.query)
-            if url.path == "/api/runs":
+            asked = read_query(query)
+            if path == "/api/runs":
                 return _answer_json({"runs": [describe_run(index, run) for index, run in enumerate(runs)]})
-            if url.path == "/api/curves":
+            if path == "/api/curves":
                 return _answer_json(answer_curves(runs, read_curve_question(asked)))
-            if url.path == "/api/details":
+            if path == "/api/details":
                 return _answer_json(describe_details(_run_of(runs, asked, "run")))
-            if url.path == "/api/differences":
+            if path == "/api/differences":
                 first, second = _run_of(runs, asked, "first"), _run_of(runs, asked, "second")
                 return _answer_json(describe_differences(first, second))
-            if url.path == "/media":
+            if path == "/media":
                 return _answer_medium(_run_of(runs, asked, "run"), read_index(asked, "medium"))
         except BadRequestError as error:
             return _answer_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
@@ -208,7 +211,7 @@ def _answer_medium(run: RunIndex, index: int) -> HTTPAnswer:
         return _answer_json({"error": "the run's folder has no such file"}, HTTPStatus.NOT_FOUND)
     try:
         size_bytes = path.stat().st_size
-        file = path.open("rb")
+        file = os.fdopen(open_regular(path), "rb")
     except OSError as error:
         return _answer_json({"error": f"the file cannot be read: {error.strerror}"}, HTTPStatus.NOT_FOUND)
     return HTTPAnswer(

@@ -78,7 +78,11 @@ def run(arguments: LaunchArguments) -> int:
     plan = plan_launch(
         launch, target, _host(launch, device), handed_down=layers.to_json(), placement=placement
     )
-    plan = replace(plan, notes=(*file_notes(arguments.layers), *plan.notes))
+    plan = replace(
+        plan,
+        notes=(*file_notes(arguments.layers), *plan.notes),
+        standstill_seconds=settings["state"].timeout_seconds,  # when the other ranks give up
+    )
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
         return 0

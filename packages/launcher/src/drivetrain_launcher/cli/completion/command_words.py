@@ -137,7 +137,7 @@ def _flag_words(field: str, kind: str, metadata: Mapping[str, Any]) -> list[Flag
     # A list of choices too, as in tuple[Literal["a", "b"], ...].
     listed = [found for part in parts for found in re.findall(r"Literal\[(.*?)\]", part)]
     values = [str(value) for each in listed for value in ast.literal_eval(f"[{each}]")]
-    values += ["none"] if listed and "None" in parts else []
+    values += ["none"] if listed and "None" in parts and "none" not in values else []
     if group := metadata.get("plugins"):
         values += _plugin_words(group)
     return [FlagWords(name=name, about=about, choices=tuple(values), is_path="Path" in parts)]

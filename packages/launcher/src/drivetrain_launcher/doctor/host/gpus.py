@@ -4,7 +4,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 from typing import Any, cast
 
 from drivetrain_launcher.doctor.checked_run import CheckedRun
@@ -13,6 +17,9 @@ from drivetrain_launcher.doctor.doctor_finding import CheckVerdict, DoctorFindin
 # The first driver that runs any CUDA of a major version (NVIDIA's table of minor version compatibility).
 _FIRST_DRIVERS = {11: "450", 12: "525", 13: "580"}
 _MEMORY_TAKEN = 0.5
+# The PCI classes of displays and of processing accelerators, and the makers whose devices torch drives.
+_GPU_CLASSES = ("0x03", "0x12")
+_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +36,7 @@ class GpuMeasurement:
         library_driver: The version of the driver that its library in user space belongs to; empty if unknown.
         has_nvidia: Whether the NVIDIA driver is loaded.
         has_amd: Whether the AMD driver is loaded.
+        on_bus: The makers of the GPUs on the PCI bus, "NVIDIA" or "AMD", whether their driver is loaded or not.
         names: The devices that torch sees.
         capabilities: The compute capability of each, such as "9.0".
         memory_taken: The part of each device's memory that other processes hold, from 0 to 1.
@@ -45,6 +53,7 @@ class GpuMeasurement:
     library_driver: str = ""
     has_nvidia: bool = False
     has_amd: bool = False
+    on_bus: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
     memory_taken: tuple[float, ...] = ()
@@ -82,6 +91,31 @@ def measure_gpus(environment: Mapping[str, str], *, timeout_seconds: float) -> G
     return gpus_from_data(json.loads(done.stdout.splitlines()[-1]))
 
 
+def find_gpus(*, system: Path = Path("/sys"), torch_folder: Path | None = None) -> GpuMeasurement:
+    """Return what is known without torch's import where no driver is loaded: torch's build, and GPUs on the bus.
+
+    Args:
+        system: The folder of the kernel's view of devices.
+        torch_folder: The folder of the package torch; None for the one that is installed.
+    """
+    if torch_folder is None:
+        found = find_spec("torch")
+        torch_folder = None if found is None or found.origin is None else Path(found.origin).parent
+    build = {} if torch_folder is None else run_path(str(torch_folder / "version.py"))
+    return GpuMeasurement(
+        torch_cuda=build.get("cuda"), torch_hip=build.get("hip"), on_bus=_makers(system / "bus/pci/devices")
+    )
+
+
+def _makers(devices: Path) -> tuple[str, ...]:
+    found: set[str] = set()
+    for device in devices.iterdir() if devices.is_dir() else ():
+        with suppress(OSError):  # it was taken out
+            if (device / "class").read_text().startswith(_GPU_CLASSES):
+                found.add(_MAKERS.get((device / "vendor").read_text().strip(), ""))
+    return tuple(sorted(found - {""}))
+
+
 def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
     """Return the measurement that `as_data` wrote."""
     values: dict[str, Any] = {
@@ -95,9 +129,7 @@ def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
 def judge_driver(measured: GpuMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the driver against torch's libraries."""
     if not measured.has_nvidia and not measured.has_amd:
-        if measured.torch_cuda is None and measured.torch_hip is None:
-            return CheckVerdict(skipped="no GPU driver is loaded, and torch is built for the CPU")
-        return CheckVerdict(skipped="no NVIDIA or AMD driver is loaded")
+        return _without_driver(measured)
     findings = [*_build(measured), *_nvidia(measured), *_devices(measured, checked)]
     if measured.has_nvidia:
         library = f"torch's CUDA {measured.torch_cuda or 'none'}, NCCL {measured.nccl or 'none'}"
@@ -109,16 +141,34 @@ def judge_driver(measured: GpuMeasurement, checked: CheckedRun) -> CheckVerdict:
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
+def _without_driver(measured: GpuMeasurement) -> CheckVerdict:
+    build = f"torch is built for {_built_for(measured)}"
+    maker = "NVIDIA" if measured.torch_cuda else "AMD" if measured.torch_hip else ""
+    if maker not in measured.on_bus:
+        return CheckVerdict(skipped=f"no GPU driver is loaded, and {build}")
+    lost = error(
+        f"this host has {maker} GPUs and no driver for them is loaded; {build}",
+        why="torch sees no device: the run trains on the CPU, or ends at once",
+        mend=f"modprobe {'nvidia' if maker == 'NVIDIA' else 'amdgpu'} tells why it does not load; after an update of "
+        "the kernel or the driver, reboot or install the driver for the kernel that runs (dkms status)",
+    )
+    return CheckVerdict(summary=f"no driver; {build}", findings=(lost,))
+
+
+def _built_for(measured: GpuMeasurement) -> str:
+    if measured.torch_cuda:
+        return f"CUDA {measured.torch_cuda}"
+    return f"ROCm {measured.torch_hip}" if measured.torch_hip else "the CPU"
+
+
 def _build(measured: GpuMeasurement) -> list[DoctorFinding]:
     kind, built = ("NVIDIA", measured.torch_cuda) if measured.has_nvidia else ("AMD", measured.torch_hip)
     if built is not None:
         return []
-    other = f"ROCm {measured.torch_hip}" if measured.torch_hip else f"CUDA {measured.torch_cuda}"
-    build = "the CPU" if measured.torch_cuda is None and measured.torch_hip is None else other
     index = "cu128" if kind == "NVIDIA" else "rocm6.4"
     return [
         error(
-            f"this host has {kind} GPUs, and torch is built for {build}",
+            f"this host has {kind} GPUs, and torch is built for {_built_for(measured)}",
             why="the run trains on the CPU",
             mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
         )

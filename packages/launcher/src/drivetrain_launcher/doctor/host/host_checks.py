@@ -1,5 +1,6 @@
 """The checks of one host, in the order in which they run."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,7 +9,13 @@ from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.doctor_finding import Check, CheckVerdict
 from drivetrain_launcher.doctor.host.addresses import AddressMeasurement, judge_addresses, measure_addresses
 from drivetrain_launcher.doctor.host.checkpoint_disk import judge_disk, measure_disk
-from drivetrain_launcher.doctor.host.gpus import GpuMeasurement, judge_driver, judge_peers, measure_gpus
+from drivetrain_launcher.doctor.host.gpus import (
+    GpuMeasurement,
+    find_gpus,
+    judge_driver,
+    judge_peers,
+    measure_gpus,
+)
 from drivetrain_launcher.doctor.host.limits import judge_limits, measure_limits
 from drivetrain_launcher.doctor.host.ports import judge_port, measure_port
 from drivetrain_launcher.doctor.host.processors import judge_processors, measure_processors
@@ -58,9 +65,11 @@ def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Ch
 
     @cache
     def gpus() -> GpuMeasurement:
+        found = find_gpus()
         if not accelerator_may_exist():
-            return GpuMeasurement()
-        return measure_gpus(checked.environment, timeout_seconds=_GPU_SECONDS)
+            return found
+        measured = measure_gpus(checked.environment, timeout_seconds=_GPU_SECONDS)
+        return replace(measured, on_bus=found.on_bus)
 
     checks = [
         Check(name="GPU driver", run=lambda: judge_driver(gpus(), checked)),

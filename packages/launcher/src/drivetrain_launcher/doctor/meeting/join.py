@@ -16,6 +16,8 @@ from torch.distributed import DistError, PrefixStore, TCPStore
 from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.time_limit import within
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_state.own_addresses import own_addresses
+from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_doctor"
 _TRY_SECONDS = 2.0
@@ -134,29 +136,16 @@ def _may_host(checked: CheckedRun) -> bool:
     if checked.node_rank is not None:
         return checked.node_rank == 0
     try:
-        found = socket.getaddrinfo(checked.master_addr, 0, type=socket.SOCK_STREAM)
-    except OSError:
+        return any(own_addresses(checked.master_addr))
+    except (OSError, UnicodeError):
         return False
-    return any(_is_own(family, address[0]) for family, _, _, _, address in found)
-
-
-def _is_own(family: int, address: str | int) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-        return True
 
 
 def _host(checked: CheckedRun) -> TCPStore | None:
     """Host the store; None if ranks are agreed on and another doctor on this host has come first."""
     timeout = timedelta(seconds=checked.wait_seconds)
     try:
-        # By the loopback: whether others can reach the address is for them to say.
-        return TCPStore(
-            "127.0.0.1", checked.master_port, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        return host_store(checked.master_addr, checked.master_port, timeout=timeout, is_one_node=False)
     except DistError as failure:
         if checked.node_rank is None:
             return None

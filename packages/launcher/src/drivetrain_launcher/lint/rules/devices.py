@@ -121,7 +121,7 @@ RULES = (
         name="hard-coded-device",
         severity=Severity.WARNING,
         summary='A device is written down: .cuda(), .to("cuda"), torch.device("cuda:0"), device_map={"": 0}.',
-        why="RankSubset must use devices of their own, and scripts run on machines with others, or none.",
+        why="Ranks must use devices of their own, and scripts run on machines with others, or none.",
         mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches "
         "there); in plain torch, "
         'f"cuda:{local_rank}".',

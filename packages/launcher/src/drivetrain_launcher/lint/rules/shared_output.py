@@ -152,7 +152,7 @@ RULES = (
         name="one-file-of-all-ranks",
         severity=Severity.WARNING,
         summary="torch.save writes to one path on all ranks.",
-        why="RankSubset write over each other: the file may be torn, or hold another rank's values.",
+        why="Ranks write over each other: the file may be torn, or hold another rank's values.",
         mend="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
         "save_model do it for all.",
         check=_files,

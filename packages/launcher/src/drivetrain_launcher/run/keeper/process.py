@@ -159,6 +159,7 @@ class KeeperProcess:
         )
         ranks = _Ends(self._ranks)
         ranks.send(signal.SIGTERM)
+        ranks.send(signal.SIGCONT)  # a stopped one does not see it otherwise
         deadline = time.monotonic() + grace
         while ranks.are_running and time.monotonic() < deadline:
             if not any(writer.is_full for writer in self._writers.values()):

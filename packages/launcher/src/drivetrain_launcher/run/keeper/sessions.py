@@ -64,6 +64,11 @@ def members_of(leaders: Collection[int]) -> list[int]:
     return [pid for pid in _processes() if _running_session(pid) in sessions]
 
 
+def stopped_among(pids: Collection[int]) -> list[int]:
+    """Return those processes that a signal such as SIGSTOP has stopped; a debugger's hold is none."""
+    return [pid for pid in pids if (status := _status(pid)) is not None and status[0] == b"T"]
+
+
 def leaders_with(text: str) -> list[int]:
     """Return the session leaders in whose first environment `text` stands, such as a name with its value."""
     sought = os.fsencode(text)
@@ -85,9 +90,14 @@ def _processes() -> list[int]:
 
 def _running_session(pid: int) -> int | None:
     """Return the session of a running process; None if it has ended."""
+    status = _status(pid)
+    return None if status is None or status[0] in (b"Z", b"X") else int(status[3])
+
+
+def _status(pid: int) -> list[bytes] | None:
+    """Return a process's state, parent, group, session and what follows them in its `stat`; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            return file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if state in (b"Z", b"X") else int(session)

@@ -1,0 +1,240 @@
+"""The class of a sharded parameter, for which a program's own code gets what it means: the full parameter.
+
+A DTensor keeps its shard in an attribute that `p.data = ...` does not reach, and refuses to meet plain tensors.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from drivetrain_backends.compat import as_they_are
+from drivetrain_backends.errors import UnshardedParameterError
+from drivetrain_backends.fsdp.compat import tree_map_only
+from drivetrain_backends.state_dict.dtensor import local, own_part
+
+_ATTRIBUTES = ("__get__", "__set__", "__delete__")
+_STORAGES = ("storage", "untyped_storage")
+_IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+_ELEMENTWISE = (
+    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
+    *("clamp_", "clamp_min_", "clamp_max_"),
+)
+_AS_IT_IS: Any = DTensor.__torch_function__
+
+
+class ShardedParameter(DTensor):
+    """A parameter that `fully_shard` divided, to which full tensors can be assigned and copied.
+
+    Attributes:
+        name_in_model: The parameter's name in its model.
+    """
+
+    __slots__ = ()
+    name_in_model: str
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values without autograd, as a sharded tensor; assigned values are copied into the shard."""
+        return self._named(Tensor.data.__get__(self))  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is self:
+            return
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise UnshardedParameterError(
+                f"{self.name_in_model}, of {_told(self)}, is assigned {_told(value)} after prepare(), as by "
+                "p.data = ... or model.to(...): FSDP has sized its memory for what prepare() divided. Convert or "
+                "move the model before prepare(); values of the same shape and dtype can be assigned"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Copy values, full or sharded, in place; each rank takes its part of a full tensor."""
+        if isinstance(src, DTensor) or (torch.is_grad_enabled() and self.requires_grad):
+            return super().copy_(src, non_blocking)
+        local(self).copy_(own_part(src.expand(self.shape), self), non_blocking)
+        return self
+
+    def detach(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the sharded values without autograd, in a tensor of this class, as a state dict holds them."""
+        return self._named(super().detach())
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        copied: Any = super().detach().clone()
+        copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_file(self)
+        return super().detach().__reduce_ex__(protocol)
+
+    def _named(self, values: Any) -> Tensor:
+        values.__class__ = type(self)
+        values.name_in_model = self.name_in_model
+        return values
+
+
+class ProgramUse:
+    """The use of sharded parameters by a program's own code, outside the model's forward.
+
+    An operation that autograd records, or that meets plain tensors, computes with full parameters; their gradients
+    are averaged over ranks, as those of the model are. All ranks must run it, in the same order.
+
+    Args:
+        named: The sharded parameters of a model, by name.
+        in_forward: Whether the model is in its forward, which FSDP gathers for.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], in_forward: Callable[[], bool]) -> None:
+        def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del cls
+            if func.__name__ in _ATTRIBUTES or in_forward():
+                return _AS_IT_IS(func, types, args, kwargs or {})
+            return _computed(func, types, args, kwargs or {})
+
+        self._given: Any = classmethod(run)
+        # Of a model's own, so that models are trained, and end, independently of each other.
+        self._class: Any = type(
+            "ShardedParameter", (ShardedParameter,), {"__slots__": (), "__module__": __name__}
+        )
+        self._parameters: dict[str, Any] = dict(named)
+        self.adopt()
+        self.begin()
+
+    @property
+    def are_kept(self) -> bool:
+        """True if no parameter was converted, which exchanges its class for a plain DTensor's."""
+        return set(map(type, self._parameters.values())) <= {self._class}
+
+    def adopt(self) -> None:
+        """Give every parameter its class."""
+        for name, parameter in self._parameters.items():
+            parameter.__class__ = self._class
+            parameter.name_in_model = name
+
+    def begin(self) -> None:
+        """Let operations of the program compute with full parameters, from now on."""
+        self._class.__torch_function__ = self._given
+
+    def end(self) -> None:
+        """Leave every operation to torch, from now on."""
+        self._class.__torch_function__ = _AS_IT_IS
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leave every operation in the block to torch: a step reads thousands of attributes of parameters."""
+        self.end()
+        try:
+            yield
+        finally:
+            self.begin()
+
+
+def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation on shards, or on full parameters if it is part of a loss."""
+    name = func.__name__
+    if name in _STORAGES:
+        _refuse_file(args[0])
+    is_in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    try:
+        result = _AS_IT_IS(func, types, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if func is torch.autograd.grad:
+            _refuse_gradient(error)
+        if not is_in_place:
+            return _of_whole(func, args, kwargs)
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        if name not in _ELEMENTWISE and name not in _IN_PLACE_OPERATORS:
+            raise UnshardedParameterError(
+                f"{name}() of a sharded parameter, in place and with a tensor that is not sharded: change the full "
+                "parameters inside accelerator.gathered(model, write=True)"
+            ) from error
+        return _in_place(func, types, args, kwargs)
+    if is_in_place or not _is_differentiable(result) or any(result is arg for arg in args):
+        return result
+    return _of_whole(func, args, kwargs)
+
+
+def _in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Write elementwise, with this rank's part of each full tensor."""
+    target = args[0]
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else _divided_like(target, tensor)
+
+    args, kwargs = tree_map_only(Tensor, part, (args, kwargs))
+    return _AS_IT_IS(func, types, args, kwargs)
+
+
+def _divided_like(target: Any, tensor: Tensor) -> Tensor:
+    return DTensor.from_local(
+        own_part(tensor.expand(target.shape), target).to(target.device),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
+def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(DTensor, _whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _whole(sharded: Any) -> Tensor:
+    """Return the full tensor, whose gradient ranks average. Called on all ranks."""
+    with as_they_are():
+        if not (sharded.requires_grad and torch.is_grad_enabled()):
+            return sharded.detach().full_tensor()
+        whole = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
+        if sharded.is_leaf and sharded.device.type != "cpu":
+            whole.register_hook(partial(_wait_for_reduction, sharded))
+        return whole
+
+
+def _wait_for_reduction(parameter: Tensor, gradient: Tensor) -> None:
+    """Wait for a gradient that FSDP may still be reducing on another stream, before autograd adds to it."""
+    del gradient
+    if parameter.grad is not None:
+        torch.accelerator.synchronize()
+
+
+def _is_differentiable(result: Any) -> bool:
+    found: Iterable[Any] = result if isinstance(result, (tuple, list)) else (result,)
+    return any(isinstance(one, DTensor) and one.requires_grad for one in found)
+
+
+def _refuse_gradient(error: Exception) -> NoReturn:
+    if "not have been used in the graph" not in str(error):
+        raise error
+    raise UnshardedParameterError(
+        "torch.autograd.grad(loss, model.parameters()) through a model that FSDP sharded: its forward computes with "
+        "gathered parameters, which these are not. Call accelerator.backward(loss) and read the shards' .grad; or "
+        "use backend='ddp'"
+    ) from error
+
+
+def _refuse_file(parameter: Any) -> None:
+    """Refuse to write this rank's part of a parameter into a file, as if it were the parameter."""
+    if local(parameter).shape != parameter.shape:
+        raise UnshardedParameterError(
+            f"{parameter.name_in_model} is pickled or written to a file, as by torch.save(model.state_dict()) and "
+            f"save_pretrained(folder), and this rank holds {tuple(local(parameter).shape)} of its "
+            f"{tuple(parameter.shape)}: the file would lack the other ranks' rows. Call "
+            "accelerator.get_state_dict(model) on all ranks, and save what it returns (save_pretrained(folder, "
+            "state_dict=...)); or save_model() or save_state()"
+        )
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)} on {tensor.device.type}"

@@ -1,0 +1,109 @@
+"""Compare over ranks what each was given to read, and what it drew or read, before the data is divided among them.
+
+Samples that only one rank has would be read by none, and samples in another order twice or never.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from drivetrain_data.sampling.sample_signature import Signature, alike
+
+# A callback that receives a sampler's name and a checksum of the indices it drew.
+Agree: TypeAlias = Callable[[str, int], None]
+
+_WAY_OUT = (
+    "Every rank must be given all of the same data, which is divided here: build it without the rank or RANK, with "
+    "the same seed on every rank, and with files in sorted order. Data that each rank is to keep for itself goes "
+    "into a loader that is neither prepared nor sharded"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankAgreement:
+    """The comparisons of the ranks that share a loader's data. Every method is called on all ranks of the group.
+
+    Attributes:
+        group: The process group of the ranks.
+        for_all: Whether the first rank reads for all. What the others have may then be missing, but not differ.
+    """
+
+    group: dist.ProcessGroup
+    for_all: bool
+
+    @property
+    def reads(self) -> bool:
+        """True if this rank reads the data."""
+        return not self.for_all or dist.get_rank(self.group) == 0
+
+    def check_drawn(self, name: str, checksum: int) -> None:
+        """Check that a sampler drew the same indices on every rank.
+
+        Args:
+            name: The name of the sampler, for the error.
+            checksum: The checksum of the indices drawn on this rank.
+
+        Raises:
+            ValueError: The sampler drew other indices on another rank; raised on all ranks.
+        """
+        drawn = self._gathered(checksum)
+        others = [rank for rank, other in enumerate(drawn) if other != drawn[0]]
+        if others:
+            raise ValueError(
+                f"{name} drew another order on rank {others[0]} of those that share the data than on rank 0, and "
+                "samples would be lost; let it draw from generators that it holds or the global ones, which are "
+                "seeded alike on every rank, or let one rank read for all, with dispatch=True"
+            )
+
+    def check_given(self, facts: Mapping[str, Any]) -> None:
+        """Check that loaders built alike were given on every rank.
+
+        Args:
+            facts: Plain values that describe the loader of this rank, by name.
+
+        Raises:
+            ValueError: A value differs; raised on all ranks.
+        """
+        by_rank = self._gathered(dict(facts))
+        for rank, other in enumerate(by_rank):
+            for name in {**by_rank[0], **other}:  # in the same order on every rank
+                first, given = by_rank[0].get(name), other.get(name)
+                if given != first and not (self.for_all and given in (None, 0)):
+                    raise ValueError(
+                        f"the ranks were given different data: {name}={first!r} on rank 0 of those that share it, "
+                        f"and {name}={given!r} on rank {rank}. {_WAY_OUT}"
+                    )
+
+    def differing(self, signature: Signature | None) -> int | None:
+        """Return the first rank whose samples differ from the first rank's; None if none is known to differ.
+
+        Args:
+            signature: The signature of what this rank read; None if it read nothing that can be compared.
+        """
+        by_rank = self._gathered(signature)
+        if by_rank[0] is None or (None in by_rank and not self.for_all):
+            return None
+        return next((i for i, it in enumerate(by_rank) if it is not None and not alike(by_rank[0], it)), None)
+
+    def all_say(self, answer: bool) -> bool:
+        """Return whether every rank answers yes."""
+        return all(self._gathered(answer))
+
+    def refuse_samples(self, name: str, rank: int) -> None:
+        """Refuse data whose samples differ.
+
+        Raises:
+            ValueError: Always.
+        """
+        read = "rank 0 reads for all, and " if self.for_all else ""
+        raise ValueError(
+            f"{read}{name} gives other samples on rank {rank} of those that share the data than on rank 0, at the "
+            f"same places: as if it divided the data itself, so that most of it would be read by no rank. {_WAY_OUT}"
+        )
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, mine, group=self.group)
+        return found

@@ -1,0 +1,66 @@
+"""Host the store at which ranks or nodes meet, on its own address alone: torch's store listens on every interface."""
+
+import logging
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from drivetrain_state.own_addresses import is_loopback, own_addresses
+
+logger = logging.getLogger(__name__)
+
+_EVERY_INTERFACE = ("::", "0.0.0.0")
+
+
+def host_store(
+    address: str, port: int, *, timeout: timedelta, is_one_node: bool, multi_tenant: bool = False
+) -> TCPStore:
+    """Return a store whose server runs in this process and listens on `address` alone.
+
+    It listens on every interface only if other nodes reach this one by a name or address that this machine does not
+    know as its own: an address that a router translates, or a host name that stands for loopback here.
+
+    Args:
+        address: The host name or address by which ranks or nodes find this machine.
+        port: The port; 0 for any free one.
+        timeout: The longest time of a wait at the store.
+        is_one_node: Whether all that connect are on this machine.
+        multi_tenant: Whether to share the server that this process may already have on the port.
+
+    Raises:
+        DistNetworkError: The port is in use by another process.
+    """
+    listener = _listener(address, port, is_one_node=is_one_node)
+    if listener is None:
+        return TCPStore(
+            address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=multi_tenant
+        )
+    bound, port = listener.getsockname()[:2]
+    return TCPStore(
+        address if bound not in _EVERY_INTERFACE else "127.0.0.1",  # the way out and back in may be closed
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=multi_tenant,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def _listener(address: str, port: int, *, is_one_node: bool) -> socket.socket | None:
+    """Return a socket that listens on an address; None if torch is to share its server, or to say what is wrong."""
+    try:
+        for family, own in own_addresses(address):
+            # A host name that stands for loopback here stands for another address on the other nodes.
+            if is_one_node or is_loopback(address) or not is_loopback(own):
+                return socket.create_server((own, port), family=family)
+        logger.warning(
+            "the store of this run listens on every interface of this machine, as other nodes are to reach it at "
+            "%s, which is no address of it; give them one of its addresses to have it listen there alone",
+            address,
+        )
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+    except (OSError, UnicodeError):
+        return None

@@ -1,0 +1,218 @@
+"""The names that each platform takes, and its words for how a run ended, as data.
+
+A name that a platform does not take gets another one with a mark of eight digits of its own hash. So two names stay
+two, the same ones in every process, after a resume and in a replay, whatever was logged before.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import MappingProxyType
+
+from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.records import flat_leaves
+from drivetrain_tracking.run_state import RunState
+
+logger = logging.getLogger(__name__)
+
+_MARK_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRule:
+    """A rule of what a platform takes as a name of one kind.
+
+    Attributes:
+        unlike: The pattern of a character that may not stand in a name.
+        lead: The characters that a name, or a part of one that is a path, may not begin with.
+        trail: The characters that a name, or a part of one that is a path, may not end with.
+        is_path: Whether `/` divides a name into folders, of which none is empty, `.` or `..`.
+        longest_bytes: The most bytes of a name.
+        taken: The pattern of names that the platform or its tracker has for itself.
+    """
+
+    unlike: str = r"[\x00-\x1f\x7f\ud800-\udfff]"
+    lead: str = ""
+    trail: str = ""
+    is_path: bool = False
+    longest_bytes: int = 1000
+    taken: str = r"(?!)"
+
+    def name_of(self, given: str) -> str:
+        """Return the name itself if the platform takes it, else one with a mark that no other name gets. Pure."""
+        kept = self._cleaned(given)
+        if (
+            kept
+            and kept == given
+            and len(kept.encode()) <= self.longest_bytes
+            and not re.search(self.taken, kept)
+        ):
+            return given
+        room = self.longest_bytes - 1 - _MARK_DIGITS
+        cut = kept.encode()[:room].decode(errors="ignore")
+        return f"{cut.rstrip('/' + self.trail) or 'unnamed'}-{mark_of(given)}"
+
+    def _cleaned(self, given: str) -> str:
+        kept = re.sub(self.unlike, "-", given)
+        parts = [part for part in kept.split("/") if part not in ("", ".", "..")] if self.is_path else [kept]
+        stripped = (part.lstrip(self.lead or None).rstrip(self.trail or None) for part in parts)
+        return "/".join(part for part in (stripped if self.lead or self.trail else parts) if part)
+
+
+def mark_of(given: str) -> str:
+    """Return the mark of a name: hexadecimal digits of its hash."""
+    return sha256(given.encode(errors="surrogatepass")).hexdigest()[:_MARK_DIGITS]
+
+
+_FILE = NameRule(unlike=r"[^\w\-. ]", lead=" .", trail=" .", longest_bytes=100)
+_ASCII_FILE = NameRule(unlike=r"[^A-Za-z0-9_.\-]", longest_bytes=120)
+_ATTEMPT = r"^attempt-\d+/"
+_DOCUMENTS = r"^(plan|info|state)$"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conventions:
+    """The names that a platform takes, and its words for how a run ended.
+
+    Attributes:
+        values: The names of what is logged: metrics, texts and media.
+        parameters: The names of the configuration.
+        separator: The text between the names of a nested configuration that is made flat; None for platforms that
+            take a nested one, of which the rule counts for the outermost names.
+        media: The names of media, where they become other things than values do.
+        files: The names of what becomes a file or folder: artifacts, runs.
+        states: The platform's words; a platform without any gets ours, as a text.
+    """
+
+    values: NameRule = NameRule()
+    parameters: NameRule = NameRule()
+    separator: str | None = None
+    media: NameRule | None = None
+    files: NameRule = _FILE
+    states: Mapping[RunState, str | int] = field(
+        default_factory=lambda: {"finished": "finished", "failed": "failed", "killed": "killed"}
+    )
+
+
+_MLFLOW = NameRule(unlike=r"[^\w\-. :/]", is_path=True, longest_bytes=250, taken=r"^(drivetrain/|mlflow\.)")
+_MLFLOW_FILE = NameRule(unlike=r"[^A-Za-z0-9_\-./ ]", is_path=True, longest_bytes=120)
+
+CONVENTIONS: Mapping[str, Conventions] = MappingProxyType(
+    {
+        "aim": Conventions(values=NameRule(taken=r"\.(float|text|image|audio|distribution)$")),
+        "clearml": Conventions(
+            # "loss" is the series "loss" of the plot "loss"; series of values that are not finite, and of attempts.
+            values=NameRule(
+                lead="/",
+                trail="/",
+                taken=r"^drivetrain/|^([^/]*)/\1$| is (NaN|-?Infinity)$| \(attempt \d+\)$",
+            ),
+            separator="/",
+            files=NameRule(),
+            states={"finished": "completed", "failed": "failed", "killed": "stopped"},
+        ),
+        "comet": Conventions(
+            values=NameRule(taken=rf"{_ATTEMPT}|^drivetrain/|^Name$"),
+            separator="|",
+            files=NameRule(),
+            states={"finished": "finished", "failed": "crashed", "killed": "crashed"},
+        ),
+        "dvclive": Conventions(
+            values=NameRule(
+                unlike=r"[^\w\-. /]", lead=" .", trail=" .", is_path=True, longest_bytes=200, taken=_ATTEMPT
+            ),
+            parameters=NameRule(taken=_DOCUMENTS),
+        ),
+        "mlflow": Conventions(
+            values=_MLFLOW,
+            parameters=_MLFLOW,
+            separator="/",
+            media=_MLFLOW_FILE,
+            files=_MLFLOW_FILE,
+            states={"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"},
+        ),
+        "swanlab": Conventions(
+            values=NameRule(
+                lead=" ./", trail=" ./", longest_bytes=247, taken=rf"{_ATTEMPT}| \(\d+\)$|^__swanlab__"
+            ),
+            parameters=NameRule(taken=_DOCUMENTS),
+            states={"finished": "success", "failed": "crashed", "killed": "aborted"},
+        ),
+        "tensorboard": Conventions(
+            values=NameRule(taken=r"^(config|plan|info|state|_hparams_/.*)$"), separator="."
+        ),
+        "trackio": Conventions(
+            values=NameRule(lead="_", taken=r"^(project|run|timestamp|step|time|metrics)$"),
+            parameters=NameRule(lead="_", taken=_DOCUMENTS),
+            files=_ASCII_FILE,
+        ),
+        "wandb": Conventions(
+            values=NameRule(taken=r"^(_step|_timestamp|_runtime|_wandb)$|^drivetrain/"),
+            parameters=NameRule(taken=r"^_wandb$"),
+            files=_ASCII_FILE,
+            states={"finished": 0, "failed": 1, "killed": 255},
+        ),
+    }
+)
+
+
+class PlatformNames:
+    """The names of one run on one platform; each one that the platform does not take is told of, once.
+
+    Args:
+        tracker: The name of the tracker.
+        rule: The rule of names that the platform takes.
+        told: The names that were told of, which the kinds of names of one tracker share.
+        separator: The text between the names of nested values.
+    """
+
+    def __init__(self, tracker: str, rule: NameRule, *, told: set[str], separator: str = "/") -> None:
+        self._tracker = tracker
+        self._told = told
+        self._rule = rule
+        self._separator = separator
+        self._known: dict[str, str] = {}
+
+    def of(self, given: str) -> str:
+        """Return the platform's name of one that was given."""
+        found = self._known.get(given)
+        if found is None:
+            found = self._known[given] = self._rule.name_of(given)
+            if found != given:
+                self._tell(given, found)
+        return found
+
+    def flat(self, values: Mapping[str, Plain]) -> dict[str, str | int | float | bool | None]:
+        """Return nested values as one level with the platform's names; see `records.flat_values`."""
+        leaves = flat_leaves(values)
+        named = {self.of(self._separator.join(path)): value for path, value in leaves}
+        return named if len(named) == len(leaves) else self._apart(leaves)
+
+    def _apart(
+        self, leaves: list[tuple[tuple[str, ...], str | int | float | bool | None]]
+    ) -> dict[str, str | int | float | bool | None]:
+        """Return values of which several come to one name, as `{"a": {"b": 1}, "a/b": 2}` do, under several."""
+        named: dict[str, str | int | float | bool | None] = {}
+        for path, value in sorted(leaves, key=lambda leaf: (len(leaf[0]), leaf[0])):
+            name = self.of(self._separator.join(path))
+            if name in named:
+                within = " of ".join(map(repr, reversed(path)))
+                if within not in self._known:
+                    self._known[within] = self._rule.name_of(f"{name}-{mark_of(within)}")
+                    self._tell(within, self._known[within])
+                name = self._known[within]
+            named[name] = value
+        return named
+
+    def _tell(self, given: str, found: str) -> None:
+        if given in self._told:
+            return
+        self._told.add(given)
+        logger.warning(
+            "tracker %r does not take the name %s, or has it already, and shows it as %r (told once)",
+            self._tracker,
+            repr(given) if not given.startswith("'") else given,
+            found,
+        )

@@ -1,0 +1,198 @@
+"""What an engine cannot do is refused in drivetrain's own words, at `prepare` or at the call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from deepspeed_backend.engines import backend
+
+SLOW = pytest.mark.slow
+
+
+class Seq(nn.Module):
+    """Three linear maps of (n, 8), the second of which may be of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, 8) to (n, 1)."""
+        hidden = self.a(x).to(next(self.b.parameters()).dtype)
+        return self.c(self.b(hidden).to(next(self.c.parameters()).dtype))
+
+
+class Looked(nn.Module):
+    """Rows of a table that a forward bounds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, k) to (n, 8)."""
+        return nn.functional.embedding(x, self.w, max_norm=1.0).mean(1)
+
+
+def unprepared(stage: int) -> dict[str, nn.Module]:
+    """Models that `prepare` refuses."""
+    lazy, mixed, compiled, bounded = Seq(), Seq(), Seq(), Seq()
+    lazy.a = nn.LazyLinear(8)  # pyright: ignore[reportAttributeAccessIssue]
+    mixed.b.bfloat16()
+    bounded.a = nn.Embedding(4, 8, max_norm=1.0)  # pyright: ignore[reportAttributeAccessIssue]
+    found = {"lazy": lazy, "mixed": mixed, "max_norm": bounded, "parallel": nn.DataParallel(Seq())}
+    if stage == 3:
+        compiled.b = torch.compile(compiled.b, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
+        found["compiled"] = compiled
+    return found
+
+
+def each_own(model: nn.Module, optimizer: Optimizer) -> None:
+    for p in model.parameters():
+        own = SGD([p], lr=0.1)
+        p.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+
+
+def in_hook(model: nn.Module, optimizer: Optimizer) -> None:
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
+
+
+def through_data(model: nn.Module, optimizer: Optimizer) -> None:
+    def write(p: Any) -> None:
+        p.data.add_(p.grad, alpha=-0.1)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(write)
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "own optimizers": each_own,
+    "step in hook": in_hook,
+    "data in hook": through_data,
+    "dtype": lambda m, _: m.double(),
+    "dtype of a part": lambda m, _: m.b.bfloat16(),
+    "new": lambda m, _: setattr(m, "extra", nn.Parameter(torch.ones(1))),
+    "assigned": lambda m, _: setattr(m.a, "weight", nn.Parameter(torch.ones(8, 8))),
+}
+
+
+def told(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train(one: Any, prepared: Any, x: Tensor) -> None:
+    for _ in range(2):
+        one.window.begin()
+        prepared.backward(prepared.model(x).float().square().mean())
+        prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+
+
+def refusals(stage: int) -> dict[str, str]:
+    said: dict[str, str] = {}
+    x = torch.ones(4, 8)
+    with backend(stage=stage) as one:
+        for name, model in unprepared(stage).items():
+            optimizer = SGD(model.parameters(), lr=0.1)
+            said[name] = told(lambda m=model, o=optimizer: one.prepare([m], [o], []))
+    for name, change in CHANGES.items():
+        with backend(stage=stage) as one:
+            (prepared,) = one.prepare([model := Seq()], [SGD(model.parameters(), lr=0.1)], [])
+
+            def act(name: str = name, change: Any = change, one: Any = one, prepared: Any = prepared) -> None:
+                change(prepared.unwrap(), prepared.optimizers[0])
+                train(one, prepared, x.double() if name == "dtype" else x)
+
+            said[name] = told(act)
+    with backend(stage=stage) as one:
+        (prepared,) = one.prepare([model := Seq()], [SGD(model.parameters(), lr=0.1)], [])
+        run = torch.func.vmap(torch.func.jacrev(lambda v: prepared.model(v[None])[0, 0]))
+        said["jacrev"] = told(lambda: run(x))
+        said["grad"] = told(lambda: torch.autograd.grad(prepared.model(x).sum(), list(model.parameters())))
+    with backend(stage=stage) as one:
+        half = Seq().bfloat16()
+        (prepared,) = one.prepare([half], [SGD(half.parameters(), lr=0.1)], [])
+        said["half"] = told(lambda: prepared.model(x))
+    with backend(stage=stage) as one:
+        (prepared,) = one.prepare([m := Looked()], [SGD(m.parameters(), lr=0.1)], [])
+        rows = torch.randint(
+            0, 40, (4, 4), generator=torch.Generator().manual_seed(one.context.topology.rank)
+        )
+        said["written by rows"] = told(lambda: train(one, prepared, rows))
+    return said
+
+
+def expected(stage: int) -> dict[str, str]:
+    written = "written in place since the last step" if stage == 3 else "written during backward()"
+    converted = "divides it among ranks" if stage == 3 else "converted to another dtype after prepare()"
+    return {
+        "lazy": "ValueError: a (LazyLinear) has no values yet",
+        "mixed": "a DeepSpeed engine trains weights of one dtype",
+        "max_norm": "ValueError: a (Embedding) with max_norm=1.0 writes into its weights",
+        "parallel": "ValueError: DataParallel averages or shards by itself",
+        **({"compiled": "ValueError: b is wrapped by torch.compile"} if stage == 3 else {}),
+        "own optimizers": written,
+        "data in hook": written,
+        "step in hook": "AccumulationError: the optimizer of Seq was called by a hook of its backward",
+        "dtype": converted,
+        "dtype of a part": converted,
+        "new": "extra created or assigned",
+        "assigned": "a.weight created or assigned",
+        "jacrev": "AccumulationError: ",
+        "grad": "AccumulationError: torch.autograd.grad() went through Seq",
+        "half": "TypeError: the weights of Seq are of torch.bfloat16, and its inputs are not",
+        "written by rows": "w: written in place "
+        + ("since the last" if stage == 3 else "by the model's forward"),
+    }
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, 3])
+def test_what_an_engine_cannot_do_is_refused_by_name(run_ranks, stage: int) -> None:
+    for said in run_ranks(refusals, stage, num_processes=2, timeout_seconds=170):
+        texts = expected(stage)
+        assert set(said) == set(texts)
+        for name, text in texts.items():
+            assert text in said[name], (name, said[name])
+
+
+def frozen_in_window(stage: int, number: int) -> object:
+    """How far a window with a frozen micro-batch is from the gradients by hand, or what is said of it."""
+    with backend(stage=stage, accumulation=2) as one:
+        model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+        for parameter in ("0", "1"):
+            with prepared.gathered(write=True), torch.no_grad():
+                model.get_submodule(parameter).weight.fill_(1.0)  # pyright: ignore[reportCallIssue]
+
+        def window() -> None:
+            for micro in range(2):
+                model[1].requires_grad_(micro != number)
+                one.window.begin()
+                prepared.backward(prepared.model(torch.ones(1, 3)).sum())
+            model[1].requires_grad_(True)
+            prepared.optimizers[0].step()
+
+        said = told(window)
+        if said != "nothing":
+            return said
+        state: Any = prepared.state_dict()["model"]["1.weight"]
+        return float(state.full_tensor() if hasattr(state, "full_tensor") else state)
+
+
+@pytest.mark.parametrize("stage", [2, 3, pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW)])
+def test_a_layer_frozen_in_one_micro_batch_is_trained_by_the_other_or_named(run_ranks, stage: int) -> None:
+    for number in (0, 1):
+        for found in run_ranks(frozen_in_window, stage, number, num_processes=2):
+            if stage == 3:
+                assert str(found).startswith("AccumulationError: 1.weight: frozen since prepare()")
+            else:
+                assert found == 1.0 - 3.0 / 2
