@@ -149,7 +149,7 @@ def expected(stage: int) -> dict[str, str]:
         "assigned": "a.weight created or assigned",
         "jacrev": "AccumulationError: ",
         "grad": "AccumulationError: torch.autograd.grad() went through Seq",
-        "half": "TypeError: the weights of Seq are of torch.bfloat16, and its inputs are not",
+        "half": "BatchMismatchError: the batch holds float32, the model's weights are bfloat16",
         "written by rows": "w: written in place "
         + ("since the last" if stage == 3 else "by the model's forward"),
     }

@@ -21,7 +21,6 @@ from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared
-from drivetrain_precision.dtypes.dtype_policy import HALF
 from drivetrain_state import Context
 
 
@@ -218,7 +217,6 @@ class DeepSpeedPrepared(TorchPrepared):
         Raises:
             AccumulationError: The model was called inside a transform of torch.func.
             ReplacedParameterError: Parameters were added, replaced or converted since `prepare`.
-            TypeError: The model is in half precision, and its inputs are not.
         """
         name = type(self.unwrap()).__name__
         self._known.look()
@@ -231,12 +229,6 @@ class DeepSpeedPrepared(TorchPrepared):
                 "hooks of its DeepSpeed engine; choose backend='ddp' or 'single', or transform a model that is not "
                 "prepared"
             )
-        dtypes = {str(dtype) for dtype in self._dtypes.values() if dtype in HALF}
-        if dtypes and "same dtype" in str(error):
-            raise TypeError(
-                f"the weights of {name} are of {' and '.join(sorted(dtypes))}, and its inputs are not: prepare the "
-                "model in fp32, and choose mixed_precision='bf16' or 'fp16', under which inputs are converted"
-            ) from error
 
     def _check_dtypes(self) -> None:
         """Refuse parameters that were converted since `prepare`.
