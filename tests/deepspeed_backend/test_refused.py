@@ -132,7 +132,9 @@ def refusals(stage: int) -> dict[str, str]:
 
 
 def expected(stage: int) -> dict[str, str]:
-    written = "written in place since the last step" if stage == 3 else "written during backward()"
+    in_hook = (
+        "changed while backward() ran: a hook steps there" if stage == 3 else "written during backward()"
+    )
     converted = "divides it among ranks" if stage == 3 else "converted to another dtype after prepare()"
     return {
         "lazy": "ValueError: a (LazyLinear) has no values yet",
@@ -140,8 +142,8 @@ def expected(stage: int) -> dict[str, str]:
         "max_norm": "ValueError: a (Embedding) with max_norm=1.0 writes into its weights",
         "parallel": "ValueError: DataParallel averages or shards by itself",
         **({"compiled": "ValueError: b is wrapped by torch.compile"} if stage == 3 else {}),
-        "own optimizers": written,
-        "data in hook": written,
+        "own optimizers": in_hook,
+        "data in hook": in_hook,
         "step in hook": "AccumulationError: the optimizer of Seq was called by a hook of its backward",
         "dtype": converted,
         "dtype of a part": converted,
