@@ -136,7 +136,7 @@ class SizedFunction(Generic[Arguments, Result]):
         return SizedFunction(bound, self._searching)
 
     def __reduce__(self) -> str:
-        return self.__qualname__  # pickled by name, as a function is
+        return _name_of(self)  # pickled by name, as a function is
 
     def _is_class_method_of(self, owner: type[Any]) -> bool:
         """Return whether a class calls this as its class method, which Python 3.13 does without binding it."""
