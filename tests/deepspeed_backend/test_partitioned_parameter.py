@@ -20,6 +20,8 @@ ACTS: dict[str, Callable[[nn.Module], object]] = {
     "average": AveragedModel,
     "shadow": lambda m: {n: p.detach().clone() for n, p in m.named_parameters()},
     "shadow of data": lambda m: {n: p.data.clone() for n, p in m.named_parameters()},
+    "pickle of one": lambda m: [pickle.dumps(p) for p in m.parameters()],
+    "clamped": lambda m: [setattr(p, "data", p.data.clamp(-1, 1)) for p in m.parameters()],
     "shadow added": lambda m: [torch.zeros(p.shape).add_(p) for p in m.parameters()],
     "several at once": lambda m: torch._foreach_mul(list(m.parameters()), 2.0),
     "penalty": lambda m: [p.pow(2).sum() for p in m.parameters()],
@@ -118,9 +120,10 @@ def built() -> dict[str, Any]:
             model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
             found["decayed"] = sum(p.ndim > 1 for p in model.parameters())
             nn.init.constant_(model.encoder.norm.weight, 2.0)
+            model.decoder.norm.weight.data.fill_(3.0)
         (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
         values = full_state_dict(prepared.state_dict())["model"]
-        found["set"] = values["encoder.norm.weight"].unique().tolist()
+        found["set"] = [values[f"{part}.norm.weight"].unique().tolist() for part in ("encoder", "decoder")]
         bound = (6 / (8 + 16)) ** 0.5  # of xavier_uniform_, which the constructor applies to its parts
         found["filled"] = bool(values["encoder.layers.0.linear1.weight"].abs().max() > 0.9 * bound)
     for assigns in (True, False):
@@ -140,7 +143,7 @@ def test_building_sees_full_shapes_and_fills_them_and_a_forward_that_writes_is_r
     (found,) = run_ranks(built, num_processes=1)
     plain = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     assert found["decayed"] == sum(p.ndim > 1 for p in plain.parameters())
-    assert found["set"] == [2.0]
+    assert found["set"] == [[2.0], [3.0]]
     assert found["filled"]
     assert "an assignment to .data of inner.weight" in found["renormed True"]
     assert "inner.weight: written in place since the last step" in found["renormed False"]

@@ -106,6 +106,9 @@ class EmptyParameter(nn.Parameter):
         with _gathered([self]):
             return cast("Any", GatheredParameter).__deepcopy__(self, memo)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self, "a pickle")
+
     @classmethod
     def __torch_function__(  # pyright: ignore[reportIncompatibleVariableOverride]
         cls,
@@ -179,13 +182,15 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
             return func(*args, **kwargs)
         if name in _MOVES and (moved := func(*args, **kwargs)) is first:
             return moved
+        if access == "__get__" and name == "data":
+            return first  # on whose values every call is refused or, while a model is built, made
         if access:
             _refuse(first, f"{'a read of' if access == '__get__' else 'an assignment to'} .{name}")
     if func is torch.autograd.grad:  # which the engine's hooks refuse
         return func(*args, **kwargs)
     found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, EmptyParameter)]
     if _is_building() and name.endswith("_") and not name.startswith("_"):
-        with _gathered(found):
+        with _gathered(found), torch.no_grad():
             return func(*args, **kwargs)
     return _refuse(found[0], f"{name}()")
 

@@ -94,10 +94,10 @@ class DeepSpeedPrepared(TorchPrepared):
         if group.stage == "empty":
             self._check_unknown_gradients()
             return STEPPED  # without gradients nothing moves, as with torch's optimizers
-        group.finish()
         assert self._gradients is not None  # there is an optimizer
         assert self._reached is not None
         try:
+            group.finish()
             self._reached.check()
         except AccumulationError:
             self._known.look()  # which names a parameter that was replaced, and is why another was not reached

@@ -298,7 +298,7 @@ class BackendContract:
         """Check that `unwrap` returns the user's module, with the names of the state dict."""
         run = self._start(context, Case(windows=[1]))
         assert run.prepared.unwrap() is run.model, "unwrap: another module than the user's"
-        names, expected = set(run.prepared.state_dict()["model"]), set(run.model.state_dict())
+        names, expected = set(run.prepared.state_dict()["model"]), set(run.model.state_dict(keep_vars=True))
         assert names == expected, f"state_dict: names {sorted(names)}, expected {sorted(expected)}"
         run.backend.close()
 
