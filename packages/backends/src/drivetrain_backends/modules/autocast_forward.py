@@ -137,7 +137,9 @@ def _call_of(
         except RuntimeError as error:
             if explain is not None and (explained := explain(error)) is not None:
                 raise explained from error
-            if (mismatch := _dtype_mismatch(self, args, kwargs, error)) is not None:
+            # A batch that was cast to the weights' dtype is not the cause.
+            mismatch = None if input_dtype is not None else _dtype_mismatch(self, args, kwargs, error)
+            if mismatch is not None:
                 raise BatchMismatchError(mismatch) from error
             if input_dtype in HALF and "dtype" in str(error):
                 error.add_note(_MIXED)
