@@ -20,7 +20,10 @@ QUIET = {"run": {"show_plan": False}}
 def trained(accelerator: Accelerator) -> dict[str, Any]:
     """Everything of a short training by name."""
     model = nn.Linear(4, 1)
-    own, plain = SGD(model.parameters(), lr=0.1), DataLoader(torch.randn(16, 4), batch_size=2)
+    own, plain = (
+        SGD(model.parameters(), lr=0.1),
+        DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), batch_size=2),
+    )
     prepared = accelerator.prepare(model, own, StepLR(own, 1), plain)
     for x in prepared[-1]:
         with accelerator.accumulate(prepared[0]):

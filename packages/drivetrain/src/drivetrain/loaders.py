@@ -50,14 +50,18 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
 
 def _on_batch(parts: Parts) -> Callable[[], None]:
     """Return what is called for every batch of a loader."""
-    mark = parts.context.progress.mark
+    mark, seed, shard = (
+        parts.context.progress.mark,
+        parts.settings.seed,
+        parts.shard.index,
+    )  # not the parts: a cycle
     is_first = True
 
     def receive() -> None:
         nonlocal is_first
         if is_first:
             is_first = False
-            draw_by_shard(parts.settings.seed, parts.shard.index)
+            draw_by_shard(seed, shard)
         mark("batch")
 
     return receive
