@@ -95,7 +95,7 @@ class RankAgreement:
         """Refuse data whose samples differ.
 
         Raises:
-            ValueError: Always.
+            ValueError: Raised by every call; the message names the data and the rank.
         """
         read = "rank 0 reads for all, and " if self.for_all else ""
         raise ValueError(
