@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.accelerator.composition import plan_composition
@@ -127,7 +128,7 @@ def test_a_second_accelerator_computes_in_the_precision_that_it_reports(kind: An
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    return type(next(model.parameters())).__name__ == "DTensor"
+    return isinstance(next(model.parameters()), DTensor)
 
 
 def test_a_second_accelerator_shards_as_it_reports() -> None:
