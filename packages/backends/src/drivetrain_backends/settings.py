@@ -55,8 +55,8 @@ class DDPSettings:
     check_drift_every: int | None = field(
         default=None,
         metadata={
-            "help": "Interval in optimizer steps at which the replicas' weights are compared; unset: at steps 1, "
-            "2, 4, 8 and so on, and at saves."
+            "help": "Interval in optimizer steps at which the replicas' weights are compared; unset: at the "
+            "first step, and at saves."
         },
     )
 

@@ -26,7 +26,7 @@ class ReplicatedPrepared(TorchPrepared):
         tracker: The gradient state that the backend's models share.
         gradients: The reducer of the backend's gradients.
         check_drift_every: The number of steps between two comparisons of weights across ranks, counted for the first
-            optimizer of the group; None compares them at the steps 1, 2, 4, 8 and so on, and at saves.
+            optimizer of the group; None compares them at the first step, and at saves.
     """
 
     def __init__(
@@ -108,8 +108,6 @@ class ReplicatedPrepared(TorchPrepared):
 
     @property
     def _compares_now(self) -> bool:
-        """True at a step that compares weights across ranks: at fewer and fewer, unless the settings say how many."""
+        """True at a step that compares weights across ranks, for which the host waits: the first, unless said."""
         number, every = self._num_steps, self._check_drift_every
-        if every is not None:
-            return number % every == 0
-        return number & (number - 1) == 0 and not self._is_alone
+        return number % every == 0 if every is not None else number == 1 and not self._is_alone
