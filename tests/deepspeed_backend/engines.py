@@ -63,3 +63,12 @@ def error_of(kind: type[Exception], act: Callable[[], object]) -> str:
     with pytest.raises(kind) as caught:
         act()
     return str(caught.value)
+
+
+def told(act: Callable[[], object]) -> str:
+    """The error of a call by its class and message, or "nothing"."""
+    try:
+        act()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
-from deepspeed_backend.engines import backend
+from deepspeed_backend.engines import backend, told
 from drivetrain_backends import full_state_dict
 
 ACTS: dict[str, Callable[[nn.Module], object]] = {
@@ -32,14 +32,6 @@ ACTS: dict[str, Callable[[nn.Module], object]] = {
     "copy_": lambda m: [nn.init.zeros_(p) for p in m.parameters()],
     "dtype": lambda m: m.double(),
 }
-
-
-def told(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def looks() -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_model_without_a_cache_is_told() -> None:
     ("text", "message"),
     [
         ('{"model_type": "no_such_model"}', "does not describe a model"),
-        ("{", "does not describe a model"),
+        ("{", r"config\.json is no JSON"),
         ('{"model_type": "xlnet", "d_model": 64, "n_head": 4, "d_head": 64}', "d_head.*should be equal"),
         ('{"model_type": "vit"}', "does not describe a language model"),
     ],

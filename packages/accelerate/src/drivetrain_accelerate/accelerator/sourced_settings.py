@@ -10,8 +10,8 @@ from drivetrain_config import sections as installed_sections
 from drivetrain_config.source import Entry
 
 PROGRAM = Source("code")
-# What Accelerate does where a program says nothing, although drivetrain's own default is another; what the launch says
-# overrules it.
+# What Accelerate does where a program says nothing, although drivetrain's own default is another. What the launch
+# says comes before it.
 UNSAID = Source("default", "Accelerate's default")
 # Of the checkpoints in one folder of `save_state`, not of those folders; what the launch says overrules it.
 ONE_IN_A_FOLDER = Source("default", "as in Accelerate, save_state replaces the checkpoint in its folder")

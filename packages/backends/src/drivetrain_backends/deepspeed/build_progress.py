@@ -89,6 +89,6 @@ def _of_lock(lock: str, holders: list[str]) -> str:
         return f"DeepSpeed waits for another build of its operator, by process {', '.join(holders)}: lock file {lock}"
     return (
         f"DeepSpeed waits for the lock file {lock}, which no process on this machine holds: it is of a build on "
-        f"DeepSpeed waits for the lock file {lock}, which no process on this machine holds: it is of a build on "
-        "file and start again; TORCH_EXTENSIONS_DIR sets another folder"
+        "another machine that shares the folder, or of one that was killed. If no such build runs, stop this run, "
+        "delete the file and start again; TORCH_EXTENSIONS_DIR sets another folder"
     )

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain_backends.deepspeed.compat import full_shape, is_divided
@@ -15,6 +14,7 @@ from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError, first_of
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.packed_weights import is_wrapper
+from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_precision import Policy, PrecisionError
@@ -44,6 +44,11 @@ def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
     Raises:
         ValueError: The model is or has such a module; the message names it.
     """
+    check_not_lazy(model)
+    if stage == 3 or num_ranks > 1:
+        check_no_renormalising(
+            model, "each rank looks up other rows, so that ranks would train other weights"
+        )
     for path, module in model.named_modules():
         name = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if stage == 3 and (inner := unwrap_compiled(module)) is not module:
@@ -57,18 +62,6 @@ def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
             raise ValueError(
                 f"{name} averages or shards by itself what a DeepSpeed engine averages and partitions: prepare() the "
                 "module that you wrapped"
-            )
-        if any(map(is_lazy, module.parameters(recurse=False))):
-            raise ValueError(
-                f"{name} has no values yet, which its first forward makes: run the model once on a batch, and build "
-                "the optimizer, before prepare()"
-            )
-        norm = module.max_norm if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
-        if norm is not None and (stage == 3 or num_ranks > 1):
-            raise ValueError(
-                f"{name} with max_norm={norm!r} writes into its weights, in each forward, the rows that this rank "
-                "looks up: ranks would train other weights. Build it without max_norm, and scale the rows on all "
-                "ranks after each step, inside accelerator.gathered(model, write=True)"
             )
 
 
