@@ -192,7 +192,7 @@ def lengths_told(order: str, makes: list[Callable[[SGD, int], LRScheduler]]) -> 
         with Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET) as accelerator:
             model = nn.Linear(4, 1)
             optimizer = SGD(model.parameters(), lr=1.0)
-            loader = DataLoader(torch.randn(64, 4), batch_size=4)
+            loader = DataLoader(torch.ones(64, 4), batch_size=4)
             scheduler = make(optimizer, 2 * len(loader))
             if order == TOGETHER:
                 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -225,12 +225,12 @@ def right_lengths_told() -> list[str]:
     logging.getLogger("drivetrain.schedule_length").addHandler(handler)
     for by_length in (True, False):
         with Accelerator(cpu=True, sections=QUIET) as accelerator:
-            loader = accelerator.prepare(DataLoader(torch.randn(64, 4), batch_size=4))
+            loader = accelerator.prepare(DataLoader(torch.ones(64, 4), batch_size=4))
             steps = 4 * len(loader) if by_length else accelerator.num_steps(loader, epochs=4)
             model = nn.Linear(4, 1)
             own = SGD(model.parameters(), lr=1.0)
             accelerator.prepare(model, own, CosineAnnealingLR(own, steps))
-            accelerator.prepare(DataLoader(torch.randn(32, 4), batch_size=4))
+            accelerator.prepare(DataLoader(torch.ones(32, 4), batch_size=4))
             assert steps == 32
     logging.getLogger("drivetrain.schedule_length").removeHandler(handler)
     return told

@@ -16,8 +16,9 @@ Agree: TypeAlias = Callable[[str, int], None]
 
 _WAY_OUT = (
     "Every rank must be given all of the same data, which is divided here: build it without the rank or RANK, with "
-    "the same seed on every rank, and with files in sorted order. Data that each rank is to keep for itself goes "
-    "into a loader that is neither prepared nor sharded"
+    "files in sorted order, and draw random data with the same seed on every rank, after Accelerator(seed=...) or "
+    "torch.manual_seed(...). Data that each rank is to keep for itself goes into a loader that is neither prepared "
+    "nor sharded"
 )
 
 
