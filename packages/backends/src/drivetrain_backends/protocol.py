@@ -24,6 +24,7 @@ from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
+from drivetrain_backends.torch.ddp_drift import Replicas
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 
@@ -114,13 +115,12 @@ class Prepared(Protocol):
 
 @runtime_checkable
 class ReplicatesWeights(Protocol):
-    """A backend that holds full weights on every rank, so that a checkpoint saves those of one rank."""
+    """A backend that holds full weights on every rank, so that a checkpoint saves each of them from one rank."""
 
-    def check_replicas(self) -> None:
-        """Refuse to continue if the weights differ between ranks. Called on all ranks, before a save.
+    def replicas(self) -> Replicas | None:
+        """Return this rank's weights, to be compared across ranks; None where ranks hold none alike.
 
-        Raises:
-            DriftedReplicasError: The weights differ between ranks.
+        Called on all ranks, as a save begins.
         """
         ...
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.planning.save_content import Content
     from drivetrain_checkpoint.saving.background import BackgroundSaves
     from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
+    from drivetrain_checkpoint.saving.replicas import Replicas
 
 
 def _whole(name: str) -> None:
@@ -74,6 +75,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         background: bool | None = None,
         changes_in_step: Callable[[str], bool] | None = None,
+        replicas: "Replicas | None" = None,
     ) -> Place:
         """Save a checkpoint. Called on all ranks, by the main thread.
 
@@ -96,6 +98,8 @@ class Checkpointer:
             changes_in_step: A function that returns True for a tensor, given by its name as in `load`, that nothing
                 changes before `wait_for_copies`: `settings.staging="overlap"` copies it in the thread, and the save
                 fails if it changed.
+            replicas: The tensors that all ranks must hold alike, as their backend gives them; None on all ranks for
+                no comparison. Under `settings.staging="overlap"` the thread reads them before `wait_for_copies`.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.
@@ -107,6 +111,7 @@ class Checkpointer:
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             CheckpointLockedError: Another run writes into the directory.
             OSError: The disk is full, or the folder is not writable; nothing was saved.
+            Exception: The error of `replicas`, on all ranks, if ranks hold others; nothing was saved.
         """
         from drivetrain_checkpoint.planning.save_content import Content
 
@@ -119,7 +124,9 @@ class Checkpointer:
             metrics=metrics or {},
         )
         in_background = self.settings.background if background is None else background
-        return self._save(step, content, in_background=in_background, changes_in_step=changes_in_step)
+        return self._save(
+            step, content, in_background=in_background, changes_in_step=changes_in_step, replicas=replicas
+        )
 
     def _save(
         self,
@@ -128,6 +135,7 @@ class Checkpointer:
         *,
         in_background: bool,
         changes_in_step: Callable[[str], bool] | None,
+        replicas: "Replicas | None",
     ) -> Place:
         """Agree with the other ranks on the save, then write and commit it, here or in a thread."""
         from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
@@ -135,7 +143,7 @@ class Checkpointer:
 
         context = self._context
         self._coordinator = self._coordinator or SaveCoordinator(context, self.directory, self.settings)
-        save = self._coordinator.prepare(step, content, continues=self.continues)
+        save = self._coordinator.prepare(step, content, continues=self.continues, replicas=replicas)
         if in_background:
             self._background_saves().start(
                 save,

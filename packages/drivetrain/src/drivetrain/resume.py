@@ -91,13 +91,12 @@ def save(
     """Save a run between accumulation windows, without frozen parameters if `trained_only`. Called on all ranks.
 
     Raises:
-        DriftedReplicasError: Ranks hold different weights of a replicated model; nothing was written.
+        DriftedReplicasError: Ranks hold different weights of a replicated model; nothing was saved. The error of a
+            background save is raised by the next call that waits for it.
         ValueError: The model holds packed weights, and they would be saved.
         RuntimeError: Ranks have registered different objects; nothing was written.
     """
     run.context.progress.note("checkpoint")
-    if isinstance(run.backend, ReplicatesWeights):
-        run.backend.check_replicas()
     models: dict[str, Any] = {}
     training: dict[str, Any] = {}
     for name, one in _named(run.prepared).items():
@@ -135,6 +134,7 @@ def save(
         metrics=metrics,
         background=background,
         changes_in_step=_changes_in_step(run),
+        replicas=run.backend.replicas() if isinstance(run.backend, ReplicatesWeights) else None,
     )
     run.context.progress.mark("saved")
     run.context.progress.note("checkpoint done")

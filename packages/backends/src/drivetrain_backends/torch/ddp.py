@@ -31,7 +31,7 @@ from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.torch import compat
 from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
-from drivetrain_backends.torch.ddp_drift import check_replicas
+from drivetrain_backends.torch.ddp_drift import Replicas, replicas_of
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
 from drivetrain_backends.torch.ddp_hooks import applied_hook, check_hook, hook_dtype, register_hook
 from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
@@ -121,9 +121,9 @@ class DDPBackend(TorchBackend):
                     model, "each rank scales its own batch's rows: the replicas drift apart"
                 )
 
-    def check_replicas(self) -> None:
-        """Refuse weights that differ across ranks; see `ReplicatesWeights`. Called on all ranks."""
-        check_replicas(self.context, [prepared.unwrap() for prepared in self._prepared])
+    def replicas(self) -> Replicas | None:
+        """Return the weights of all prepared models; see `ReplicatesWeights`."""
+        return replicas_of(self.context, [prepared.unwrap() for prepared in self._prepared])
 
     def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
         """Call a function before each wait for other ranks in a backward; see `TellsWaits`."""

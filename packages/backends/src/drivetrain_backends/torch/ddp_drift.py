@@ -1,6 +1,7 @@
 """Detection of replicas that have drifted apart, by comparing a checksum of each weight across ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,46 +14,86 @@ from drivetrain_state import Context, gather, reduce
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
-    """Refuse models whose weights differ across ranks. Called on all ranks; synchronises with the device once.
-
-    Every rank reads its weights once and sends two numbers per weight. Buffers are not compared, because ranks may
-    keep their own.
+class Replicas:
+    """Weights that ranks hold alike, each with the name that an error calls it by.
 
     Args:
-        context: The ranks whose replicas are compared, and their device.
-        models: The users' modules, with full weights on every rank.
+        named: The weights of this rank, in an order that is the same on all ranks.
+        device: The device of the run.
+    """
 
-    Raises:
-        DriftedReplicasError: A weight differs; the message names the first one and its ranks.
+    def __init__(self, named: Mapping[Tensor, str], device: torch.device) -> None:
+        self.tensors = tuple(named)
+        self._names = tuple(named.values())
+        self._device = device
+        self._sums: Tensor | None = None
+
+    def sums(self) -> Tensor:
+        """Return the checksum of each weight, int64 in host memory. The first call reads the weights and drops them."""
+        if self._sums is None:
+            sums = torch.stack([checksum(weight).to(self._device) for weight in self.tensors])
+            self._sums, self.tensors = sums.cpu(), ()
+        return self._sums
+
+    def explain(self, by_rank: Sequence[Sequence[int]]) -> str:
+        """Return which weights differ and why they may, from the sums of each rank."""
+        others = torch.tensor(by_rank)
+        others = others != others[0]
+        drifted: list[int] = others.any(0).nonzero().flatten().tolist()
+        ranks = ", ".join(map(str, others[:, drifted[0]].nonzero().flatten().tolist()))
+        more = f", and {len(drifted) - 1} other weights" if len(drifted) > 1 else ""
+        return (
+            f"the replicas have drifted apart: {self._names[drifted[0]]} differs on ranks {ranks} from rank 0{more}. "
+            "Weights were written on some ranks alone (outside training, or by a forward that writes what its batch "
+            "says), or stepped on what ranks had not averaged (as by an optimizer that is not prepared, in a hook of "
+            "backward); a checkpoint would hold the weights of some rank. Have all ranks write the same; to go on "
+            "from rank 0's weights, on all ranks: `with accelerator.gathered(model, write=True): pass`"
+        )
+
+    def refuse(self, told: str) -> NoReturn:
+        """Raise the error with a result of `explain`.
+
+        Raises:
+            DriftedReplicasError: Always.
+        """
+        raise DriftedReplicasError(told)
+
+
+def replicas_of(context: Context, models: Sequence[nn.Module]) -> Replicas | None:
+    """Return the weights that ranks hold alike; None if there is but one rank, or no weight.
+
+    Buffers are left out, because ranks may keep their own.
+
+    Args:
+        context: The ranks and their device.
+        models: The users' modules, with full weights on every rank.
     """
     if context.topology.world_size == 1:
-        return
+        return None
     names: dict[Tensor, str] = {}
     for model in models:
         for name, parameter in model.named_parameters():
             names.setdefault(parameter, f"{strip_wrapper_prefix(name)} of {type(model).__name__}")
-    if not names:
+    return Replicas(names, context.device) if names else None
+
+
+def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
+    """Refuse models whose weights differ across ranks. Called on all ranks; synchronises with the device once.
+
+    Raises:
+        DriftedReplicasError: A weight differs; the message names the first one and its ranks.
+    """
+    replicas = replicas_of(context, models)
+    if replicas is None:
         return
-    sums = torch.stack([checksum(weight).to(context.device) for weight in names])
+    sums = replicas.sums().to(context.device)
     largest = reduce(context, torch.cat([sums, -sums]), op="max")
     assert isinstance(largest, Tensor)
     if torch.equal(largest[: len(sums)], -largest[len(sums) :]):
         return
     by_rank = gather(context, sums[None])
     assert isinstance(by_rank, Tensor)
-    others = (by_rank != by_rank[0]).cpu()
-    drifted: list[int] = others.any(0).nonzero().flatten().tolist()
-    ranks = ", ".join(map(str, others[:, drifted[0]].nonzero().flatten().tolist()))
-    first = list(names.values())[drifted[0]]
-    more = f", and {len(drifted) - 1} other weights" if len(drifted) > 1 else ""
-    raise DriftedReplicasError(
-        f"the replicas have drifted apart: {first} differs on ranks {ranks} from rank 0{more}. Weights were written "
-        "on some ranks alone (outside training, or by a forward that writes what its batch says), or stepped on what "
-        "ranks had not averaged (as by an optimizer that is not prepared, in a hook of backward); a checkpoint would "
-        "hold rank 0's. Have all ranks write the same; to go on from rank 0's weights, on all ranks: "
-        "`with accelerator.gathered(model, write=True): pass`"
-    )
+    replicas.refuse(replicas.explain(by_rank.tolist()))
 
 
 @torch.no_grad()

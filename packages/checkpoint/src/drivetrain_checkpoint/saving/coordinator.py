@@ -24,6 +24,7 @@ from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
 from drivetrain_checkpoint.planning.file_list import TensorFiles
 from drivetrain_checkpoint.planning.save_content import Content, Holdings, OwnContent, own_content
 from drivetrain_checkpoint.planning.write_plan import plan_writes
+from drivetrain_checkpoint.saving.replicas import Replicas
 from drivetrain_checkpoint.saving.transaction import Save
 from drivetrain_checkpoint.saving.writer_lock import check_shared, lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
@@ -53,13 +54,14 @@ class SaveCoordinator:
         self._spared: frozenset[str] | None = None
         self._lock = lock_of(directory)
 
-    def prepare(self, step: int, content: Content, *, continues: bool) -> Save:
+    def prepare(self, step: int, content: Content, *, continues: bool, replicas: Replicas | None = None) -> Save:
         """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
 
         Args:
             step: The optimizer step.
             content: The states to save.
             continues: Whether this run resumed from a checkpoint of the directory.
+            replicas: What all ranks must hold alike for the commit; None for nothing.
 
         Raises:
             StateError: Something in `content` cannot be stored; nothing was saved.
@@ -84,6 +86,7 @@ class SaveCoordinator:
             trees={tree_file(part, manifest.attempt): tree for part, tree in own.trees.items()},
             is_main=topology.is_main,
             spared=self._spared or frozenset(),
+            replicas=replicas,
         )
         with save.discarded_on_error():
             on_each_rank(context, lambda: self._check_visible(save.folder, token), doing=doing)

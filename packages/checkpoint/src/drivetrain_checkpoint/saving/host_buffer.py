@@ -1,6 +1,7 @@
 """Copy tensors to host memory, which later saves reuse, so that training continues while a checkpoint is written."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from threading import Event
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from drivetrain_checkpoint.compat import version_of
 from drivetrain_checkpoint.errors import ChangedWhileCopiedError
+from drivetrain_checkpoint.saving.replicas import Replicas
 
 _ALIGNMENT = 64  # bytes; at least the alignment of any dtype
 _SAMPLE = 16  # elements compared per tensor
@@ -29,16 +31,17 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def stage(
-        self, tensors: Sequence[Tensor], later: Collection[int] = ()
+        self, tensors: Sequence[Tensor], later: Collection[int] = (), replicas: Replicas | None = None
     ) -> "tuple[list[Tensor], Overlap | None]":
         """Copy tensors into the buffer, overwriting the copies of the last call.
 
         Args:
             tensors: The tensors to copy.
             later: The indices of the tensors that are not copied now, but by the overlap.
+            replicas: What the overlap sums up too; None for nothing.
 
         Returns:
-            Contiguous CPU tensors, independent of the originals, and the overlap, None if it has nothing to copy.
+            Contiguous CPU tensors, independent of the originals, and the overlap, None if it has nothing to do.
         """
         copies = self.make_room(tensors)
         pairs = list(zip(copies, tensors, strict=True))
@@ -47,9 +50,9 @@ class HostBuffer:
         for copy, tensor in at_once:
             copy.copy_(tensor.detach(), non_blocking=_is_accelerated(tensor))
         # The side stream of the overlap waits for the copies that are under way on its device.
-        for device in _accelerators(at_once) - _accelerators(overlapped):
+        for device in _accelerators(one for _, one in at_once) - _accelerators(one for _, one in overlapped):
             torch.accelerator.synchronize(device)
-        return copies, Overlap(overlapped) if overlapped else None
+        return copies, Overlap(overlapped, replicas) if overlapped or replicas is not None else None
 
     def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return uninitialized contiguous CPU tensors like the given ones, in the memory of the last call's."""
@@ -76,14 +79,17 @@ class Overlap:
 
     Args:
         parts: Pairs of a host tensor and the tensor to copy into it.
+        replicas: What is summed up beside the copies; None for nothing.
     """
 
-    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], replicas: Replicas | None = None) -> None:
         self._parts = list(parts)
-        tensors = [tensor for _, tensor in parts]
-        self._versions = [version_of(tensor) for tensor in tensors]
-        self._streams = {device: _side_stream(device) for device in _accelerators(parts)}
-        self._samples = [self._on_stream(tensor, _sample) for tensor in tensors]
+        self._replicas = replicas
+        copied = [tensor for _, tensor in parts]
+        self._read = copied + [*(replicas.tensors if replicas is not None else ())]
+        self._versions = [version_of(tensor) for tensor in self._read]
+        self._streams = {device: _side_stream(device) for device in _accelerators(self._read)}
+        self._samples = [self._on_stream(tensor, _sample) for tensor in copied]
         self._is_over = Event()
 
     def run(self, on_block: Callable[[], None]) -> None:
@@ -99,6 +105,12 @@ class Overlap:
             for copy, tensor in self._parts:
                 self._on_stream(tensor, lambda one, copy=copy: copy.copy_(one, non_blocking=True))
                 on_block()
+            if self._replicas is not None:
+                with ExitStack() as streams:
+                    for stream in self._streams.values():
+                        streams.enter_context(stream)
+                    self._replicas.sums()
+                on_block()
             for stream in self._streams.values():
                 stream.synchronize()
             self._check()
@@ -112,7 +124,9 @@ class Overlap:
     def give_up(self) -> None:
         """Release the tensors, copied or not, and let `wait` return."""
         self._parts.clear()
+        self._read.clear()
         self._samples.clear()
+        self._replicas = None
         self._is_over.set()
 
     def _on_stream(self, tensor: Tensor, act: Callable[[Tensor], Any]) -> Any:
@@ -123,21 +137,26 @@ class Overlap:
             return act(tensor.detach())
 
     def _check(self) -> None:
-        """Check that no tensor changed while it was copied.
+        """Check that no tensor changed while it was copied or summed up.
 
         Raises:
-            ChangedWhileCopiedError: The version or a sample of the elements of a tensor changed.
+            ChangedWhileCopiedError: The version of a tensor changed, or a sample of the elements of one that is copied.
         """
-        for (copy, tensor), version, sample in zip(self._parts, self._versions, self._samples, strict=True):
-            changed = version_of(tensor) != version
-            if not changed and sample is not None:
-                changed = not torch.equal(_bytes(_sample(copy)), _bytes(sample.cpu()))
-            if changed:
-                raise ChangedWhileCopiedError(
-                    f"a tensor of shape {tuple(tensor.shape)} changed while it was copied for the save, outside "
-                    "optimizer.step(): staging='overlap' assumes that only steps change weights and optimizer "
-                    "states. Change them after the next step, call wait_for_save() before, or set staging='copy'"
-                )
+        changed = [
+            tensor
+            for tensor, version in zip(self._read, self._versions, strict=True)
+            if version_of(tensor) != version
+        ] + [
+            tensor
+            for (copy, tensor), sample in zip(self._parts, self._samples, strict=True)
+            if sample is not None and not torch.equal(_bytes(_sample(copy)), _bytes(sample.cpu()))
+        ]
+        if changed:
+            raise ChangedWhileCopiedError(
+                f"a tensor of shape {tuple(changed[0].shape)} changed while it was copied for the save, outside "
+                "optimizer.step(): staging='overlap' assumes that only steps change weights and optimizer "
+                "states. Change them after the next step, call wait_for_save() before, or set staging='copy'"
+            )
 
 
 def _side_stream(device: torch.device) -> torch.Stream:
@@ -147,9 +166,9 @@ def _side_stream(device: torch.device) -> torch.Stream:
     return stream
 
 
-def _accelerators(pairs: Sequence[tuple[Tensor, Tensor]]) -> set[torch.device]:
-    """Return the accelerators of the tensors that are copied."""
-    return {tensor.device for _, tensor in pairs if _is_accelerated(tensor)}
+def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """Return the accelerators that hold the tensors."""
+    return {tensor.device for tensor in tensors if _is_accelerated(tensor)}
 
 
 def _is_accelerated(tensor: Tensor) -> bool:

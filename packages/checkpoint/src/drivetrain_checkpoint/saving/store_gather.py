@@ -53,7 +53,7 @@ class StoreGather:
             outcome: The outcome on this rank; JSON must be able to hold its value.
 
         Returns:
-            The outcomes of all ranks, in rank order; on ranks other than 0, errors only, with None for the values.
+            The outcomes of all ranks, in rank order; on ranks other than 0, with None for the values but rank 0's.
         """
         self._number += 1
         self._is_concluded = False
@@ -69,7 +69,7 @@ class StoreGather:
         others = [self._wait(partial(rounds.answer_of, number, rank), rank) for rank in self._others]
         outcomes = [outcome, *others]
         self._is_concluded = True
-        rounds.conclude(number, [(None, told) for _, told in outcomes])
+        rounds.conclude(number, [outcome, *((None, told) for _, told in others)])
         return outcomes
 
     def _answer(self, outcome: Outcome) -> list[Outcome]:

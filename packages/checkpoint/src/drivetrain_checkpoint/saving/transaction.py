@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import FolderNotSharedError
@@ -19,6 +20,7 @@ from drivetrain_checkpoint.format.state_tree import Json
 from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
 from drivetrain_checkpoint.planning.file_list import PlannedFile, TensorFiles
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap, on_host
+from drivetrain_checkpoint.saving.replicas import Replicas
 from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
@@ -42,6 +44,7 @@ class Save:
         trees: The JSON files that this rank writes, by name.
         is_main: Whether this rank commits.
         spared: The names of checkpoints of an earlier run, which retention never deletes.
+        replicas: What all ranks must hold alike for the commit; None for nothing.
         overlap: The copies to make before anything is written, while training continues.
     """
 
@@ -53,6 +56,7 @@ class Save:
     trees: Mapping[str, Json]
     is_main: bool
     spared: frozenset[str] = frozenset()
+    replicas: Replicas | None = None
     overlap: Overlap | None = None
 
     @property
@@ -72,7 +76,13 @@ class Save:
         if changes_in_step is not None:
             paths = [path_in_state(*entry.tensor) for file, _ in self.files for entry in file.entries]
             later = {index for index, path in enumerate(paths) if path is not None and changes_in_step(path)}
-        copies, overlap = buffer.stage([tensor for _, tensors in self.files for tensor in tensors], later)
+        elif self.replicas is not None:
+            self.replicas.sums()
+        copies, overlap = buffer.stage(
+            [tensor for _, tensors in self.files for tensor in tensors],
+            later,
+            self.replicas if changes_in_step is not None else None,
+        )
         left = iter(copies)
         files = tuple((file, tuple(islice(left, len(tensors)))) for file, tensors in self.files)
         return replace(self, files=files, overlap=overlap)
@@ -95,6 +105,10 @@ class Save:
                 writer.write(json.dumps(tree, allow_nan=False, indent=1).encode())
                 records.append(writer.record())
         return records
+
+    def digest(self) -> str:
+        """Return a hash of the replicas' sums, the same on all ranks that hold the same."""
+        return "" if self.replicas is None else xxhash.xxh3_128_hexdigest(bytes_of(self.replicas.sums()))
 
     def commit(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Commit the files that all ranks have written, by writing the manifest. Called on rank 0.
@@ -190,22 +204,41 @@ def run_save(
         context: The context of this process.
         save: The save, as `SaveCoordinator.prepare` or `stage_save` returned it.
         on_block: A function called after each block, as a sign of progress.
-        gather: A function that gathers the outcomes of all ranks; None gathers them with the process group.
+        gather: A function that gathers the outcomes of all ranks, on ranks other than 0 the value of rank 0 alone;
+            None gathers them with the process group.
 
     Raises:
         OtherRankFailedError: Another rank failed; nothing was saved.
         OSError: The disk is full, or the folder is not writable; nothing was saved.
+        Exception: The error of the replicas, on all ranks, if they differ; nothing was saved.
     """
 
-    def write() -> list[dict[str, Any]]:
-        return [asdict(record) for record in save.write(on_block)]
+    def write() -> tuple[list[dict[str, Any]], str]:
+        return [asdict(record) for record in save.write(on_block)], save.digest()
 
-    def commit() -> None:
-        if save.is_main:
-            save.commit([record for records in by_rank for record in records])
+    def commit() -> bool:
+        if not save.is_main:
+            return True
+        if is_alike := len({digest for _, digest in by_rank}) == 1:
+            save.commit([record for records, _ in by_rank for record in records])
+        return is_alike
 
     with save.discarded_on_error():
         by_rank = on_all_ranks(context, write, doing=f"the save of step {save.step}", gather=gather)
-        on_all_ranks(context, commit, doing=f"the commit of step {save.step}", gather=gather)
+        doing = f"the commit of step {save.step}"
+        is_alike, *_ = on_all_ranks(context, commit, doing=doing, gather=gather)
+        if not is_alike:
+            _refuse(context, save, gather)
     if save.is_main:
         save.clean_up()
+
+
+def _refuse(context: Context, save: Save, gather: Callable[[Outcome], list[Outcome]] | None) -> None:
+    """Raise the error of replicas that differ, which rank 0 words from the sums of all ranks. Called on all ranks."""
+    replicas, doing = save.replicas, f"the comparison of replicas at step {save.step}"
+    assert replicas is not None
+    by_rank = on_all_ranks(context, lambda: replicas.sums().tolist(), doing=doing, gather=gather)
+    told, *_ = on_all_ranks(
+        context, lambda: replicas.explain(by_rank) if save.is_main else "", doing=doing, gather=gather
+    )
+    replicas.refuse(told)

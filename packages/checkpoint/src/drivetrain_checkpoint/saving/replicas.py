@@ -1,0 +1,37 @@
+"""What a save needs of tensors that every rank holds in full, to commit only what is the same on all ranks."""
+
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from torch import Tensor
+
+
+class Replicas(Protocol):
+    """The tensors of this rank that other ranks hold too, such as a model's weights under data parallelism.
+
+    Call order:
+
+    1. `tensors`, on all ranks by the main thread, as the save begins: nothing may change them before `sums` is over.
+    2. `sums`, on all ranks by the thread that copies tensors for the save.
+    3. `explain`, on rank 0, if the sums of some rank differ; then `refuse` on all ranks.
+    """
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors; empty once `sums` has read them."""
+        ...
+
+    def sums(self) -> Tensor:
+        """Return an integer for each tensor that tells its bits from others, int64 in host memory.
+
+        The first call reads the tensors, on the current streams, and waits for their devices.
+        """
+        ...
+
+    def explain(self, by_rank: Sequence[Sequence[int]]) -> str:
+        """Return the message of the error, from the sums of each rank."""
+        ...
+
+    def refuse(self, told: str) -> NoReturn:
+        """Raise the error with the message that rank 0 has made."""
+        ...
