@@ -75,5 +75,5 @@ def test_what_is_written_has_arrived_from_the_device(
 def test_ranks_save_what_each_has_on_its_device(
     on_accelerators: Callable[..., list[object]], tmp_path: Path
 ) -> None:
-    for backend, staging in (("ddp", "copy"), ("fsdp", "overlap")):
-        on_accelerators(saves, tmp_path / backend, backend, staging, num_processes=2)
+    for backend, staging in (("ddp", "copy"), ("ddp", "overlap"), ("fsdp", "overlap")):
+        on_accelerators(saves, tmp_path / backend / staging, backend, staging, num_processes=2)

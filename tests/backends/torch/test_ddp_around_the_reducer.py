@@ -18,6 +18,7 @@ from drivetrain_backends import (
     DriftedReplicasError,
     UnreducedGradientError,
 )
+from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -354,7 +355,7 @@ def cleared_on_one_rank(way: Way, reduce: str | None) -> list[tuple[torch.Tensor
         try:
             prepared.optimizers[0].step()  # the second one compares
             prepared.optimizers[0].zero_grad()
-            backend.check_replicas()
+            check_replicas(context, [model])
             found.append((model.first.weight.detach().clone(), True))
         except DriftedReplicasError:
             found.append((model.first.weight.detach().clone(), False))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
+from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -64,7 +65,7 @@ def converted(name: str, *, inner: bool = False, **settings: object) -> str:
             else:
                 with prepared.no_sync():
                     prepared.backward(loss)
-        backend.check_replicas()
+        check_replicas(backend.context, [prepared.unwrap()])
         return "right"
     except RuntimeError as error:
         return f"window {number // 2}: {type(error).__name__}: {error}"
@@ -149,7 +150,7 @@ def written(way: str) -> str:
             prepared.backward(prepared.model(torch.ones(2, 4) + dist.get_rank()).square().mean())
             prepared.optimizers[0].step()
             prepared.optimizers[0].zero_grad()
-        backend.check_replicas()
+        check_replicas(backend.context, [prepared.unwrap()])
         return "right"
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"

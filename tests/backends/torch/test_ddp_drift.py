@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, DriftedReplicasError
-from drivetrain_backends.torch.ddp_drift import checksum
+from drivetrain_backends.torch.ddp_drift import Replicas, check_replicas, checksum
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -34,6 +34,31 @@ def test_a_checksum_of_no_elements_and_of_one_is_an_integer() -> None:
     assert checksum(torch.tensor(1.0)).item() == 0x3F800000
 
 
+def test_replicas_are_read_once_and_then_released() -> None:
+    weight = torch.ones(3)
+    replicas = Replicas({weight: "weight of Linear", torch.zeros(0): "bias of Linear"}, torch.device("cpu"))
+    assert len(replicas.tensors) == 2
+    sums = replicas.sums()
+    weight.zero_()
+    assert sums.tolist() == replicas.sums().tolist() == [checksum(torch.ones(3)).item(), 0]
+    assert not replicas.tensors
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "said"),
+    [
+        ([[1, 2], [1, 3]], "b differs on ranks 1 from rank 0. Weights"),
+        ([[1, 2], [3, 2], [1, 2], [3, 4]], "a differs on ranks 1, 3 from rank 0, and 1 other weights. Weights"),
+    ],
+)
+def test_the_first_weight_that_differs_is_named_with_its_ranks(by_rank: list[list[int]], said: str) -> None:
+    replicas = Replicas({torch.ones(1): "a", torch.ones(1): "b"}, torch.device("cpu"))
+    told = replicas.explain(by_rank)
+    assert told.startswith(f"the replicas have drifted apart: {said}")
+    with pytest.raises(DriftedReplicasError, match="gathered"):
+        replicas.refuse(told)
+
+
 def drifted() -> dict[str, str]:
     context = connect(StateSettings(device="cpu", watchdog=False))
     backend = DDPBackend(
@@ -53,32 +78,40 @@ def drifted() -> dict[str, str]:
         prepared.optimizers[0].step()
         prepared.optimizers[0].zero_grad()
 
-    backend.check_replicas()
+    def check() -> None:
+        check_replicas(context, [model, teacher])
+
+    check()
     step()
     step()  # buffers differ, which is nothing
     with torch.no_grad():
         model[2].weight[0, 1] += 1e-6 * dist.get_rank()
         model[2].bias += 1e-6 * dist.get_rank()
     step()
-    for name, act in {"asked": step, "saved": backend.check_replicas}.items():
+    for name, act in {"asked": step, "checked": check}.items():
         try:
             act()
         except DriftedReplicasError as error:
             found[name] = str(error)
     with prepared.gathered(write=True):
         pass
-    backend.check_replicas()
+    check()
     with torch.no_grad():
         teacher.weight += dist.get_rank()
     with pytest.raises(DriftedReplicasError, match="weight of Linear differs on ranks 1"):
-        backend.check_replicas()
+        check()
+    replicas = backend.replicas()
+    assert replicas is not None
+    assert [tuple(each.shape) for each in replicas.tensors] == [
+        tuple(each.shape) for one in (model, teacher) for each in one.parameters()
+    ]
     backend.close()
     return found
 
 
-def test_a_weight_that_drifted_is_named_at_saves_and_every_so_many_steps(run_ranks) -> None:
+def test_a_weight_that_drifted_is_named_when_asked_and_every_so_many_steps(run_ranks) -> None:
     for found in run_ranks(drifted):
-        for name in ("asked", "saved"):
+        for name in ("asked", "checked"):
             assert found[name].startswith(
                 "the replicas have drifted apart: 2.weight of Sequential differs on ranks 1 from rank 0, and 1 other"
             )
