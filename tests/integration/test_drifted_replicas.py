@@ -37,6 +37,7 @@ def save_in_background(folder: Path, staging: str) -> list[str]:
     """Drift before a save, in a frozen weight that is tied; then after it, which is not in it."""
     sections = {"run": {"show_plan": False}, "checkpoint": {"background": True, "staging": staging}}
     accelerator = Accelerator(cpu=True, project_dir=folder, sections=sections)
+    torch.manual_seed(0)
     model, teacher = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
     teacher[1].weight = teacher[0].weight
     model, teacher, optimizer = accelerator.prepare(model, teacher, SGD(model.parameters(), lr=0.1))

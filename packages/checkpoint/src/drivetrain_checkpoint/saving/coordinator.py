@@ -30,7 +30,7 @@ from drivetrain_checkpoint.saving.writer_lock import check_shared, lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context, gather_object
-from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank, on_main
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,15 @@ class SaveCoordinator:
         """
         context, topology = self._context, self._context.topology
         doing = f"the save of step {step}"
-        own = on_each_rank(context, lambda: self._encode(step, content), doing=doing)
-        tensor_files = self._agree(step_folder(self._directory, step), own.holdings)
+        encoded: list[OwnContent] = []
+
+        def encode() -> tuple[str, str]:
+            encoded.append(self._encode(step, content))
+            return str(step_folder(self._directory, step)), encoded[0].holdings.digest()
+
+        told = on_all_ranks(context, encode, doing=doing)
+        (own,) = encoded
+        tensor_files = self._agree(told, own.holdings)
         manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
         save = Save(
             folder=step_folder(self._directory, step),
@@ -109,14 +116,17 @@ class SaveCoordinator:
             )
         return own_content(content, self._context.topology.rank, allow_pickle=self._settings.allow_pickle)
 
-    def _agree(self, folder: Place, holdings: Holdings) -> TensorFiles:
+    def _agree(self, told: Sequence[tuple[str, str]], holdings: Holdings) -> TensorFiles:
         """Return the plan of which rank writes what; plan again only if the ranks hold other shards than last time.
+
+        Args:
+            told: The folder and the digest of the holdings of each rank.
+            holdings: The holdings of this rank.
 
         Raises:
             StateError: The shards of the ranks do not make whole tensors.
             ValueError: The ranks save into different folders.
         """
-        told = gather_object(self._context, (str(folder), holdings.digest()))
         if len({folder for folder, _ in told}) > 1:
             shown = ", ".join(f"rank {rank}: {folder}" for rank, (folder, _) in enumerate(told))
             raise ValueError(
