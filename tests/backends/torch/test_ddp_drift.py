@@ -48,7 +48,10 @@ def test_replicas_are_read_once_and_then_released() -> None:
     ("by_rank", "said"),
     [
         ([[1, 2], [1, 3]], "b differs on ranks 1 from rank 0. Weights"),
-        ([[1, 2], [3, 2], [1, 2], [3, 4]], "a differs on ranks 1, 3 from rank 0, and 1 other weights. Weights"),
+        (
+            [[1, 2], [3, 2], [1, 2], [3, 4]],
+            "a differs on ranks 1, 3 from rank 0, and 1 other weights. Weights",
+        ),
     ],
 )
 def test_the_first_weight_that_differs_is_named_with_its_ranks(by_rank: list[list[int]], said: str) -> None:

@@ -29,7 +29,7 @@ class Replicas:
         self._sums: Tensor | None = None
 
     def sums(self) -> Tensor:
-        """Return the checksum of each weight, int64 in host memory. The first call reads the weights and drops them."""
+        """Return a checksum of each weight, int64 on the host; the first call reads the weights and drops them."""
         if self._sums is None:
             sums = torch.stack([checksum(weight).to(self._device) for weight in self.tensors])
             self._sums, self.tensors = sums.cpu(), ()

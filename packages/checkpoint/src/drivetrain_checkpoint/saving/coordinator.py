@@ -54,7 +54,9 @@ class SaveCoordinator:
         self._spared: frozenset[str] | None = None
         self._lock = lock_of(directory)
 
-    def prepare(self, step: int, content: Content, *, continues: bool, replicas: Replicas | None = None) -> Save:
+    def prepare(
+        self, step: int, content: Content, *, continues: bool, replicas: Replicas | None = None
+    ) -> Save:
         """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
 
         Args:

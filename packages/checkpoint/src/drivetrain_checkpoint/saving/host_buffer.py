@@ -86,7 +86,7 @@ class Overlap:
         self._parts = list(parts)
         self._replicas = replicas
         copied = [tensor for _, tensor in parts]
-        self._read = copied + [*(replicas.tensors if replicas is not None else ())]
+        self._read = [*copied, *(replicas.tensors if replicas is not None else ())]
         self._versions = [version_of(tensor) for tensor in self._read]
         self._streams = {device: _side_stream(device) for device in _accelerators(self._read)}
         self._samples = [self._on_stream(tensor, _sample) for tensor in copied]
@@ -140,7 +140,7 @@ class Overlap:
         """Check that no tensor changed while it was copied or summed up.
 
         Raises:
-            ChangedWhileCopiedError: The version of a tensor changed, or a sample of the elements of one that is copied.
+            ChangedWhileCopiedError: The version of a tensor changed, or a sample of the elements of a copied one.
         """
         changed = [
             tensor
