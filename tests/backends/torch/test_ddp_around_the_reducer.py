@@ -18,7 +18,7 @@ from drivetrain_backends import (
     DriftedReplicasError,
     UnreducedGradientError,
 )
-from drivetrain_backends.torch.ddp_drift import check_replicas
+from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
-from drivetrain_backends.torch.ddp_drift import check_replicas
+from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 

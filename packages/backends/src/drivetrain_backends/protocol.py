@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
+from drivetrain_backends.modules.replicated_weights import ReplicatedWeights
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
-from drivetrain_backends.torch.ddp_drift import Replicas
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 
@@ -117,7 +117,7 @@ class Prepared(Protocol):
 class ReplicatesWeights(Protocol):
     """A backend that holds full weights on every rank, so that a checkpoint saves each of them from one rank."""
 
-    def replicas(self) -> Replicas | None:
+    def replicas(self) -> ReplicatedWeights | None:
         """Return this rank's weights, to be compared across ranks; None where ranks hold none alike.
 
         Called on all ranks, as a save begins.

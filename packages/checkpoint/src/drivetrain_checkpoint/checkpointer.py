@@ -98,8 +98,7 @@ class Checkpointer:
             changes_in_step: A function that returns True for a tensor, given by its name as in `load`, that nothing
                 changes before `wait_for_copies`: `settings.staging="overlap"` copies it in the thread, and the save
                 fails if it changed.
-            replicas: The tensors that all ranks must hold alike, as their backend gives them; None on all ranks for
-                no comparison. Under `settings.staging="overlap"` the thread reads them before `wait_for_copies`.
+            replicas: The tensors that all ranks must hold alike; `staging="overlap"` reads them in the thread.
 
         Returns:
             The checkpoint's folder, `DIRECTORY/step-STEP`.
@@ -111,17 +110,13 @@ class Checkpointer:
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             CheckpointLockedError: Another run writes into the directory.
             OSError: The disk is full, or the folder is not writable; nothing was saved.
-            Exception: The error of `replicas`, on all ranks, if ranks hold others; nothing was saved.
+            Exception: The error of `replicas`, on all ranks: they differ; nothing was saved.
         """
         from drivetrain_checkpoint.planning.save_content import Content
 
         self.wait()
         content = Content(
-            models=models,
-            replicated=replicated,
-            per_rank=per_rank,
-            plan=plan,
-            metrics=metrics or {},
+            models=models, replicated=replicated, per_rank=per_rank, plan=plan, metrics=metrics or {}
         )
         in_background = self.settings.background if background is None else background
         return self._save(

@@ -25,13 +25,13 @@ from drivetrain_backends.modules.held_dtypes import reduced_in
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.prepared_check import check_new
+from drivetrain_backends.modules.replicated_weights import ReplicatedWeights, replicas_of
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.torch import compat
 from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
-from drivetrain_backends.torch.ddp_drift import Replicas, replicas_of
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
 from drivetrain_backends.torch.ddp_hooks import applied_hook, check_hook, hook_dtype, register_hook
 from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
@@ -121,7 +121,7 @@ class DDPBackend(TorchBackend):
                     model, "each rank scales its own batch's rows: the replicas drift apart"
                 )
 
-    def replicas(self) -> Replicas | None:
+    def replicas(self) -> ReplicatedWeights | None:
         """Return the weights of all prepared models; see `ReplicatesWeights`."""
         return replicas_of(self.context, [prepared.unwrap() for prepared in self._prepared])
 

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.parameter_guard import KnownParameters
+from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.optim.optimizer import StepResult
 from drivetrain_backends.torch.compat import has_learnt_static_graph
-from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.ddp_gradients import ReplicatedGradients
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_backends.torch.prepared import TorchPrepared

@@ -63,7 +63,7 @@ class SaveCoordinator:
             step: The optimizer step.
             content: The states to save.
             continues: Whether this run resumed from a checkpoint of the directory.
-            replicas: What all ranks must hold alike for the commit; None for nothing.
+            replicas: The tensors that all ranks must hold alike for the commit; None for no comparison.
 
         Raises:
             StateError: Something in `content` cannot be stored; nothing was saved.

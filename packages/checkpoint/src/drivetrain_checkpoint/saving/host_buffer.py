@@ -38,7 +38,7 @@ class HostBuffer:
         Args:
             tensors: The tensors to copy.
             later: The indices of the tensors that are not copied now, but by the overlap.
-            replicas: What the overlap sums up too; None for nothing.
+            replicas: The tensors that the overlap sums up; None for none.
 
         Returns:
             Contiguous CPU tensors, independent of the originals, and the overlap, None if it has nothing to do.
@@ -79,7 +79,7 @@ class Overlap:
 
     Args:
         parts: Pairs of a host tensor and the tensor to copy into it.
-        replicas: What is summed up beside the copies; None for nothing.
+        replicas: The tensors to sum up beside the copies; None for none.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], replicas: Replicas | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a save needs of tensors that every rank holds in full, to commit only what is the same on all ranks."""
+"""The protocol of tensors that every rank holds in full, of which a save commits only those that are alike."""
 
 from collections.abc import Sequence
 from typing import NoReturn, Protocol

@@ -44,7 +44,7 @@ class Save:
         trees: The JSON files that this rank writes, by name.
         is_main: Whether this rank commits.
         spared: The names of checkpoints of an earlier run, which retention never deletes.
-        replicas: What all ranks must hold alike for the commit; None for nothing.
+        replicas: The tensors that all ranks must hold alike for the commit; None for no comparison.
         overlap: The copies to make before anything is written, while training continues.
     """
 

@@ -1,4 +1,4 @@
-"""Replicas that have drifted apart are told of, by the first weight that differs and its ranks."""
+"""ReplicatedWeights that have drifted apart are told of, by the first weight that differs and its ranks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, DriftedReplicasError
-from drivetrain_backends.torch.ddp_drift import Replicas, check_replicas, checksum
+from drivetrain_backends.modules.replicated_weights import ReplicatedWeights, check_replicas, checksum
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -36,7 +36,9 @@ def test_a_checksum_of_no_elements_and_of_one_is_an_integer() -> None:
 
 def test_replicas_are_read_once_and_then_released() -> None:
     weight = torch.ones(3)
-    replicas = Replicas({weight: "weight of Linear", torch.zeros(0): "bias of Linear"}, torch.device("cpu"))
+    replicas = ReplicatedWeights(
+        {weight: "weight of Linear", torch.zeros(0): "bias of Linear"}, torch.device("cpu")
+    )
     assert len(replicas.tensors) == 2
     sums = replicas.sums()
     weight.zero_()
@@ -55,7 +57,7 @@ def test_replicas_are_read_once_and_then_released() -> None:
     ],
 )
 def test_the_first_weight_that_differs_is_named_with_its_ranks(by_rank: list[list[int]], said: str) -> None:
-    replicas = Replicas({torch.ones(1): "a", torch.ones(1): "b"}, torch.device("cpu"))
+    replicas = ReplicatedWeights({torch.ones(1): "a", torch.ones(1): "b"}, torch.device("cpu"))
     told = replicas.explain(by_rank)
     assert told.startswith(f"the replicas have drifted apart: {said}")
     with pytest.raises(DriftedReplicasError, match="gathered"):

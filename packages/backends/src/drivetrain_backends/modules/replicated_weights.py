@@ -14,7 +14,7 @@ from drivetrain_state import Context, gather, reduce
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Replicas:
+class ReplicatedWeights:
     """Weights that ranks hold alike, each with the name that an error calls it by.
 
     Args:
@@ -59,7 +59,7 @@ class Replicas:
         raise DriftedReplicasError(told)
 
 
-def replicas_of(context: Context, models: Sequence[nn.Module]) -> Replicas | None:
+def replicas_of(context: Context, models: Sequence[nn.Module]) -> ReplicatedWeights | None:
     """Return the weights that ranks hold alike; None if there is but one rank, or no weight.
 
     Buffers are left out, because ranks may keep their own.
@@ -74,7 +74,7 @@ def replicas_of(context: Context, models: Sequence[nn.Module]) -> Replicas | Non
     for model in models:
         for name, parameter in model.named_parameters():
             names.setdefault(parameter, f"{strip_wrapper_prefix(name)} of {type(model).__name__}")
-    return Replicas(names, context.device) if names else None
+    return ReplicatedWeights(names, context.device) if names else None
 
 
 def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
