@@ -30,7 +30,7 @@ from drivetrain_checkpoint.saving.writer_lock import check_shared, lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_state import Context, gather_object
-from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank, on_main
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class SaveCoordinator:
         Raises:
             StateError: Something in `content` cannot be stored; nothing was saved.
             OtherRankFailedError: Another rank failed; nothing was saved.
-            FolderNotSharedError: This rank does not see the folder that rank 0 made.
             CheckpointLockedError: Another run writes into the directory.
             ValueError: The ranks save into different folders.
         """
@@ -84,8 +83,9 @@ class SaveCoordinator:
         (own,) = encoded
         tensor_files = self._agree(told, own.holdings)
         manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
-        save = Save(
-            folder=step_folder(self._directory, step),
+        folder = step_folder(self._directory, step)
+        return Save(
+            folder=folder,
             settings=self._settings,
             manifest=manifest,
             tensor_files=tensor_files,
@@ -96,10 +96,8 @@ class SaveCoordinator:
             is_main=topology.is_main,
             spared=self._spared or frozenset(),
             replicas=replicas,
+            check=lambda: self._check_visible(folder, token),
         )
-        with save.discarded_on_error():
-            on_each_rank(context, lambda: self._check_visible(save.folder, token), doing=doing)
-        return save
 
     def _encode(self, step: int, content: Content) -> OwnContent:
         """Encode the states of this rank, and refuse invalid ones before anything is written.

@@ -46,6 +46,7 @@ class Save:
         spared: The names of checkpoints of an earlier run, which retention never deletes.
         replicas: The tensors that all ranks must hold alike for the commit; None for no comparison.
         overlap: The copies to make before anything is written, while training continues.
+        check: The check that this rank sees the folder, made before it copies or writes; None once it was made.
     """
 
     folder: Place
@@ -58,6 +59,7 @@ class Save:
     spared: frozenset[str] = frozenset()
     replicas: Replicas | None = None
     overlap: Overlap | None = None
+    check: Callable[[], None] | None = None
 
     @property
     def step(self) -> int:
@@ -71,7 +73,12 @@ class Save:
             buffer: The host memory for the copies.
             changes_in_step: A function that returns True for a tensor, given by its path in the state, that only an
                 optimizer step changes: `write` copies it later. None copies all tensors now.
+
+        Raises:
+            FolderNotSharedError: This rank does not see the folder that rank 0 made.
         """
+        if self.check is not None:
+            self.check()
         later: set[int] = set()
         if changes_in_step is not None:
             paths = [path_in_state(*entry.tensor) for file, _ in self.files for entry in file.entries]
@@ -85,10 +92,16 @@ class Save:
         )
         left = iter(copies)
         files = tuple((file, tuple(islice(left, len(tensors)))) for file, tensors in self.files)
-        return replace(self, files=files, overlap=overlap)
+        return replace(self, files=files, overlap=overlap, check=None)
 
     def write(self, on_block: Callable[[], None]) -> list[FileRecord]:
-        """Write this rank's files and return their records; the files are durable when this returns."""
+        """Write this rank's files and return their records; the files are durable when this returns.
+
+        Raises:
+            FolderNotSharedError: This rank does not see the folder that rank 0 made.
+        """
+        if self.check is not None:
+            self.check()
         if self.overlap is not None:
             self.overlap.run(on_block)
         records: list[FileRecord] = []
@@ -237,7 +250,8 @@ def _refuse(context: Context, save: Save, gather: Callable[[Outcome], list[Outco
     """Raise the error of replicas that differ, which rank 0 words from the sums of all ranks. Called on all ranks."""
     replicas, doing = save.replicas, f"the comparison of replicas at step {save.step}"
     assert replicas is not None
-    by_rank = on_all_ranks(context, lambda: replicas.sums().tolist(), doing=doing, gather=gather)
+    sums: list[int] = replicas.sums().tolist()
+    by_rank = on_all_ranks(context, lambda: sums, doing=doing, gather=gather)
     told, *_ = on_all_ranks(
         context, lambda: replicas.explain(by_rank) if save.is_main else "", doing=doing, gather=gather
     )
