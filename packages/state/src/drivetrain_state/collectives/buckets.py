@@ -67,9 +67,7 @@ def unpack_rows(rows: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iter
         yield from by_tensor.reshape(len(run), *stacked(shape, num_ranks)).unbind()
 
 
-def _pieces(
-    buffer: Tensor, tensors: Sequence[Tensor], bucket: Bucket
-) -> Iterable[tuple[Tensor, list[int]]]:
+def _pieces(buffer: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iterable[tuple[Tensor, list[int]]]:
     """Cut the last dimension of a buffer into the parts of the runs."""
     if len(bucket) == 1:
         return [(buffer, bucket[0])]

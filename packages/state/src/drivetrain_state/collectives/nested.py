@@ -89,7 +89,7 @@ def _collect(data: Nested, found: list[torch.Tensor]) -> bool:
         children = [getattr(data, f.name) for f in fields(data)]
     else:
         return data is None
-    for child in children:  # a loop, as all() of a generator would cost as much as the walk itself
+    for child in children:  # noqa: SIM110 all() of a generator would cost as much as the walk itself
         if not _collect(child, found):
             return False
     return True
