@@ -1,8 +1,11 @@
 import threading
 from collections import UserDict
 from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -347,6 +350,86 @@ def the_same_batch_for_ranks_of_one_shard() -> list[list[int]]:
 
 def test_ranks_of_one_shard_get_the_same_batches(run_ranks) -> None:
     assert run_ranks(the_same_batch_for_ranks_of_one_shard) == [[[0, 1], [2, 3], [4]]] * 2
+
+
+def kept_batches(reverse: bool, ahead: bool) -> list[tuple[int, list[Any]]]:
+    rank, count = dist.get_rank(), dist.get_world_size()
+
+    class Reusing(IterableDataset[Any]):
+        """A stream of samples as large as a message, which reuse the memory of those of the step before."""
+
+        def __iter__(self) -> Iterator[Any]:
+            memory = [(torch.empty(90_000), np.empty(3, dtype=np.float32)) for _ in range(count)]
+            for number in range(23):
+                row, array = memory[number % count]
+                row.fill_(number)
+                array.fill(-number)
+                yield {
+                    "label": number,
+                    "array": array,
+                    "pair": (row, row.double()[:5]),
+                    "name": f"it is {number}",
+                }
+
+    loader = shard_loader(
+        DataLoader(Reusing(), batch_size=1),
+        Shard(count - 1 - rank if reverse else rank, count),
+        dispatch=True,
+        group=dist.group.WORLD,
+        read_ahead=ahead,
+    )
+    kept: list[Any] = []
+    for _ in range(3):  # so that every slot has been lent and lent again
+        kept += [(batch, loader.current.replayed) for batch in loader]
+    # A later batch does not write over an earlier one that the program still holds.
+    return [
+        (
+            batch["label"].item(),
+            [
+                batch["array"].unique().tolist(),
+                *(part.unique().tolist() for part in batch["pair"]),
+                *batch["name"],
+            ],
+        )
+        for batch, replayed in kept
+        if not replayed
+    ]
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize(("reverse", "ahead"), [(False, False), (True, True)])
+def test_batches_that_are_collated_where_they_are_sent_from_arrive_whole_and_stay(
+    run_ranks, num_processes: int, reverse: bool, ahead: bool
+) -> None:
+    results = run_ranks(kept_batches, reverse, ahead, num_processes=num_processes)
+    found = [seen for of_rank in results for seen in of_rank]
+    expected = [(n, [[-n], [n], [n], f"it is {n}"]) for n in range(23)] * 3
+    assert sorted(found) == sorted(expected)
+
+
+def received_before_more_is_read(folder: str) -> int:
+    received = Path(folder) / "received"
+
+    class Gated(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.zeros(4, 90_000)
+            until = monotonic() + 30
+            while not received.exists():
+                if monotonic() > until:
+                    raise TimeoutError("the first step was not received while the third was not read")
+                sleep(0.01)
+            yield from torch.zeros(2, 90_000)
+
+    num_received = 0
+    for _ in dispatched(DataLoader(Gated(), batch_size=1)):
+        num_received += 1
+        if dist.get_rank() == 1:
+            received.touch()
+    return num_received
+
+
+def test_a_large_batch_is_sent_before_more_is_read(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(received_before_more_is_read, str(tmp_path)) == [3, 3]
 
 
 def left_at_different_steps(leaves_early: int, ahead: bool) -> str:

@@ -5,20 +5,25 @@ another unpacks; this keeps many small tensors cheap.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from math import prod
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 Bucket = list[list[int]]
 
+_dtype_device_shape = attrgetter("dtype", "device", "shape")
+
 
 def buckets(tensors: Sequence[Tensor]) -> list[Bucket]:
     """Group the positions of `tensors` by dtype and device, then by shape, each in order of first appearance."""
+    kinds = list(map(_dtype_device_shape, tensors))
     found: dict[tuple[torch.dtype, torch.device], dict[torch.Size, list[int]]] = {}
-    for position, tensor in enumerate(tensors):
-        found.setdefault((tensor.dtype, tensor.device), {}).setdefault(tensor.shape, []).append(position)
+    # Neighbours are mostly alike, and are grouped without a step of the interpreter for each.
+    for (dtype, device, shape), run in groupby(range(len(kinds)), kinds.__getitem__):
+        found.setdefault((dtype, device), {}).setdefault(shape, []).extend(run)
     return [list(by_shape.values()) for by_shape in found.values()]
 
 
@@ -26,8 +31,11 @@ def map_buckets(
     tensors: Sequence[Tensor], transfer: Callable[[Bucket], Iterable[Tensor]]
 ) -> Iterator[Tensor]:
     """Apply `transfer`, which returns one tensor per position, to each bucket; iterate over all results in order."""
+    found = buckets(tensors)
+    if len(found) == 1 and len(found[0]) == 1:
+        return iter(transfer(found[0]))
     results: list[Tensor] = list(tensors)
-    for bucket in buckets(tensors):
+    for bucket in found:
         for position, result in zip(chain.from_iterable(bucket), transfer(bucket), strict=True):
             results[position] = result
     return iter(results)
@@ -41,8 +49,7 @@ def pack(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 def unpack(buffer: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
     """Yield views of `buffer` in the shapes of the bucket's tensors: the inverse of `pack`."""
-    pieces = buffer.split([len(run) * tensors[run[0]].numel() for run in bucket])
-    for piece, run in zip(pieces, bucket, strict=True):
+    for piece, run in _pieces(buffer, tensors, bucket):
         yield from piece.view(len(run), *tensors[run[0]].shape).unbind()
 
 
@@ -53,11 +60,19 @@ def unpack_rows(rows: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iter
 
     A tensor of shape (n, ...) becomes (world_size * n, ...); one of shape () becomes (world_size,).
     """
-    pieces = rows.split([len(run) * tensors[run[0]].numel() for run in bucket], dim=1)
-    for piece, run in zip(pieces, bucket, strict=True):
+    num_ranks = rows.shape[0]
+    for piece, run in _pieces(rows, tensors, bucket):
         shape = tensors[run[0]].shape
-        by_tensor = piece.view(len(rows), len(run), *shape).transpose(0, 1)
-        yield from by_tensor.reshape(len(run), *stacked(shape, len(rows))).unbind()
+        by_tensor = piece.view(num_ranks, len(run), *shape).transpose(0, 1)
+        yield from by_tensor.reshape(len(run), *stacked(shape, num_ranks)).unbind()
+
+
+def _pieces(buffer: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iterable[tuple[Tensor, list[int]]]:
+    """Cut the last dimension of a buffer into the parts of the runs."""
+    if len(bucket) == 1:
+        return [(buffer, bucket[0])]
+    sizes = [len(run) * tensors[run[0]].numel() for run in bucket]
+    return zip(buffer.split(sizes, dim=-1), bucket, strict=True)
 
 
 def stacked(shape: torch.Size, count: int) -> tuple[int, ...]:
@@ -78,5 +93,5 @@ def cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes, which gloo and NCCL both transfer, while each lacks some dtypes."""
-    return buffer.view(-1).view(torch.uint8)
+    """View a flat buffer as bytes, which gloo and NCCL both transfer, while each lacks some dtypes."""
+    return buffer.view(torch.uint8)

@@ -79,17 +79,20 @@ def _collect(data: Nested, found: list[torch.Tensor]) -> bool:
     """Append the tensors of `data` to `found`; stop and return False at the first leaf that is no dense tensor."""
     if isinstance(data, torch.Tensor):
         found.append(data)
-        return _is_dense(data)
+        return data.layout is torch.strided
     if isinstance(data, (dict, Mapping)):
         mapping = cast("Mapping[Any, Any]", data)
-        return all(_collect(mapping[key], found) for key in _keys(mapping))
-    if isinstance(data, (list, tuple)):
-        return all(_collect(child, found) for child in cast("list[Any]", data))
-    if data is None:
-        return True
-    if is_dataclass(data) and not isinstance(data, type):
-        return all(_collect(getattr(data, f.name), found) for f in fields(data))
-    return False
+        children = [mapping[key] for key in _keys(mapping)]
+    elif isinstance(data, (list, tuple)):
+        children = cast("list[Any]", data)
+    elif is_dataclass(data) and not isinstance(data, type):
+        children = [getattr(data, f.name) for f in fields(data)]
+    else:
+        return data is None
+    for child in children:  # noqa: SIM110 all() of a generator would cost as much as the walk itself
+        if not _collect(child, found):
+            return False
+    return True
 
 
 def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:

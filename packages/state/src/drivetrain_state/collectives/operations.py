@@ -125,9 +125,10 @@ def _gather_uneven(
 
 def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
     """Gather every rank's flat buffer as one row: (total,) to (world_size, total)."""
-    rows = mine.new_empty(context.topology.world_size, mine.numel())
+    num_ranks, total = context.topology.world_size, mine.numel()
+    rows = mine.new_empty(num_ranks * total)  # gloo takes no buffer of two dimensions here
     dist.all_gather_into_tensor(as_bytes(rows), as_bytes(mine), group=context.group)
-    return rows
+    return rows.view(num_ranks, total)
 
 
 def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
