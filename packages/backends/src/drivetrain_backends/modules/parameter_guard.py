@@ -32,11 +32,6 @@ class KnownParameters:
         self._forms = [(p, name, p.dtype, p.device) for name, p in model.named_parameters()]
         self._take_up()
 
-    @property
-    def looks_next(self) -> bool:
-        """True if the next call of `look_now_and_then` looks."""
-        return self._until_look == 1
-
     def look_now_and_then(self) -> bool:
         """Call `look` at the first step, then once in `STEPS_A_LOOK`; return whether it did. Called at every step."""
         self._until_look -= 1
@@ -82,9 +77,9 @@ class KnownParameters:
                 else f"from {where} to {p.device}"
             )
             raise ReplacedParameterError(
-                f"{first_of([name for _, name, *_ in changed])} of {type(self._model).__name__}: converted {what} after "
-                f"prepare(), {because}. Convert and move a model before prepare(), or free_memory() and prepare() "
-                "again; for an export or an evaluation, convert a copy"
+                f"{first_of([name for _, name, *_ in changed])} of {type(self._model).__name__}: converted {what} "
+                f"after prepare(), {because}. Convert and move a model before prepare(), or free_memory() and "
+                "prepare() again; for an export or an evaluation, convert a copy"
             ) from error
 
     def look(self) -> None:
