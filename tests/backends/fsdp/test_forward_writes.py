@@ -13,7 +13,7 @@ from sharded_stack import fsdp
 
 
 class Writing(nn.Module):
-    """Two layers, of which the first writes into its weight in forward, once `ways` is not empty."""
+    """Two layers, of which the first writes into its weight in forward, once there is a way."""
 
     def __init__(self, way: Callable[[nn.Parameter], object] | None) -> None:
         super().__init__()
@@ -45,13 +45,20 @@ def copied(weight: nn.Parameter) -> None:
     weight.copy_(weight * 0.5)
 
 
-def trained(way: Callable[[nn.Parameter], object] | None, *, late: bool, **settings: object) -> str:
+def trained(way: Callable[[nn.Parameter], object] | None, *, first: int = 0, **settings: object) -> str:
+    """Train 5 steps, with a forward that writes from step `first` on; at -1 in an evaluation before all steps."""
     backend = fsdp(**settings)
-    model = Writing(None if late else way)
+    model = Writing(None)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
     try:
-        for number in range(20):
-            if number == 2:
+        if first < 0:
+            model.way = way
+            with torch.no_grad():
+                prepared.model.eval()(torch.ones(2, 4))
+            prepared.model.train()
+            model.way = None
+        for number in range(5):
+            if number == first:
                 model.way = way
             backend.window.begin()
             prepared.backward(prepared.model(torch.ones(2, 4) + dist.get_rank()).square().mean())
@@ -66,21 +73,77 @@ def trained(way: Callable[[nn.Parameter], object] | None, *, late: bool, **setti
 
 def each_way() -> dict[str, str]:
     found = {
-        f"{way.__name__} {strategy}": trained(way, late=False, strategy=strategy)
+        f"{way.__name__} {strategy} {first}": trained(way, strategy=strategy, first=first)
         for way in (clamped, clamped_through_data, assigned, copied)
         for strategy in ("full_shard", "shard_grad_op")
+        for first in (-1, 0, 2)
     }
-    found["late"] = trained(clamped, late=True)
-    found["none"] = trained(None, late=False)
+    found["none"] = trained(None)
     return found
 
 
 def test_a_forward_that_writes_into_a_weight_is_refused_by_name(run_ranks) -> None:
     for found in run_ranks(each_way):
-        assert found.pop("none") == "20 steps"
-        assert "first.weight of Writing: a forward, or a hook in backward, wrote into it" in found.pop("late")
+        assert found.pop("none") == "5 steps"
         for way, said in found.items():
-            assert said.startswith("step 0: first.weight of Writing: a forward"), (way, said)
+            step = max(0, int(way.split()[-1]))
+            assert said.startswith(f"step {step}: first.weight of Writing: a forward"), (way, said)
+
+
+def saved_after_a_write() -> str:
+    backend = fsdp()
+    model = Writing(clamped_through_data)
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    with torch.no_grad():
+        prepared.model(torch.ones(2, 4))
+    with pytest.raises(UnshardedParameterError, match=r"first\.weight of Writing: a forward"):
+        prepared.state_dict()
+    prepared.state_dict()
+    return "refused once"
+
+
+def test_no_state_is_read_after_a_write_that_was_dropped(run_ranks) -> None:
+    assert set(run_ranks(saved_after_a_write)) == {"refused once"}
+
+
+def stepped_before_backward(way: str) -> str:
+    backend = fsdp()
+    model = Writing(None)
+    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    own = SGD(prepared.unwrap().parameters(), lr=0.1)
+
+    def step(*_: object) -> None:
+        (own if way == "own in forward" else prepared.optimizers[0]).step()
+        prepared.optimizers[0].zero_grad()
+
+    if "in forward" in way:
+        prepared.unwrap().register_forward_hook(step)
+    try:
+        for _ in range(3):
+            backend.window.begin()
+            inputs = (1, 2)[: 1 if "in forward" in way else 2]
+            losses = [prepared.model(torch.ones(2, 4) * k + dist.get_rank()).sum() for k in inputs]
+            prepared.backward(losses[0] if way == "between losses" else sum(losses))
+            if "in forward" not in way:
+                step()
+            if way == "between losses":
+                backend.window.begin()
+                prepared.backward(losses[1])
+        return "3 steps"
+    except UnshardedParameterError as error:
+        return str(error)
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("way", ["in forward", "own in forward", "between losses"])
+def test_a_step_between_a_forward_and_its_backward_is_refused(run_ranks, way: str) -> None:
+    for said in run_ranks(stepped_before_backward, way):
+        assert "of Writing changed between a forward and its backward" in said
+
+
+def test_losses_are_added_up_before_the_step(run_ranks) -> None:
+    assert set(run_ranks(stepped_before_backward, "after")) == {"3 steps"}
 
 
 def stepped_in_a_hook(way: str) -> str:

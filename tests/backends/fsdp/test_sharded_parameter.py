@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import SGD
 
 from sharded_stack import fsdp, loss_of, stack, weights
@@ -186,6 +187,7 @@ def refused() -> dict[str, str]:
         "storage": said_of(lambda: [p.untyped_storage() for p in inner.state_dict().values()]),
         "save parameters": said_of(lambda: torch.save(dict(inner.named_parameters()), io.BytesIO())),
         "copied state": said_of(lambda: deepcopy(inner.state_dict())),
+        "node": said_of(lambda: register_multi_grad_hook(list(inner.parameters()), lambda _: None)),
         "same dtype": said_of(lambda: inner.to(torch.float32)),
     }
     prepared.model.eval()
@@ -240,4 +242,7 @@ def test_what_shards_cannot_do_is_refused_by_the_parameters_name(run_ranks) -> N
         )
         for case in ("save", "save parameters", "storage"):
             assert "embedding.weight is pickled or written to a file, as by torch.save(model" in found[case]
+        assert (
+            "the node that adds up the gradient of embedding.weight, as register_multi_grad" in found["node"]
+        )
         assert found["copied state"] == found["same dtype"] == found["after"] == "done"

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from drivetrain_backends.deepspeed.compat import call_before_backward
-from drivetrain_backends.deepspeed.written import ForwardWrites
 from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.modules.outputs import tensors_in
 
@@ -25,7 +24,6 @@ class EngineModel(ModuleProxy):
         module: The user's module.
         engine: The DeepSpeed engine, for methods without a counterpart here, such as `save_checkpoint`.
         explain: A function that raises a better error than the one that a forward raised, if it knows one.
-        writes: The record of what forwards write into parameters; None for none.
     """
 
     def __init__(self, engine: Any, on_gradient: Callable[[nn.Module], None]) -> None:
@@ -36,8 +34,6 @@ class EngineModel(ModuleProxy):
         self._on_gradient = on_gradient
         self.__dict__["explain"] = _leave
         self.explain: Callable[[Exception], None]
-        self.__dict__["writes"] = None
-        self.writes: ForwardWrites | None
         # Before the engine's own error, which names another cause.
         call_before_backward(engine, lambda: on_gradient(engine.module))
         self.forward_attributes()
@@ -46,14 +42,11 @@ class EngineModel(ModuleProxy):
         """Run the model's forward, through the engine unless all parameters are frozen."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
-        before = None if self.writes is None else self.writes.versions()
         try:
             output = self.engine(*inputs, **kwargs)
         except (RuntimeError, AttributeError, AssertionError) as error:
             self.explain(error)
             raise
-        if before is not None and self.writes is not None:
-            self.writes.note(before)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._notice)

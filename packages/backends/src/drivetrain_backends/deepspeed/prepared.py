@@ -14,12 +14,13 @@ from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer
 from drivetrain_backends.deepspeed.partitioned_parameter import unguard
 from drivetrain_backends.deepspeed.reached import ReachedParameters
 from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
-from drivetrain_backends.deepspeed.written import ForwardWrites, WrittenValues, converted, written_values
+from drivetrain_backends.deepspeed.written import WrittenValues, converted, written_values
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
 from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
+from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared
 from drivetrain_state import Context
 
@@ -65,13 +66,14 @@ class DeepSpeedPrepared(TorchPrepared):
         trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
         self._trained = frozenset(trained)
         self._written = WrittenValues()
-        self._writes: ForwardWrites | None = None  # until the first step
         self._reached: ReachedParameters | None = None  # None for an untrained model
+        self._compares_next = (
+            False  # before the first step, to which forwards may have written by their batch
+        )
         if gradients is not None:
             self._written = written_values(self.engine, trained, context)
             self._reached = ReachedParameters(self.engine, trained)
-            if self.engine.zero_optimization_stage() < 3 and context.topology.world_size > 1:
-                self._writes = model.__dict__["writes"] = ForwardWrites(trained, context)
+            self._compares_next = self.engine.zero_optimization_stage() < 3
             reducer.explain_by(model.module, self.explain)
         self._dtypes = {parameter: parameter.dtype for parameter in names}
         model.__dict__["explain"] = self.explain
@@ -102,7 +104,9 @@ class DeepSpeedPrepared(TorchPrepared):
         except AccumulationError:
             self._known.look()  # which names a parameter that was replaced, and is why another was not reached
             raise
-        self._compare_forward_writes()
+        if self._compares_next:
+            self._compares_next = False
+            check_replicas(self._context, [self.unwrap()])
         self._written.copy_to_masters()
         group.use()
         self._progress.mark("optimizer step")
@@ -238,13 +242,6 @@ class DeepSpeedPrepared(TorchPrepared):
         """
         if odd := [n for p, n in self._parameter_names.items() if p.dtype != self._dtypes[p]]:
             raise ReplacedParameterError(converted(odd))
-
-    def _compare_forward_writes(self) -> None:
-        """Compare what forwards have written until the first step. Called on all ranks."""
-        if self._writes is not None:
-            self.model.__dict__["writes"] = None
-            self._writes.compare()
-            self._writes = None
 
     def _check_unknown_gradients(self) -> None:
         """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.

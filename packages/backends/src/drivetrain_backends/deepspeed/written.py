@@ -16,48 +16,6 @@ from drivetrain_state import Context, gather_object
 _ELEMENTS_AT_ONCE = 2**24
 
 
-class ForwardWrites:
-    """A record of the parameters that forwards write in place, until the first step compares ranks.
-
-    What a forward writes may depend on its batch, which other ranks do not have.
-
-    Args:
-        names: The name of each trained parameter.
-        context: The ranks whose values are compared.
-    """
-
-    def __init__(self, names: Mapping[Tensor, str], context: Context) -> None:
-        self._names, self._context = names, context
-        self._written = set[str]()
-
-    def versions(self) -> list[int]:
-        """Return how often each parameter was written."""
-        return _versions(self._names)
-
-    def note(self, before: list[int]) -> None:
-        """Record what was written since `versions` returned `before`."""
-        if before != (now := self.versions()):
-            self._written.update(_changed(self._names, before, now))
-
-    def compare(self) -> None:
-        """Compare the values that forwards have written. Called on all ranks.
-
-        Raises:
-            AccumulationError: The values differ between ranks.
-        """
-        written = set[str]().union(*gather_object(self._context, self._written))
-        if not written:
-            return
-        sums = {name: float(p.detach().double().sum()) for p, name in self._names.items() if name in written}
-        found = gather_object(self._context, sums)
-        if odd := [name for name in sums if len({one[name] for one in found}) > 1]:
-            raise AccumulationError(
-                f"{first_of(odd)}: written in place by the model's forward, with other values on each rank (as "
-                "embeddings with max_norm do): ranks would train other weights. Write the same values on all ranks "
-                "after the step, inside accelerator.gathered(model, write=True)"
-            )
-
-
 class WrittenValues:
     """A record of the values written into the parameters of one engine since its last step.
 

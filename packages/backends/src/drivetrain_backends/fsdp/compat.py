@@ -5,7 +5,6 @@ tests/backends/fsdp/test_compat.py holds each one to what is relied on, and docs
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -110,17 +109,22 @@ def check_before_gathering(group: Any, check: Callable[[], None]) -> None:
     group.unshard = check_and_unshard
 
 
-def check_before_resharding(group: Any, check: Callable[[], None]) -> Callable[[], None]:
-    """Have `check` called before a group releases its gathered parameters, until the returned function is called."""
-    reshard = group.reshard
+def call_after_gathering(group: Any, act: Callable[[], None]) -> None:
+    """Have `act` called after a group has gathered its parameters, from now on."""
+    wait = group.wait_for_unshard
 
-    def check_and_reshard(*args: Any, **kwargs: Any) -> Any:
-        if group.is_unsharded:
-            check()
-        return reshard(*args, **kwargs)
+    def wait_and_act() -> None:
+        was_sharded = group.is_sharded
+        wait()
+        if was_sharded and group.is_unsharded:
+            act()
 
-    group.reshard = check_and_reshard
-    return partial(delattr, group, "reshard")
+    group.wait_for_unshard = wait_and_act
+
+
+def is_in_forward(group: Any) -> bool:
+    """Return whether a group is gathered for a forward, and not for a backward."""
+    return group._training_state == TrainingState.FORWARD
 
 
 def check_before_first_forward(block: FSDPModule, check: Callable[[], None]) -> None:

@@ -1,88 +1,104 @@
-"""Writes into gathered parameters: FSDP drops them, as it gathers anew for each forward.
+"""Writes that FSDP drops, into gathered parameters; and into shards between a forward and its backward.
 
-FSDP's own gathers count as no write, so the count of a gathered parameter changes by other code alone. What goes
-through `.data` is not counted; the values are compared with the shard until the first step.
+FSDP gathers parameters anew for each forward and backward. Torch counts the writes to a tensor, and leaves FSDP's own
+gathers out: a count that changes tells of other code.
 """
 
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drivetrain_backends.compat import as_they_are, version_of
 from drivetrain_backends.errors import UnshardedParameterError, first_of
-from drivetrain_backends.fsdp.compat import check_before_resharding, gathered_parameter, parameter_groups
+from drivetrain_backends.fsdp.compat import (
+    call_after_gathering,
+    check_before_backward,
+    gathered_parameter,
+    is_in_forward,
+    parameter_groups,
+)
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.parameter_writes import Writes
 from drivetrain_backends.modules.wrap_policy import class_name
-from drivetrain_backends.state_dict.dtensor import local, own_part
+
+
+class GatheredParameter(nn.Parameter):
+    """A gathered parameter whose `.data` counts writes, which torch's does not."""
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values without autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values is not self:
+            self.detach().copy_(values)
 
 
 class ForwardWrites:
-    """The writes of a model's forwards, and of hooks in its backwards, into gathered parameters.
+    """The writes of a model's forwards, and of hooks in its backwards.
 
     Args:
         sharded: The sharded model.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
-        self._sharded = sharded
-        self._names = {parameter.sharded_param: place for place, parameter in _named(sharded)}
-        self._found: dict[str, None] = {}
-        self._writes: Writes | None = None
-        self._stop = [
-            check_before_resharding(group, partial(self._compare, group.fsdp_params))
-            for block in sharded.blocks
-            for group in parameter_groups(block)
-        ]
+        self._kind = class_name(sharded.module)
+        self._names = {parameter: name for name, parameter in sharded.parameters.items()}
+        self._writes: dict[Any, tuple[Tensor | None, Writes]] = {}  # into gathered parameters, by group
+        self._forwarded: dict[
+            Any, tuple[Tensor, int]
+        ] = {}  # a shard of each group, and its count at the forward
+        for block in sharded.blocks:
+            groups = parameter_groups(block)
+            for group in groups:
+                call_after_gathering(group, partial(self._note, group))
+            check_before_backward(block, partial(self._refuse_changed, groups))
 
-    def check(self, *, counts: bool) -> None:
-        """Refuse writes that were found by now.
-
-        Args:
-            counts: Whether to read the counts too.
+    def check(self) -> None:
+        """Refuse writes into gathered parameters since the last call.
 
         Raises:
-            UnshardedParameterError: There are such writes.
+            UnshardedParameterError: There were such writes.
         """
-        if counts:
-            if self._writes is not None:
-                self._found |= dict.fromkeys(self._writes.since())
-            self._writes = Writes({name: gathered_parameter(p) for name, p in _named(self._sharded)})
-        if self._found:
-            names, self._found = list(self._found), {}
+        if names := [name for _, writes in self._writes.values() for name in writes.since()]:
             raise UnshardedParameterError(
-                f"{first_of(names)} of {class_name(self._sharded.module)}: a forward, or a hook in backward, wrote "
+                f"{first_of(names)} of {self._kind}: a forward, or a hook in backward, wrote "
                 "into it, where FSDP drops what is written: it gathers parameters anew for each forward. Write after "
                 "the step in its place, inside accelerator.gathered(model, write=True); keep what a forward updates "
                 "in a buffer; or use backend='ddp'"
             )
 
-    def end_comparing(self) -> None:
-        """Compare no values from now on: a model has trained its first step."""
-        while self._stop:
-            self._stop.pop()()
+    def _note(self, group: Any) -> None:
+        """Count the writes to a group's parameters from its first gather on, and to a shard from each forward on."""
+        first = gathered_parameter(group.fsdp_params[0])
+        if group not in self._writes or self._writes[group][0] is not first:
+            named = {self._names[p.sharded_param]: gathered_parameter(p) for p in group.fsdp_params}
+            for parameter in named.values():
+                if type(parameter) is nn.Parameter:  # others are gathered in another form, as in fp8
+                    parameter.__class__ = GatheredParameter
+            self._writes[group] = first, Writes(named)
+        if is_in_forward(group):
+            with as_they_are():
+                trained = (p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad)
+                if (shard := next(trained, None)) is not None:
+                    self._forwarded[group] = shard, version_of(shard)
 
-    def _compare(self, parameters: list[Any]) -> None:
-        if not self._sharded.module.training:
-            return
-        with torch.no_grad():
-            for parameter in parameters:
-                whole, shard = gathered_parameter(parameter), parameter.sharded_param
-                if whole is not None and _differ(whole, shard):
-                    self._found[self._names[shard]] = None
+    def _refuse_changed(self, groups: list[Any]) -> None:
+        """Refuse a backward through outputs that were computed with other weights.
 
-
-def _named(sharded: ShardedModel) -> list[tuple[str, Any]]:
-    """Return torch's own object for each sharded parameter, with its name."""
-    names = {parameter: name for name, parameter in sharded.parameters.items()}
-    return [(names[parameter.sharded_param], parameter) for parameter in sharded.divided()]
-
-
-def _differ(whole: Tensor, shard: Tensor) -> bool:
-    """Return whether a gathered parameter has other values than this rank's shard of it."""
-    own = local(shard)
-    if type(whole.data) is not Tensor or type(own) is not Tensor or whole.shape != shard.shape:
-        return False  # gathered in another form, as in fp8
-    part = own_part(whole.detach(), shard)
-    return not torch.equal(part, own.to(part.device, part.dtype)) and not bool(part.isnan().any())
+        Raises:
+            UnshardedParameterError: A shard was written to since its forward.
+        """
+        for group in groups:
+            shard, before = self._forwarded.get(group, (None, 0))
+            with as_they_are():
+                changed = shard is not None and version_of(shard) != before
+            if changed:
+                raise UnshardedParameterError(
+                    f"{self._names[shard]} of {self._kind} changed between a forward and its backward, as by a step "
+                    "in a hook of the forward: FSDP gathers parameters for both, and gradients of these outputs "
+                    "would be computed with the new weights. Step after accelerator.backward(loss)"
+                )

@@ -132,8 +132,7 @@ class FSDPPrepared(TorchPrepared):
             if not self._use.are_kept:
                 check_unconverted(self._group_sharded())
                 self._use.adopt()  # converted, and back
-            self._writes.check(counts=self._known.looks_next)
-            self._writes.end_comparing()
+            self._writes.check()
         with self._use.paused():
             return super().step(optimizer)
 
@@ -219,12 +218,14 @@ class FSDPPrepared(TorchPrepared):
         """Return model, optimizers and schedulers, sharded tensors as DTensors; see `Prepared.state_dict`.
 
         Raises:
-            UnshardedParameterError: A parameter was created or reassigned after `prepare`.
+            UnshardedParameterError: A parameter was made or reassigned after `prepare`; or a forward wrote into it.
             OptimizerStateError: An optimizer keeps tensors outside the state of its parameters.
         """
         for sharded in self._group_sharded():
             sharded.reshard()
             sharded.check(thoroughly=True)
+        for model in self.group.models:
+            self._gradients.retained[model].writes.check()
         for optimizer in self.optimizers:
             check_divisible(optimizer.optimizer, where="FSDP", scalars=True)
         state = super().state_dict()

@@ -143,6 +143,8 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     if name in _STORAGES:
         _refuse_file(args[0])
+    if name == "view_as" and args[0] is args[1]:
+        _refuse_node(args[0])
     is_in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     try:
         result = _AS_IT_IS(func, types, args, kwargs)
@@ -234,6 +236,15 @@ def _refuse_file(parameter: Any) -> None:
             "accelerator.get_state_dict(model) on all ranks, and save what it returns (save_pretrained(folder, "
             "state_dict=...)); or save_model() or save_state()"
         )
+
+
+def _refuse_node(parameter: Any) -> NoReturn:
+    """Refuse to give the node of autograd at which a shard gets its gradient: no backward reaches it."""
+    raise UnshardedParameterError(
+        f"the node that adds up the gradient of {parameter.name_in_model}, as register_multi_grad_hook and "
+        "get_gradient_edge ask for: FSDP lets gradients come to gathered parameters, so that the hook would never "
+        "run. parameter.register_hook and register_post_accumulate_grad_hook run under FSDP; backend='ddp' takes all"
+    )
 
 
 def _told(tensor: Tensor) -> str:

@@ -29,13 +29,8 @@ class KnownParameters:
         self._model = model
         self._until_look = 1
         self._frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
-        self._forms = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
+        self._forms = [(p, name, p.dtype, p.device) for name, p in model.named_parameters()]
         self._take_up()
-
-    @property
-    def looks_next(self) -> bool:
-        """True if the next call of `look_now_and_then` looks."""
-        return self._until_look == 1
 
     def look_now_and_then(self) -> bool:
         """Call `look` at the first step, then once in `STEPS_A_LOOK`; return whether it did. Called at every step."""
@@ -73,18 +68,18 @@ class KnownParameters:
         Raises:
             ReplacedParameterError: There are such parameters; the message names them.
         """
-        changed = [
-            (name, *before, p.dtype, p.device)
-            for name, p in self._model.named_parameters()
-            if (before := self._forms.get(name)) is not None and before != (p.dtype, p.device)
-        ]
+        changed = [form for form in self._forms if form[0].dtype is not form[2] or form[0].device != form[3]]
         if changed:
-            _, old, where, new, there = changed[0]
-            what = f"from {str(old)[6:]} to {str(new)[6:]}" if old != new else f"from {where} to {there}"
+            p, _, old, where = changed[0]
+            what = (
+                f"from {str(old)[6:]} to {str(p.dtype)[6:]}"
+                if p.dtype is not old
+                else f"from {where} to {p.device}"
+            )
             raise ReplacedParameterError(
-                f"{first_of([name for name, *_ in changed])} of {type(self._model).__name__}: converted {what} after "
-                f"prepare(), {because}. Convert and move a model before prepare(), or free_memory() and prepare() "
-                "again; for an export or an evaluation, convert a copy"
+                f"{first_of([name for _, name, *_ in changed])} of {type(self._model).__name__}: converted {what} "
+                f"after prepare(), {because}. Convert and move a model before prepare(), or free_memory() and "
+                "prepare() again; for an export or an evaluation, convert a copy"
             ) from error
 
     def look(self) -> None:
