@@ -19,8 +19,8 @@ from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
 from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
+from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.torch.ddp_drift import check_replicas
 from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared
 from drivetrain_state import Context
 
