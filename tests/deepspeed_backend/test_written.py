@@ -273,10 +273,10 @@ class Choosy(nn.Linear):
 def written_of_a_choosy_model() -> list[float]:
     with backend(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}) as one:
         model = Choosy(2, 1)
-        weights = [weight for _, weight in model.named_parameters()]
-        (prepared,) = one.prepare([model], [SGD(weights, lr=1.0)], [])
+        model.weight.requires_grad_(False)
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
         with prepared.gathered(write=True), torch.no_grad():
-            for weight in weights:
+            for weight in (model.weight, model.bias):
                 weight.fill_(1.0 + dist.get_rank())
         held = full_state_dict(prepared.state_dict()["model"])
         return [*held["weight"][0].tolist(), held["bias"].item()]
