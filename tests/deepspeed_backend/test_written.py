@@ -271,7 +271,7 @@ class Choosy(nn.Linear):
 
 
 def written_of_a_choosy_model() -> list[float]:
-    with backend(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}) as one:
+    with backend(stage=1) as one:
         model = Choosy(2, 1)
         model.weight.requires_grad_(False)
         (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=1.0)], [])

@@ -63,7 +63,9 @@ def test_what_needs_the_run_is_refused_alike_on_any_number_of_ranks(
     for found in run_ranks(answers, tmp_path, num_processes=num_processes):
         assert found.pop("step").startswith("step() of SGD after free_memory(), end_training()")
         for name, said in found.items():
-            assert said.startswith(f"{name}() after end_training(), which has finished saves and trackers"), name
+            assert said.startswith(f"{name}() after end_training(), which has finished saves and trackers"), (
+                name
+            )
 
 
 def test_an_accelerator_of_a_class_of_the_users_ends_too() -> None:

@@ -109,9 +109,7 @@ def saved_alone(folder: Path) -> None:
 
 
 def drawn_after_a_resume(folder: Path, tensor: int) -> tuple[float, float, float]:
-    accelerator = Accelerator(
-        cpu=True, project_dir=folder, seed=5, parallelism=ParallelDims(tensor=tensor)
-    )
+    accelerator = Accelerator(cpu=True, project_dir=folder, seed=5, parallelism=ParallelDims(tensor=tensor))
     accelerator.prepare(nn.Linear(4, 1))
     accelerator.load_state()
     drawn = torch.rand(()).item(), random.random(), float(np.random.rand())

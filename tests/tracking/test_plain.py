@@ -150,7 +150,10 @@ def test_keys_with_one_text_stay_two_values(caplog: pytest.LogCaptureFixture) ->
     assert shown == {"layers": {"1-53573a19": "a", "1": "b", "2": "c"}, "None": "d"}
     assert plain_config({"1": "b", 1: "a"}) == {"1-53573a19": "a", "1": "b"}, "whatever comes first"
     assert plain_config(shown) == shown, "a resumed run and a replay have the same names"
-    assert caplog.messages == ["keys of a configuration that have one text are shown apart: 1 as '1-53573a19'"] * 2
+    assert (
+        caplog.messages
+        == ["keys of a configuration that have one text are shown apart: 1 as '1-53573a19'"] * 2
+    )
 
 
 def test_keys_that_have_one_text_and_one_type_stay_two_values() -> None:

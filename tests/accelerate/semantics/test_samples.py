@@ -36,7 +36,9 @@ def on_each_side() -> dict[str, Found]:
 def of_own_data(accelerator: Any) -> list[int]:
     """Return what a rank reads where each has drawn samples of its own."""
     own: Any = [100 * accelerator.process_index + number for number in range(4)]
-    return [sample for batch in accelerator.prepare(DataLoader(own, batch_size=1)) for sample in batch.tolist()]
+    return [
+        sample for batch in accelerator.prepare(DataLoader(own, batch_size=1)) for sample in batch.tolist()
+    ]
 
 
 def of_arrays(accelerator: Any, form: Any) -> list[Any]:

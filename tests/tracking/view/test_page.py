@@ -131,9 +131,8 @@ def test_the_list_says_in_words_how_runs_ended(browser: Browser, tmp_path: Path)
     write_log(tmp_path / "open", [start_line("open"), *value_lines([1])])
     with served(tmp_path) as address:
         open_page(browser, address, num_panels=1)
-        lines = browser.evaluate(
-            "[...document.querySelectorAll('#runs li')].map(item => item.innerText.split(/\\n+/).map(one => one.trim()))"
-        )
+        items = browser.evaluate("[...document.querySelectorAll('#runs li')].map(item => item.innerText)")
+    lines = [[line.strip() for line in item.splitlines() if line.strip()] for item in items]
     assert sorted(lines) == [
         ["bad", "failed: it ended by an error, or without saying that it is finished"],
         ["good"],

@@ -88,9 +88,7 @@ def shard_loader(
     )
 
 
-def _check_alike(
-    loader: Any, source: BatchSource, sharding: DataSharding, *, compare_samples: bool
-) -> None:
+def _check_alike(loader: Any, source: BatchSource, sharding: DataSharding, *, compare_samples: bool) -> None:
     """Check that all ranks were given the same data, as far as nothing is read that cannot be read again."""
     agreement = sharding.agreement
     if agreement is None:

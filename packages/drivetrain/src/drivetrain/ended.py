@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-# Those that read back, such as `plan`, `unwrap_model` or `get_state_dict`, stay, and so do the ranks and `free_memory`.
+# Those that read back, such as `plan`, `unwrap_model` or `get_state_dict`, stay; so do the ranks and `free_memory`.
 _NEED_THE_RUN = (
     "accumulate", "backward", "backward_alone", "broadcast", "building", "check_trigger",
     "find_executable_batch_size", "gather", "gather_for_metrics", "gathered", "init_trackers",
@@ -17,8 +17,12 @@ def end(accelerator: Any) -> None:
     """Have an Accelerator refuse whatever needs the run; its `end_training` does nothing from now on."""
     kind = type(accelerator)
     methods: dict[str, Any] = {name: _refusal(name) for name in _NEED_THE_RUN}
-    methods |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "end_training": lambda _: None}
+    methods |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "end_training": _do_nothing}
     accelerator.__class__ = type(kind.__name__, (kind,), methods)
+
+
+def _do_nothing(accelerator: object) -> None:
+    del accelerator
 
 
 def _refusal(name: str) -> Callable[..., None]:

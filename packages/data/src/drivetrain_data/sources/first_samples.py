@@ -69,9 +69,7 @@ def _begun_alike(source: BatchSource, epoch: int, agreement: RankAgreement) -> I
     rank = agreement.differing(mine)
     if rank is not None:
         # What gives other samples whenever it is read was not divided: one rank's is as good as another's.
-        repeats = (
-            agreement.reads or is_read_once or mine is None or alike(mine, _peeked(source, epoch))
-        )
+        repeats = agreement.reads or is_read_once or mine is None or alike(mine, _peeked(source, epoch))
         if agreement.all_say(repeats):
             agreement.refuse_samples(source.name, rank)
     return steps

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, cast, get_args
+from typing import Any, TypeGuard, get_args
 
 from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
 from drivetrain_tracking.plain import Plain
@@ -211,7 +211,8 @@ class RunIndex:
             count = record.get("count")
             facts.num_lost += count if isinstance(count, int) else 1
         elif event == "finish":
-            facts.ended = cast("RunState", state) if (state := record.get("state")) in get_args(RunState) else "finished"
+            state: Any = record.get("state")
+            facts.ended = state if state in get_args(RunState) else "finished"
 
 
 def _is_time(time: object) -> TypeGuard[float]:
