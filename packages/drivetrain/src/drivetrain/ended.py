@@ -1,4 +1,4 @@
-"""What an Accelerator answers after `end_training`: one error, on any number of ranks, for all that needs the run."""
+"""The answer of an Accelerator after `end_training`: one error on any number of ranks, for all that needs the run."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,7 +24,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             launcher's environment.
 
     Attributes:
-        prefix: What stands before a line that several ranks log, with `{}` for the rank.
+        prefix: The beginning of a line that several ranks log, with `{}` for the rank.
     """
 
     prefix = "[rank {}] "

@@ -33,7 +33,7 @@ class RunFacts:
         last_time: The time of the newest record.
         last_step: The newest step, None before the first.
         attempt: The attempt of the newest step.
-        ended: How the run ended, in the log's word; None while it goes on, or where nobody could say its end.
+        ended: The log's word for how the run ended; None while it goes on, or where nobody could say its end.
         num_damaged: The number of damaged lines.
         num_lost: The number of records that the run itself could not write.
         num_foreign: The number of lines that hold JSON of another kind.
