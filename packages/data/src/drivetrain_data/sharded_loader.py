@@ -60,7 +60,7 @@ def shard_loader(
         group: The ranks' process group; required to dispatch, and used to check that all have and draw the same.
         seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
-        compare_samples: Whether a group's ranks compare samples: now, or in a stream's first loop if not `dispatch=True`.
+        compare_samples: Whether ranks compare samples: now, or a stream's in its first loop, unless `dispatch=True`.
         draws_apart: Whether a map-style dataset read without workers draws as in one, and not as the program does.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
