@@ -40,3 +40,9 @@ def test_one_process_is_this_one() -> None:
 def test_what_several_machines_need_is_refused() -> None:
     with pytest.raises(LaunchError, match="num_nodes=2"):
         process_launchers.notebook_launcher(print, num_processes=2, num_nodes=2)
+
+
+def test_the_ranks_of_one_machine_meet_here_by_either_name() -> None:
+    process_launchers.notebook_launcher(print, num_processes=2, rdzv_backend="c10d")
+    with pytest.raises(LaunchError, match="rdzv_backend='etcd'"):
+        process_launchers.notebook_launcher(print, num_processes=2, rdzv_backend="etcd")

@@ -42,7 +42,7 @@ def test_records_name_the_caller_and_come_once_where_asked(caplog: pytest.LogCap
     logger.error("in order", in_order=True)
     found = [(record.getMessage(), record.funcName) for record in caplog.records]
     name = "test_records_name_the_caller_and_come_once_where_asked"
-    assert found == [("once", name), ("[rank 0] all 3", name), ("[rank 0] in order", name)]
+    assert found == [("once", name), ("[RANK 0] all 3", name), ("[RANK 0] in order", name)]
 
 
 def lines_of(make: Any, caplog: pytest.LogCaptureFixture) -> list[str]:

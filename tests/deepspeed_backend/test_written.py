@@ -1,12 +1,13 @@
 """What is written, frozen or left out between steps, against a plain loop: right, or an error before the step."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -262,6 +263,28 @@ def test_stage_3_takes_what_is_written_while_gathered_and_refuses_the_rest(run_r
     for held, said in run_ranks(written_in_stage_3, num_processes=2):
         assert held == [4.0, 3.0, 2.0]
         assert str(said).startswith("w: written in place since the last step")
+
+
+class Choosy(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield self.bias
+
+
+def written_of_a_choosy_model() -> list[float]:
+    with backend(stage=1) as one:
+        model = Choosy(2, 1)
+        model.weight.requires_grad_(False)
+        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+        with prepared.gathered(write=True), torch.no_grad():
+            for weight in (model.weight, model.bias):
+                weight.fill_(1.0 + dist.get_rank())
+        held = full_state_dict(prepared.state_dict()["model"])
+        return [*held["weight"][0].tolist(), held["bias"].item()]
+
+
+def test_what_rank_0_writes_reaches_weights_that_a_parameters_of_the_model_leaves_out(run_ranks) -> None:
+    for held in run_ranks(written_of_a_choosy_model, num_processes=2):
+        assert held == [1.0, 1.0, 1.0]
 
 
 def odd_layouts() -> dict[str, str]:

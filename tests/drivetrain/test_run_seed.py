@@ -99,3 +99,28 @@ def seeded_by_hand() -> list[bool]:
 
 def test_what_a_program_seeds_itself_is_left_alone(run_ranks) -> None:
     assert run_ranks(seeded_by_hand) == [[True], [True]]
+
+
+def saved_alone(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=folder, seed=5)
+    accelerator.prepare(nn.Linear(4, 1))
+    accelerator.save_state()
+    accelerator.end_training()
+
+
+def drawn_after_a_resume(folder: Path, tensor: int) -> tuple[float, float, float]:
+    accelerator = Accelerator(cpu=True, project_dir=folder, seed=5, parallelism=ParallelDims(tensor=tensor))
+    accelerator.prepare(nn.Linear(4, 1))
+    accelerator.load_state()
+    drawn = torch.rand(()).item(), random.random(), float(np.random.rand())
+    accelerator.end_training()
+    return drawn
+
+
+def test_a_resume_on_another_number_of_ranks_draws_by_shard(run_ranks, tmp_path: Path) -> None:
+    run_ranks(saved_alone, tmp_path, num_processes=1)
+    first, second = run_ranks(drawn_after_a_resume, tmp_path, 1)
+    assert first[0] != second[0]
+    assert first[1:] == second[1:], "a program decides by them what every rank does"
+    one, other = run_ranks(drawn_after_a_resume, tmp_path, 2)
+    assert one == other == first

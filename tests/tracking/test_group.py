@@ -354,3 +354,9 @@ def test_a_child_forked_while_a_thread_logs_does_not_wait_for_it(tmp_path: Path)
     group.log({"loss": 2.0})
     group.finish()
     assert [record.get("loss") for _, record in SpoolReader(log.path).read() if "loss" in record] == [2.0]
+
+
+def test_the_main_rank_alone_tells_of_keys_with_one_text(caplog: pytest.LogCaptureFixture) -> None:
+    for is_main in (False, True):
+        TrackerGroup([Memory("one")], is_main=is_main).start("run", {1: "a", "1": "b"})
+    assert len(caplog.messages) == 1

@@ -142,3 +142,23 @@ def test_configurations_of_libraries_are_opened() -> None:
 def test_what_is_no_configuration_is_refused() -> None:
     with pytest.raises(ValueNotLoggableError, match=r"^config=3: allowed are a mapping, a dataclass"):
         plain_config(3)
+
+
+def test_keys_with_one_text_stay_two_values(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"layers": {1: "a", "1": "b", 2: "c"}, None: "d"}
+    shown = plain_config(config)
+    assert shown == {"layers": {"1-53573a19": "a", "1": "b", "2": "c"}, "None": "d"}
+    assert plain_config({"1": "b", 1: "a"}) == {"1-53573a19": "a", "1": "b"}, "whatever comes first"
+    assert plain_config(shown) == shown, "a resumed run and a replay have the same names"
+    assert (
+        caplog.messages
+        == ["keys of a configuration that have one text are shown apart: 1 as '1-53573a19'"] * 2
+    )
+
+
+def test_keys_that_have_one_text_and_one_type_stay_two_values() -> None:
+    class Named:
+        def __str__(self) -> str:
+            return "x"
+
+    assert sorted(map(str, plain_config({Named(): 1, Named(): 2, Named(): 3}).values())) == ["1", "2", "3"]

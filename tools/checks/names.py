@@ -17,7 +17,6 @@ CLASSES_MEANT = {
     "SwanLabTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
     "TensorBoardTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
     "TrackioTracker": "the one of drivetrain-tracking, and that of Accelerate's interface",
-    "ForwardWrites": "the same check, by what a backend keeps between forwards",
 }
 _ONE_A_PACKAGE, _ONE_A_BACKEND = "the same concept, one a package", "the same part, one a backend"
 _OF_A_COMMAND = "a command beside what it does"

@@ -1,5 +1,7 @@
 """ReplicatedWeights that have drifted apart are told of, by the first weight that differs and its ranks."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,3 +123,25 @@ def test_a_weight_that_drifted_is_named_when_asked_and_every_so_many_steps(run_r
                 "the replicas have drifted apart: 2.weight of Sequential differs on ranks 1 from rank 0, and 1 other"
             )
             assert "gathered(model, write=True)" in found[name]
+
+
+class Choosy(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield self.bias
+
+
+def written() -> list[float]:
+    context = connect(StateSettings(device="cpu", watchdog=False))
+    policy = choose_policy("no", context.device)
+    backend = DDPBackend(context, policy, window=AccumulationWindow(), settings=DDPSettings())
+    model = Choosy(2, 1)
+    (prepared,) = backend.prepare([model], [], [])
+    with prepared.gathered(write=True), torch.no_grad():
+        for weight in (model.weight, model.bias):
+            weight.fill_(1.0 + dist.get_rank())
+    backend.close()
+    return [*model.weight[0].tolist(), model.bias.item()]
+
+
+def test_what_rank_0_writes_reaches_weights_that_a_parameters_of_the_model_leaves_out(run_ranks) -> None:
+    assert run_ranks(written) == [[1.0, 1.0, 1.0]] * 2

@@ -119,14 +119,34 @@ class Stream(IterableDataset[int]):
         return iter(range(rank, 37, count)[worker::num_workers])
 
 
+class Once(IterableDataset[int]):
+    """Gives its part once, as a generator that was handed to it."""
+
+    def __init__(self, *, by_rank: bool) -> None:
+        self.left = (n for n in range(dist.get_rank() * by_rank, 40, 2))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.left
+
+
+class OfFirst(IterableDataset[int]):
+    """Counts how often it is read; it could wait for ever on a rank that is not meant to read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += 1
+        return iter(range(20))
+
+
 class Odd(IterableDataset[Any]):
     """Reads what no other rank can read, or only once, or other samples each time: nothing that is divided."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.left = kind, iter(range(20))
+        self.kind, self.left = kind, iter(range(20)) if kind == "once" else None
 
     def __iter__(self) -> Iterator[Any]:
-        if self.kind == "once":
+        if self.left is not None:
             return self.left
         if self.kind == "generated":
             return (np.random.default_rng().random() for _ in range(20))
@@ -191,8 +211,9 @@ def parts_by_rank(slow: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     for how in ("rank", "environment", "constructor"):
         found[how] = said_of(lambda how=how: DataLoader(Stream(how), batch_size=3))
-    for name, options in {"dispatched": {"dispatch": True}, "everywhere": {"dispatch": False}}.items():
-        found[name] = said_of(lambda: DataLoader(Stream("rank"), batch_size=3), **options)
+    found["everywhere"] = said_of(lambda: DataLoader(Stream("rank"), batch_size=3), dispatch=False)
+    for name, options in {"once": {}, "once, everywhere": {"dispatch": False}}.items():
+        found[name] = said_of(lambda: DataLoader(Once(by_rank=True), batch_size=3), **options)
     subset = Subset(range(38), range(rank, 38, 2))  # pyright: ignore[reportArgumentType]
     found["subset"] = said_of(lambda: DataLoader(subset, batch_size=2))
     found["subset, dispatched"] = said_of(lambda: DataLoader(subset, batch_size=2), dispatch=True)
@@ -252,6 +273,8 @@ def data_alike() -> dict[str, str]:
     found["worker"] = said_of(lambda: DataLoader(ByIndex("global noise"), batch_size=2, num_workers=1))
     found["whole"] = said_of(lambda: DataLoader(Stream("whole"), batch_size=3), dispatch=False)
     found["foreign"] = said_of(lambda: Foreign(False))
+    for name, options in {"handed": {}, "handed, everywhere": {"dispatch": False}}.items():
+        found[name] = said_of(lambda: DataLoader(Once(by_rank=False), batch_size=4), **options)
     try:
         said_of(lambda: DataLoader(ByIndex("unreadable"), batch_size=2))
     except OSError as error:
@@ -298,3 +321,14 @@ class Counted(Dataset[int]):
 
 def test_samples_are_compared_once_and_nothing_more_is_read(run_ranks) -> None:
     assert run_ranks(reads_of_each_rank) == [[6, 12], [6, 12]]
+
+
+def reads_of_a_dispatched_stream() -> list[int]:
+    stream = OfFirst()
+    shard = Shard(dist.get_rank(), dist.get_world_size())
+    loader = shard_loader(DataLoader(stream, batch_size=2), shard, group=dist.group.WORLD, dispatch=True)
+    return [sum(1 for _ in loader), stream.num_read]
+
+
+def test_a_stream_that_is_to_be_dispatched_is_read_by_the_first_rank_alone(run_ranks) -> None:
+    assert run_ranks(reads_of_a_dispatched_stream) == [[5, 1], [5, 0]]

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from browser import Browser, find_browser, open_browser
+from drivetrain_tracking import JSONLTracker
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.spool.line import encode
 from drivetrain_tracking.view.run_collection import RunCollection
 from drivetrain_tracking.view.server import ViewServer
@@ -117,6 +119,26 @@ def test_runs_are_shown_zoomed_compared_and_followed(browser: Browser, tmp_path:
         write_log(tmp_path / "one", value_lines(range(101, 151), **speed))
         browser.wait_for(f"{LABELS}[0].includes('step 0 to step 150')")
     assert (browser.errors, browser.dialogs) == ([], [])
+
+
+def test_the_list_says_in_words_how_runs_ended(browser: Browser, tmp_path: Path) -> None:
+    ends: list[tuple[str, RunState]] = [("good", "finished"), ("bad", "failed"), ("shot", "killed")]
+    for name, state in ends:
+        tracker = JSONLTracker(tmp_path / name)
+        tracker.start(name, {})
+        tracker.log({"loss": 1.0}, step=0)
+        tracker.end(state)
+    write_log(tmp_path / "open", [start_line("open"), *value_lines([1])])
+    with served(tmp_path) as address:
+        open_page(browser, address, num_panels=1)
+        items = browser.evaluate("[...document.querySelectorAll('#runs li')].map(item => item.innerText)")
+    lines = [[line.strip() for line in item.splitlines() if line.strip()] for item in items]
+    assert sorted(lines) == [
+        ["bad", "failed: it ended by an error, or without saying that it is finished"],
+        ["good"],
+        ["open", "●"],
+        ["shot", "killed: it was stopped before its end"],
+    ]
 
 
 def test_axes_smoothing_and_the_choice_of_runs_and_metrics(browser: Browser, tmp_path: Path) -> None:

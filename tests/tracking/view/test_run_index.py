@@ -74,8 +74,21 @@ def test_events_tell_of_the_run(tmp_path: Path) -> None:
     assert (facts.run_name, facts.config, facts.plan, facts.info) == (
         "first", {"lr": 0.1}, {"backend": "fsdp"}, {"git": "abc"},
     )  # fmt: skip
-    assert (facts.num_lost, facts.num_damaged, facts.is_finished, facts.last_step) == (7, 1, True, 1)
+    assert (facts.num_lost, facts.num_damaged, facts.ended, facts.last_step) == (7, 1, "finished", 1)
     assert (facts.start_time, facts.last_time) == (BEGAN, BEGAN + 9)
+
+
+@pytest.mark.parametrize(
+    ("more", "ended"),
+    [({}, "finished"), ({"state": "failed"}, "failed"), ({"state": "killed"}, "killed"),
+     ({"state": "__proto__"}, "finished"), ({"state": ["failed"]}, "finished")],
+)  # fmt: skip
+def test_the_last_line_tells_how_the_run_ended_until_it_begins_again(
+    tmp_path: Path, more: dict[str, object], ended: str
+) -> None:
+    records = [start_line(), *value_lines(range(2)), {"event": "finish", "time": BEGAN + 9, **more}]
+    assert read_whole(write_log(tmp_path, records)).facts.ended == ended
+    assert read_whole(write_log(tmp_path, [start_line()])).facts.ended is None
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def notebook_launcher(
         master_addr: The address of this machine; another is refused.
         node_rank: The number of this machine; another than 0 is refused.
         num_nodes: The number of machines; more than one are refused.
-        rdzv_backend: The way in which ranks meet; another than the default is refused, as for the next three.
+        rdzv_backend: The way in which ranks meet: "static" or "c10d", which are one on one machine, where the ranks
+            meet at this process; others are refused, and so are values of the next three.
         rdzv_endpoint: The place where ranks meet.
         rdzv_conf: Options of their meeting.
         rdzv_id: The name of their meeting.
@@ -59,7 +60,7 @@ def notebook_launcher(
         master_addr=master_addr,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        rdzv_backend=rdzv_backend,
+        rdzv_backend="static" if rdzv_backend == "c10d" else rdzv_backend,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_conf=rdzv_conf,
         rdzv_id=rdzv_id,

@@ -18,6 +18,8 @@ class MultiProcessAdapter(RankLogger):
         extra: Attributes of every record.
     """
 
+    prefix = "[RANK {}] "
+
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
         super().__init__(logger)
         self.extra = extra

@@ -60,7 +60,7 @@ def shard_loader(
         group: The ranks' process group; required to dispatch, and used to check that all have and draw the same.
         seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
-        compare_samples: Whether the ranks of a group compare samples too: now, or of a stream in its first loop.
+        compare_samples: Whether ranks compare samples: now, or a stream's in its first loop, unless `dispatch=True`.
         draws_apart: Whether a map-style dataset read without workers draws as in one, and not as the program does.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
@@ -76,10 +76,10 @@ def shard_loader(
         shard=shard, even="drop" if _drops_last(loader) else even, split=split_batches, seed=seed, group=group,
         strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes), draws_apart=draws_apart,
         for_all=_is_dispatched(loader, shard, dispatch, group),
-        compares_samples=compare_samples and group is not None,
+        compares_streams=compare_samples and group is not None and not dispatch,
     )  # fmt: skip
     source = _source_of(loader, sharding)
-    _check_alike(loader, source, sharding)
+    _check_alike(loader, source, sharding, compare_samples=compare_samples)
     stage = _dispatch(source, device, read_ahead=read_ahead)
     copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
@@ -87,13 +87,13 @@ def shard_loader(
     )
 
 
-def _check_alike(loader: Any, source: BatchSource, sharding: DataSharding) -> None:
+def _check_alike(loader: Any, source: BatchSource, sharding: DataSharding, *, compare_samples: bool) -> None:
     """Check that all ranks were given the same data, as far as nothing is read that cannot be read again."""
     agreement = sharding.agreement
     if agreement is None:
         return
     agreement.check_given(source.facts())
-    if sharding.compares_samples and not source.reads_forwards:
+    if compare_samples and not source.reads_forwards:
         check_map_style(loader, agreement)
 
 

@@ -18,6 +18,7 @@ from drivetrain.accumulate import MicroBatch
 from drivetrain.batch_sizes import BatchSizes
 from drivetrain.choose_trackers import LogWith, split_log_with
 from drivetrain.compose import compose
+from drivetrain.ended import end
 from drivetrain.exports import Exports
 from drivetrain.foreign_names import ForeignNames, refuse_arguments
 from drivetrain.gradient_limits import GradientLimits
@@ -126,9 +127,8 @@ class Accelerator(
         )
         super().__init__(parts)
         self._half_check = half_check_of(parts)
-        self._micro_batch = MicroBatch(
-            parts.backend.window, parts.reading, parts.prepared, check=self._half_check
-        )
+        window = parts.backend.window
+        self._micro_batch = MicroBatch(window, parts.reading, parts.prepared, check=self._half_check)
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
@@ -253,9 +253,8 @@ class Accelerator(
     def no_sync(self, *models: nn.Module) -> Generator[None]:
         """Run the block without reducing the gradients of the models (all by default), as DDP's `no_sync` does."""
         with ExitStack() as stack:
-            for prepared in [
-                self._parts.prepared.of(model) for model in models
-            ] or self._parts.prepared.models:
+            of_models = [self._parts.prepared.of(model) for model in models]
+            for prepared in of_models or self._parts.prepared.models:
                 stack.enter_context(prepared.no_sync())
             yield
 
@@ -345,10 +344,13 @@ class Accelerator(
     def end_training(self) -> None:
         """Finish saves and trackers, release the models and leave the process group. Called on all ranks.
 
+        What needs the run, such as `prepare` or `log`, is a RuntimeError from then on.
+
         Raises:
             OtherRankFailedError, OSError: A background save failed.
         """
         with ExitStack() as stack:  # runs every callback even if one fails, the last first
+            stack.callback(end, self)
             stack.callback(self._parts.context.close)
             if self._parts.fp8 is not None:
                 stack.callback(self._parts.fp8.close)
@@ -395,6 +397,4 @@ class Accelerator(
         self._parts.prepared.clear()
         return free_memory(*objects)
 
-    def clear(self, *objects: Any) -> list[None]:
-        """Free memory as `free_memory` does."""
-        return self.free_memory(*objects)
+    clear = free_memory

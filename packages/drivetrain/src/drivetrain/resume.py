@@ -39,6 +39,7 @@ class RunState:
 
     Attributes:
         context: The ranks and device.
+        shard: The index of the shard of the data that this rank reads.
         prepared: The models with their optimizers and schedulers, in the order they were prepared.
         optimizers: All optimizers, in the order they were prepared.
         schedulers: All schedulers, in the order they were prepared.
@@ -53,6 +54,7 @@ class RunState:
     """
 
     context: Context
+    shard: int
     prepared: Sequence[Prepared]
     optimizers: Sequence[PreparedOptimizer]
     schedulers: Sequence[PreparedScheduler]
@@ -241,17 +243,21 @@ def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, A
 
 
 def reseed_generators(run: RunState, *, saved_world_size: int, step: int) -> str:
-    """Seed each rank's generators anew, since those of another number of ranks fit none. Called on all ranks.
+    """Seed the generators anew, since those of another number of ranks fit none. Called on all ranks.
+
+    torch draws other numbers for each shard of the data, Python and NumPy the same on all ranks, as `draw_by_shard`.
 
     Returns:
         What was done, for the plan.
     """
     topology = run.context.topology
     seed, source = broadcast_object(run.context, seed_of_run(run.seed))
-    reseed(seed, rank=topology.rank, step=step)
+    reseed(seed, rank=0, step=step)
+    if run.shard:
+        reseed(seed, rank=run.shard, step=step, torch_alone=True)
     return (
         f"saved with world size {saved_world_size}, resumed with {topology.world_size}: reseeded from seed {seed} "
-        f"({source}), each rank and step {step}"
+        f"({source}), step {step} and each rank's shard of the data"
     )
 
 

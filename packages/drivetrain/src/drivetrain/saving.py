@@ -286,6 +286,7 @@ class Saving(HasParts):
         parts = self._parts
         return resume.RunState(
             context=parts.context,
+            shard=parts.shard.index,
             prepared=parts.prepared.models,
             optimizers=parts.prepared.optimizers,
             schedulers=parts.prepared.schedulers,

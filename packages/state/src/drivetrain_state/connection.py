@@ -135,8 +135,7 @@ def _put_gloo_on_loopback(undo: ExitStack) -> None:
     """Have gloo listen on loopback alone, where the ranks have met, unless the user names an interface."""
     names = {name for _, name in if_nameindex()} & {"lo", "lo0"}
     if names and environ.read("GLOO_SOCKET_IFNAME") is None:
-        environ.put(GLOO_SOCKET_IFNAME=names.pop())
-        undo.callback(environ.put, GLOO_SOCKET_IFNAME=None)
+        undo.enter_context(environ.exported(GLOO_SOCKET_IFNAME=names.pop()))  # a later group reads it too
 
 
 def _topology(launched: RankEnvironment | None) -> Topology:

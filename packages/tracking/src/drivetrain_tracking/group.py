@@ -147,7 +147,7 @@ class TrackerGroup:
         if self._is_started:
             raise TrackerStateError("start() again: the trackers are started already; finish() them first")
         plain, plain_plan = (
-            plain_config({} if config is None else config),
+            plain_config({} if config is None else config, tells=self._is_main),
             None if plan is None else plain_config(plan),
         )
         plain_info = None if info is None else plain_config(info)

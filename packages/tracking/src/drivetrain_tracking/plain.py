@@ -1,15 +1,21 @@
 """Convert logged values to plain ones: numbers, strings, booleans and None, in dicts and lists."""
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from hashlib import sha256
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.secret_masking import MASK, mask_config, mask_text
+
+logger = logging.getLogger(__name__)
+
+MARK_DIGITS = 8
 
 # The types of most logged values: they are plain, and neither media nor on a device. Subclasses are looked at.
 PLAIN_TYPES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
@@ -33,65 +39,86 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Plain]:
     return _mapping(values, ())
 
 
-def plain_config(config: Any) -> dict[str, Plain]:
+def mark_of(given: str) -> str:
+    """Return the mark of a name: hexadecimal digits of its hash."""
+    return sha256(given.encode(errors="surrogatepass")).hexdigest()[:MARK_DIGITS]
+
+
+def plain_config(config: Any, *, tells: bool = True) -> dict[str, Plain]:
     """Convert a run's configuration to plain values, with its secrets masked.
 
     Dataclasses, namespaces, objects of attrs, and objects with `model_dump` or `to_dict` become dicts, paths strings,
     enum members their values, sets sorted lists. Any other object becomes its text: a configuration is there to be
-    read.
+    read. Keys become strings; of two keys with one text, such as 1 and "1", the string keeps it, and the other gets a
+    mark.
 
     Args:
         config: A mapping, or an object that becomes one.
+        tells: Whether a warning tells of keys that got a mark: on one rank.
 
     Raises:
         ValueNotLoggableError: It is no mapping and does not become one.
     """
-    opened = _opened(config)
+    marked: list[str] = []
+    opened = _opened(config, marked)
     if not isinstance(opened, dict):
         raise ValueNotLoggableError(
             f"config={config!r}: allowed are a mapping, a dataclass, a namespace, and objects with model_dump or "
             "to_dict"
         )
+    if marked and tells:
+        logger.warning("keys of a configuration that have one text are shown apart: %s", ", ".join(marked))
     return cast("dict[str, Plain]", mask_config(opened))
 
 
-def _opened(value: Any) -> Plain:
-    """Convert one value of a configuration."""
+def _opened(value: Any, marked: list[str]) -> Plain:
+    """Convert one value of a configuration; `marked` gets a text for each key that got a mark."""
     if type(value) in PLAIN_TYPES:
         return value
     for kind, opener in _OPENERS:
         if isinstance(value, kind):
-            return opener(value)
+            return opener(value, marked)
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return _opened(value.item())
+        return _opened(value.item(), marked)
     for method in ("model_dump", "to_dict"):
         if not isinstance(value, type) and callable(getattr(value, method, None)):
-            return _opened(getattr(value, method)())
+            return _opened(getattr(value, method)(), marked)
     if is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: MASK if field.metadata.get("secret") else _opened(getattr(value, field.name))
+            field.name: MASK if field.metadata.get("secret") else _opened(getattr(value, field.name), marked)
             for field in fields(value)
         }
     if (attributes := getattr(type(value), "__attrs_attrs__", None)) is not None:  # of a class of attrs
-        return {attribute.name: _opened(getattr(value, attribute.name)) for attribute in attributes}
+        return {attribute.name: _opened(getattr(value, attribute.name), marked) for attribute in attributes}
     return getattr(value, "__qualname__", None) or mask_text(str(value)[:_LONGEST_REPR])
 
 
-def _opened_items(value: Iterable[Any]) -> Plain:
-    return [_opened(item) for item in value]
+def _opened_items(value: Iterable[Any], marked: list[str]) -> list[Plain]:
+    return [_opened(item, marked) for item in value]
+
+
+def _opened_mapping(value: Mapping[Any, Any], marked: list[str]) -> Plain:
+    strings = {key for key in value if type(key) is str}
+    named: dict[str, Plain] = {}
+    for key, item in value.items():
+        name = str(key)
+        while type(key) is not str and (name in strings or name in named):
+            name = f"{name}-{mark_of(f'{type(key).__qualname__} {name}')}"
+        if name != str(key):
+            marked.append(f"{key!r} as {name!r}")
+        named[name] = _opened(item, marked)
+    return named
 
 
 _LONGEST_REPR = 1000  # characters of an object of no known kind
-_OPENERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Plain]], ...] = (
-    (Enum, lambda value: _opened(value.value)),
-    (PurePath, str),
-    (Mapping, lambda value: {str(key): _opened(item) for key, item in value.items()}),
-    (Namespace, lambda value: _opened(vars(value))),
-    (SimpleNamespace, lambda value: _opened(vars(value))),
+_OPENERS: tuple[tuple[type | tuple[type, ...], Callable[[Any, list[str]], Plain]], ...] = (
+    (Enum, lambda value, marked: _opened(value.value, marked)),
+    (Mapping, _opened_mapping),
+    ((Namespace, SimpleNamespace), lambda value, marked: _opened(vars(value), marked)),
     ((list, tuple), _opened_items),
-    ((str, bytes, bytearray, range), str),
+    ((PurePath, str, bytes, bytearray, range), lambda value, _: str(value)),
     (Sequence, _opened_items),  # such as a list of OmegaConf
-    ((set, frozenset), lambda value: sorted((_opened(item) for item in value), key=str)),
+    ((set, frozenset), lambda value, marked: sorted(_opened_items(value, marked), key=str)),
 )
 
 

@@ -1,15 +1,17 @@
 """Gather the results of a batch, and cut them in an epoch's tail to the rows of real samples."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
 from drivetrain_accelerate.tensors.rank_collectives import gather, gather_object
 from drivetrain_data import BatchPlan
-from drivetrain_data.remainder import trim_objects
+from drivetrain_data.remainder import arrays_in, trim_arrays, trim_objects, with_arrays, without_arrays
 from drivetrain_state import Context, LeafError
 from drivetrain_state.collectives import operations as collectives
 
@@ -20,21 +22,44 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
     Args:
         context: The context of this process.
         active: The loader that is being read; None outside all loops.
-        data: Nested tensors with samples in dimension 0; or a list of any objects, one per sample.
+        data: Nested tensors and NumPy arrays with samples in dimension 0; or a list of any objects, one per sample.
         as_objects: Whether to gather objects.
     """
     sharded = getattr(active, "sharded", None)
     plan: BatchPlan | None = getattr(sharded, "current", None)
+    size: int | None = getattr(active, "full_batch_size", None)
     if not as_objects:
         try:
             if context.topology.world_size == 1 and counts_to_keep(plan) is None:
                 return collectives.gather(context, data)  # most batches: nothing to exchange, count or cut
             gathered, rows = collectives.gather_rows(context, data)
         except LeafError:  # some leaf is no tensor; all ranks find this, since they give the same structure
-            pass
+            with suppress(LeafError):
+                if arrays := arrays_in(data):
+                    return _with_real_arrays(context, plan, data, arrays, batch_size=size)
         else:
-            return real_rows(plan, gathered, rows, batch_size=getattr(active, "full_batch_size", None))
+            return real_rows(plan, gathered, rows, batch_size=size)
     return trim_objects(plan, collectives.gather_object(context, data))
+
+
+def _with_real_arrays(
+    context: Context, plan: BatchPlan | None, data: Any, arrays: Sequence[Any], *, batch_size: int | None
+) -> Any:
+    """Gather nested data of which some leaves are arrays, in the structure given. Called on all ranks.
+
+    Raises:
+        LeafError: Another leaf is neither a tensor nor an array.
+        TrimError: The arrays of the ranks differ in more than their first size.
+    """
+    gathered, rows = collectives.gather_rows(context, without_arrays(data))
+    by_rank = [list(map(np.atleast_1d, given)) for given in collectives.gather_object(context, arrays)]
+    if plan is not None and (real := counts_to_keep(plan)) is not None:
+        by_rank = [
+            [part[: kept_rows(len(part), size, count, full=batch_size)] for part in parts]
+            for parts, size, count in zip(by_rank, plan.sizes or real, real, strict=True)
+        ]
+    others = real_rows(plan, gathered, rows, batch_size=batch_size)
+    return with_arrays(data, others, trim_arrays(None, by_rank))
 
 
 def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
@@ -78,7 +103,9 @@ def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: i
         return gathered
     sizes = plan.sizes or real
 
-    def cut(leaf: torch.Tensor, of_ranks: torch.Tensor) -> torch.Tensor:
+    def cut(leaf: torch.Tensor | None, of_ranks: torch.Tensor) -> torch.Tensor | None:
+        if leaf is None:
+            return None
         given: list[int] = of_ranks.tolist()
         kept = [kept_rows(*each, full=batch_size) for each in zip(given, sizes, real, strict=True)]
         if kept == given:

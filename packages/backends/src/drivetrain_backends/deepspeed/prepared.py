@@ -21,7 +21,7 @@ from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
 from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared
+from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared, weights_of
 from drivetrain_state import Context
 
 
@@ -179,7 +179,7 @@ class DeepSpeedPrepared(TorchPrepared):
         """Gather the full parameters in the block; see `Prepared.gathered`. Called on all ranks."""
         from deepspeed import zero
 
-        parameters = list(self.unwrap().parameters())
+        parameters = weights_of(self.unwrap())
         self._written.copy_to_masters()
         with zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
             yield

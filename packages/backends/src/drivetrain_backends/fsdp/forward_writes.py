@@ -23,7 +23,7 @@ from drivetrain_backends.modules.parameter_writes import Writes
 from drivetrain_backends.modules.wrap_policy import class_name
 
 
-class GatheredParameter(nn.Parameter):
+class CountedParameter(nn.Parameter):
     """A gathered parameter whose `.data` counts writes, which torch's does not."""
 
     @property
@@ -78,7 +78,7 @@ class ForwardWrites:
             named = {self._names[p.sharded_param]: gathered_parameter(p) for p in group.fsdp_params}
             for parameter in named.values():
                 if type(parameter) is nn.Parameter:  # others are gathered in another form, as in fp8
-                    parameter.__class__ = GatheredParameter
+                    parameter.__class__ = CountedParameter
             self._writes[group] = first, Writes(named)
         if is_in_forward(group):
             with as_they_are():

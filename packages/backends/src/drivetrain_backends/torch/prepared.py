@@ -175,7 +175,7 @@ class TorchPrepared:
         """Run the block directly, because parameters are always full; see `Prepared.gathered`."""
         yield
         if write and self._context.group is not None:
-            for parameter in self.unwrap().parameters():
+            for parameter in weights_of(self.unwrap()):
                 dist.broadcast(parameter.detach(), src=0)
 
     def release(self) -> nn.Module:
@@ -235,7 +235,7 @@ class TorchPrepared:
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
         """Return the parameters to clip: the model's own unless others are given."""
-        return list(self.unwrap().parameters() if parameters is None else parameters)
+        return list(weights_of(self.unwrap()) if parameters is None else parameters)
 
     def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
@@ -326,3 +326,8 @@ class TorchPrepared:
 
     def _names(self) -> dict[Tensor, str]:
         return parameter_names({str(i): model for i, model in enumerate(self.group.models)})
+
+
+def weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's parameters, whatever a `parameters` of its own leaves out."""
+    return [parameter for _, parameter in nn.Module.named_parameters(module)]

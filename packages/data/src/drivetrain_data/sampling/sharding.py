@@ -24,7 +24,7 @@ class DataSharding:
         seed: The seed of shuffled orders.
         for_all: Whether one rank reads for all shards.
         group: The process group of the ranks that share the data; None if unknown.
-        compares_samples: Whether ranks compare some samples that they read.
+        compares_streams: Whether ranks compare the first samples of what can only be read forwards.
         draws_apart: Whether a map-style dataset that is read without workers draws as in a worker.
     """
 
@@ -36,7 +36,7 @@ class DataSharding:
     seed: int
     for_all: bool
     group: dist.ProcessGroup | None = None
-    compares_samples: bool = False
+    compares_streams: bool = False
     draws_apart: bool = False
 
     @property

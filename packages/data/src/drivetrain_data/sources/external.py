@@ -68,7 +68,7 @@ class ExternalSource(BatchSource):
         for (step, origin), is_last in look_ahead(steps):
             if not first:
                 first = step
-                self.signature = signature_of(step) if self.sharding.compares_samples else None
+                self.signature = signature_of(step) if self.sharding.compares_streams else None
             held = distribute(step, first, self.sharding)
             plan = self._plan(held, num_new=len(step), is_last=is_last)
             if self.sharding.for_all:  # also a batch without samples is its shard's own

@@ -18,7 +18,7 @@ from drivetrain_data.sampling.sample_signature import Signature, alike, signatur
 from drivetrain_data.sources.batch_source import BatchSource, Reading
 from drivetrain_data.sources.keyed_fetch import Fetch, FetchedDataset
 from drivetrain_data.sources.torch_loader import rebuild
-from drivetrain_data.sources.wrapped_datasets import moves_as_read
+from drivetrain_data.sources.wrapped_datasets import holds_iterators, moves_as_read
 from drivetrain_data.state.sampler_parts import length_of
 
 
@@ -41,7 +41,7 @@ class ComparingOpener:
     """
 
     def __init__(self, source: BatchSource) -> None:
-        compares = source.sharding.compares_samples and source.reads_forwards
+        compares = source.sharding.compares_streams and source.reads_forwards
         self._agreement = source.sharding.agreement if compares else None  # None once they have compared
 
     def opening(self, source: BatchSource, epoch: int, position: int) -> Callable[[], Iterator[Reading]]:
@@ -60,6 +60,7 @@ class ComparingOpener:
 def _begun_alike(source: BatchSource, epoch: int, agreement: RankAgreement) -> Iterator[Reading]:
     """Return the steps of an epoch, where this rank reads; an error in the first is raised when it is asked for."""
     steps: Iterator[Reading] = iter(())
+    is_read_once = holds_iterators(source.dataset)
     if agreement.reads:
         steps = _begun(source.open(epoch, 0))
         mine = source.signature
@@ -68,7 +69,7 @@ def _begun_alike(source: BatchSource, epoch: int, agreement: RankAgreement) -> I
     rank = agreement.differing(mine)
     if rank is not None:
         # What gives other samples whenever it is read was not divided: one rank's is as good as another's.
-        repeats = agreement.reads or mine is None or alike(mine, _peeked(source, epoch))
+        repeats = agreement.reads or is_read_once or mine is None or alike(mine, _peeked(source, epoch))
         if agreement.all_say(repeats):
             agreement.refuse_samples(source.name, rank)
     return steps

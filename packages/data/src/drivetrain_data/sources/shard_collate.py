@@ -59,7 +59,7 @@ class ShardCollate:
     ) -> None:
         self._collate = collate
         self._batch_size = batch_size
-        self._signs = sharding.compares_samples
+        self._signs = sharding.compares_streams
         self._sharding = replace(sharding, group=None)  # which a worker could not be sent
         self._snapshotter = snapshotter
         self.lend: Callable[[int], LentMemory | None] | None = None

@@ -1,5 +1,6 @@
 """Look through the datasets that a user's dataset is made of: which are told the epoch, and which move as read."""
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
 
@@ -27,10 +28,12 @@ def epoch_parts(dataset: Any, collate: Any = None) -> tuple[Any, ...]:
 
 def moves_as_read(dataset: Any) -> bool:
     """Return whether a dataset holds iterators or generators, so that another read may change those after it."""
-    parts = (part for one in reachable(dataset, _datasets_in) for part in parts_of(one))
-    return any(
-        hasattr(part, "__next__") or isinstance(part, GENERATORS) for part in islice(parts, _MOST_PARTS)
-    )
+    return holds_iterators(dataset) or any(isinstance(part, GENERATORS) for part in _parts_in(dataset))
+
+
+def holds_iterators(dataset: Any) -> bool:
+    """Return whether a dataset holds iterators, so that it may give its samples only once."""
+    return any(hasattr(part, "__next__") and part is not dataset for part in _parts_in(dataset))
 
 
 def may_draw(dataset: Any, collate: Any) -> bool:
@@ -39,6 +42,11 @@ def may_draw(dataset: Any, collate: Any) -> bool:
     return collate not in (default_collate, default_convert) or any(
         type(part) not in _PLAIN for part in parts
     )
+
+
+def _parts_in(dataset: Any) -> Iterator[Any]:
+    parts = (part for one in reachable(dataset, _datasets_in) for part in parts_of(one))
+    return islice(parts, _MOST_PARTS)
 
 
 def _inside(part: Any) -> list[Any]:

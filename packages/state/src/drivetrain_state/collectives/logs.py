@@ -22,7 +22,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         logger: The logger that writes the lines.
         context: The context with ranks and group; without one, each call reads them from the process group or the
             launcher's environment.
+
+    Attributes:
+        prefix: The beginning of a line that several ranks log, with `{}` for the rank.
     """
+
+    prefix = "[rank {}] "
 
     def __init__(self, logger: logging.Logger, context: Context | None = None) -> None:
         super().__init__(logger, {})
@@ -50,11 +55,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             self._check_met(world_size)
             for speaker in range(world_size):
                 if speaker == rank:
-                    super().log(level, f"[rank {rank}] {msg}", *args, **kwargs)
+                    super().log(level, f"{self.prefix.format(rank)}{msg}", *args, **kwargs)
                 if world_size > 1:
                     self._wait()
         elif not main_process_only:
-            super().log(level, f"[rank {rank}] {msg}", *args, **kwargs)
+            super().log(level, f"{self.prefix.format(rank)}{msg}", *args, **kwargs)
         elif rank == 0:
             super().log(level, msg, *args, **kwargs)
 

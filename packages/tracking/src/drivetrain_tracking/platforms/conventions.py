@@ -8,16 +8,13 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from types import MappingProxyType
 
-from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.plain import MARK_DIGITS, Plain, mark_of
 from drivetrain_tracking.records import flat_leaves
 from drivetrain_tracking.run_state import RunState
 
 logger = logging.getLogger(__name__)
-
-_MARK_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class NameRule:
             and not re.search(self.taken, kept)
         ):
             return given
-        room = self.longest_bytes - 1 - _MARK_DIGITS
+        room = self.longest_bytes - 1 - MARK_DIGITS
         cut = kept.encode()[:room].decode(errors="ignore")
         return f"{cut.rstrip('/' + self.trail) or 'unnamed'}-{mark_of(given)}"
 
@@ -59,11 +56,6 @@ class NameRule:
         parts = [part for part in kept.split("/") if part not in ("", ".", "..")] if self.is_path else [kept]
         stripped = (part.lstrip(self.lead or None).rstrip(self.trail or None) for part in parts)
         return "/".join(part for part in (stripped if self.lead or self.trail else parts) if part)
-
-
-def mark_of(given: str) -> str:
-    """Return the mark of a name: hexadecimal digits of its hash."""
-    return sha256(given.encode(errors="surrogatepass")).hexdigest()[:_MARK_DIGITS]
 
 
 _FILE = NameRule(unlike=r"[^\w\-. ]", lead=" .", trail=" .", longest_bytes=100)

@@ -8,9 +8,8 @@ from typing import Any, Literal, cast
 
 from drivetrain_tracking import compat
 from drivetrain_tracking.opening import read_json
-from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.plain import Plain, mark_of
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.conventions import mark_of
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import LoggedRecord, StoredMedium

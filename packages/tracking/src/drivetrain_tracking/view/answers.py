@@ -54,7 +54,7 @@ def describe_run(index: int, run: RunIndex) -> dict[str, Any]:
             "last_time": facts.last_time,
             "last_step": facts.last_step,
             "attempt": facts.attempt,
-            "is_finished": facts.is_finished,
+            "ended": facts.ended,
             "num_damaged": facts.num_damaged,
             "num_lost": facts.num_lost,
             "num_foreign": facts.num_foreign,

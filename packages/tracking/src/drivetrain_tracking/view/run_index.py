@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.records import flat_values
+from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.view.curve import Curve
 from drivetrain_tracking.view.log_places import LogPlace
 from drivetrain_tracking.view.log_reader import LogChunk, LogReader
@@ -32,7 +33,7 @@ class RunFacts:
         last_time: The time of the newest record.
         last_step: The newest step, None before the first.
         attempt: The attempt of the newest step.
-        is_finished: True if the run has ended, and not begun again.
+        ended: The log's word for how the run ended; None while it goes on, or where nobody could say its end.
         num_damaged: The number of damaged lines.
         num_lost: The number of records that the run itself could not write.
         num_foreign: The number of lines that hold JSON of another kind.
@@ -48,7 +49,7 @@ class RunFacts:
     last_time: float = 0.0
     last_step: int | None = None
     attempt: int = 1
-    is_finished: bool = False
+    ended: RunState | None = None
     num_damaged: int = 0
     num_lost: int = 0
     num_foreign: int = 0
@@ -131,7 +132,7 @@ class RunIndex:
             self.facts.num_foreign += 1
         else:
             facts = self.facts
-            facts.is_finished = False
+            facts.ended = None
             facts.last_time = max(facts.last_time, time)
             if facts.start_time is None:
                 facts.start_time = time
@@ -198,7 +199,7 @@ class RunIndex:
             if facts.start_time is None:
                 facts.start_time = time
         if event == "start":
-            facts.is_finished = False
+            facts.ended = None
             self._may_repeat = facts.last_step is not None
             facts.run_name = str(record.get("run", ""))
             facts.config = _mapping_of(record, "config")
@@ -210,7 +211,8 @@ class RunIndex:
             count = record.get("count")
             facts.num_lost += count if isinstance(count, int) else 1
         elif event == "finish":
-            facts.is_finished = True
+            state: Any = record.get("state")
+            facts.ended = state if state in get_args(RunState) else "finished"
 
 
 def _is_time(time: object) -> TypeGuard[float]:

@@ -3,6 +3,10 @@
 import { colorOf } from "/drawing.js";
 import { element, formatBytes, nameElement, visible } from "/text.js";
 
+const ENDS = {
+  failed: "failed: it ended by an error, or without saying that it is finished",
+  killed: "killed: it was stopped before its end",
+};
 const MOST_LISTED = 500; // metrics; the filter finds the others
 
 // Return what is to be told of a run: [text, is it a warning].
@@ -14,6 +18,7 @@ export function notesOf(run) {
     notes.push([`reading: ${formatBytes(run.read_bytes)} of ${formatBytes(run.size_bytes)}`, false]);
   }
   if (run.attempt > 1) notes.push([`attempt ${run.attempt}: steps were logged again`, false]);
+  if (run.ended in ENDS) notes.push([ENDS[run.ended], true]);
   if (run.problem) notes.push([run.problem, true]);
   if (run.num_damaged > 0) notes.push([`${plural(run.num_damaged, "damaged line")} passed over`, true]);
   if (run.num_foreign > 0) notes.push([`${plural(run.num_foreign, "line")} of another kind passed over`, true]);
@@ -40,7 +45,7 @@ export function showRuns(list, runs, chosen, change) {
   replaceItems(list, runs.map((run) => {
     const swatch = element("span", { class: "swatch" });
     swatch.style.background = colorOf(run.id);
-    const state = run.is_finished ? "" : element("span", { class: "count" }, "●");
+    const state = run.ended ? "" : element("span", { class: "count" }, "●");
     if (state) state.title = "goes on, or was stopped without an end";
     const label = choice(run.label, chosen.has(run.id), (isChosen) => change(run.id, isChosen), swatch, state);
     const notes = notesOf(run).map(([text, isWarning]) => element("p", { class: isWarning ? "note warn" : "note" }, text));
