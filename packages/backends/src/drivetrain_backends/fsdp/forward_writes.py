@@ -83,8 +83,9 @@ class ForwardWrites:
         if is_in_forward(group):
             with as_they_are():
                 trained = (p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad)
-                if (shard := next(trained, None)) is not None:
-                    self._forwarded[group] = shard, version_of(shard)
+                # A frozen group may be stepped before it is trained again: what counted then is over.
+                shard = next(trained, None)
+                self._forwarded[group] = None if shard is None else (shard, version_of(shard))
 
     def _refuse_changed(self, groups: list[Any]) -> None:
         """Refuse a backward through outputs that were computed with other weights.
@@ -93,9 +94,11 @@ class ForwardWrites:
             UnshardedParameterError: A shard was written to since its forward.
         """
         for group in groups:
-            shard, before = self._forwarded.get(group, (None, 0))
+            if (forwarded := self._forwarded.get(group)) is None:
+                continue
+            shard, before = forwarded
             with as_they_are():
-                changed = shard is not None and version_of(shard) != before
+                changed = version_of(shard) != before
             if changed:
                 raise UnshardedParameterError(
                     f"{self._names[shard]} of {self._kind} changed between a forward and its backward, as by a step "
