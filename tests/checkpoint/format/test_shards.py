@@ -115,9 +115,11 @@ def test_tensors_in_parts_are_saved_and_loaded_whole_and_in_other_parts(
 def test_each_element_is_in_one_file(run_ranks, tmp_path: Path) -> None:
     run_ranks(save_in_parts, str(tmp_path), num_processes=2)
     stored = read_manifest(tmp_path / "step-1").tensors["weights-model"]
-    assert sum(piece.box.num_elements for piece in stored["same"].pieces) == WHOLE.numel()
-    assert [piece.file for piece in stored["plain"].pieces] == ["weights-model.r0.safetensors"]
-    assert [piece.box.offsets for piece in stored["rows"].pieces] == [(0, 0), (4, 0)]
+    same = [box for boxes in stored["same"].boxes.values() for box in boxes]
+    assert sum(box.num_elements for box in same) == WHOLE.numel()
+    assert list(stored["plain"].boxes) == [0]
+    rows = {rank: [box.offsets for box in boxes] for rank, boxes in stored["rows"].boxes.items()}
+    assert rows == {0: [(0, 0)], 1: [(4, 0)]}
 
 
 def refuse(directory: str) -> str:

@@ -1,6 +1,6 @@
 """Read the states of a checkpoint: only the slices that this rank needs, with every block verified."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import torch
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.checksummed_io import HashedReader
-from drivetrain_checkpoint.format.layout import tree_file
-from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
+from drivetrain_checkpoint.format.layout import tensor_file, tree_file
+from drivetrain_checkpoint.format.division import Division
+from drivetrain_checkpoint.format.manifest import Manifest
 from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
@@ -52,12 +53,8 @@ def read_parts(
         }
         for part in parts
     }
-    stored = (
-        (manifest.tensors[part][name], room)
-        for part, tensors in rooms.items()
-        for name, room in tensors.items()
-    )
-    _fill_rooms(folder, manifest, stored, on_block)
+    for part, tensors in rooms.items():
+        _fill_rooms(folder, manifest, part, tensors, on_block)
     return {
         part: decode(
             trees[part], {name: room.value for name, room in tensors.items()}, allow_pickle=allow_pickle
@@ -76,7 +73,7 @@ def read_tensors(
     """
     tensors = manifest.tensors[part]
     rooms = {name: _make_room(name, tensors[name], None) for name in names}
-    _fill_rooms(folder, manifest, ((tensors[name], room) for name, room in rooms.items()), on_block)
+    _fill_rooms(folder, manifest, part, rooms, on_block)
     return {name: room.value for name, room in rooms.items()}
 
 
@@ -96,7 +93,7 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
             raise CorruptCheckpointError(f"{error}; load another checkpoint") from error
 
 
-def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> ReadTarget:
+def _make_room(name: str, tensor: Division, like: Leaf | None) -> ReadTarget:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CorruptCheckpointError(
@@ -108,13 +105,15 @@ def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> ReadTarget
 def _fill_rooms(
     folder: Place,
     manifest: Manifest,
-    stored: Iterable[tuple[StoredTensor, ReadTarget]],
+    part: str,
+    rooms: Mapping[str, ReadTarget],
     on_block: Callable[[], None],
 ) -> None:
-    reads = plan_reads((tensor.pieces, room.shards) for tensor, room in stored)
-    for file, wanted in reads.items():
+    wanted = {name: room.shards for name, room in rooms.items()}
+    for rank, reads in plan_reads(manifest, part, wanted):
+        file = tensor_file(part, rank, manifest.attempt)
         with HashedReader(folder / file, manifest.files[file], on_block=on_block) as reader:
-            _read_file(reader, wanted)
+            _read_file(reader, reads)
 
 
 def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:

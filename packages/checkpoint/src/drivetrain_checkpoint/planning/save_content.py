@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.layout import STATE_PART, check_model_names, model_part, rank_part
 from drivetrain_checkpoint.format.shards import Leaf, TensorShard, piece_of, shards_of
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, encode
-from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
+from drivetrain_checkpoint.planning.file_list import WrittenBox
+from drivetrain_checkpoint.planning.holdings import Holdings
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 
 
@@ -32,25 +33,6 @@ class Content:
     per_rank: Mapping[str, StateTree]
     plan: Mapping[str, Any] | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """The boxes that a rank can write, by tensor, in the order of the state.
-
-    Attributes:
-        shared: The holdings of models and replicated states; on rank 0 all of their tensors.
-        own: The holdings of the rank's own states.
-        aliases: On rank 0, further names of tensors of `shared`, such as those of tied weights; empty elsewhere.
-    """
-
-    shared: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
-    own: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
-    aliases: set[TensorName] = field(default_factory=set[TensorName])
-
-    def digest(self) -> str:
-        """Return a hash that is equal for equal `shared` and `own`."""
-        return xxhash.xxh3_128_hexdigest(repr((list(self.shared.items()), list(self.own.items()))).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class Save:
         manifest = replace(
             self.manifest,
             files=files,
-            tensors=self.tensor_files.tensors(self.manifest.tensors, self.manifest.attempt),
+            tensors={**self.manifest.tensors, **self.tensor_files.divisions},
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         commit_manifest(self.folder, manifest)
