@@ -17,6 +17,7 @@ from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.safetensors_layout import DTYPES, bytes_of
+from drivetrain_weights.tensor_box import Box, whole
 
 # Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.
 Like: TypeAlias = Callable[[str, str], Leaf | None]
@@ -47,11 +48,7 @@ def read_parts(
     """
     trees = {part: read_tree(folder, manifest, part, on_block=on_block) for part in parts}
     rooms = {
-        part: {
-            name: _make_room(name, tensor, like(part, name))
-            for name, tensor in manifest.tensors[part].items()
-        }
-        for part in parts
+        part: _make_rooms(manifest.tensors[part], lambda name, part=part: like(part, name)) for part in parts
     }
     for part, tensors in rooms.items():
         _fill_rooms(folder, manifest, part, tensors, on_block)
@@ -72,7 +69,7 @@ def read_tensors(
         CorruptCheckpointError: A file is missing or differs from its record.
     """
     tensors = manifest.tensors[part]
-    rooms = {name: _make_room(name, tensors[name], None) for name in names}
+    rooms = _make_rooms({name: tensors[name] for name in names}, lambda _: None)
     _fill_rooms(folder, manifest, part, rooms, on_block)
     return {name: room.value for name, room in rooms.items()}
 
@@ -93,13 +90,20 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
             raise CorruptCheckpointError(f"{error}; load another checkpoint") from error
 
 
-def _make_room(name: str, tensor: Division, like: Leaf | None) -> ReadTarget:
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise CorruptCheckpointError(
-            f"{name!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
-        )
-    return make_room(tensor.shape, dtype, like)
+def _make_rooms(
+    tensors: Mapping[str, Division], like: Callable[[str], Leaf | None]
+) -> dict[str, ReadTarget]:
+    kinds: dict[Division, tuple[Box, torch.dtype]] = {}
+    rooms: dict[str, ReadTarget] = {}
+    for name, division in tensors.items():
+        if (kind := kinds.get(division)) is None:
+            if division.dtype not in DTYPES:
+                raise CorruptCheckpointError(
+                    f"{name!r} has the dtype {division.dtype}, which this torch does not have: use a newer torch"
+                )
+            kind = kinds[division] = whole(division.shape), DTYPES[division.dtype]
+        rooms[name] = make_room(*kind, like(name))
+    return rooms
 
 
 def _fill_rooms(

@@ -65,6 +65,7 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
     _check_kinds(content)
     check_model_names(content.models)
     own = OwnContent()
+    kinds: dict[AvailableBoxes, AvailableBoxes] = {}
     states = {model_part(name): (f"models[{name!r}]", dict(state)) for name, state in content.models.items()}
     states[STATE_PART] = ("replicated", dict(content.replicated))
     for part, (root, state) in states.items():
@@ -75,11 +76,11 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
                 TensorName(part, name) for name in encoded.leaves.keys() - encoded.tensors
             )
         for name, leaf in (encoded.tensors if rank == 0 else encoded.leaves).items():
-            _add(own, TensorName(part, name), leaf, own.holdings.shared, is_main=rank == 0)
+            _add(own, TensorName(part, name), leaf, own.holdings.shared, kinds, is_main=rank == 0)
     encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=allow_pickle)
     own.trees[rank_part(rank)] = encoded.json
     for name, leaf in encoded.tensors.items():
-        _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, is_main=True)
+        _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, kinds, is_main=True)
     return own
 
 
@@ -105,6 +106,7 @@ def _add(
     name: TensorName,
     leaf: Leaf,
     holdings: dict[TensorName, AvailableBoxes],
+    kinds: dict[AvailableBoxes, AvailableBoxes],
     *,
     is_main: bool,
 ) -> None:
@@ -112,9 +114,10 @@ def _add(
     if not shards and not is_main:
         return
     own.shards[name] = shards
-    holdings[name] = AvailableBoxes(
+    kind = AvailableBoxes(
         DTYPE_NAMES[leaf.dtype],
         leaf.dtype.itemsize,
         tuple(leaf.shape),
-        tuple(shard.box for shard in shards),
+        tuple([shard.box for shard in shards]),
     )
+    holdings[name] = kinds.setdefault(kind, kind)  # one object for all tensors that are held alike

@@ -92,7 +92,7 @@ class Save:
                 records.append(writer.record())
         for name, tree in self.trees.items():
             with HashedWriter(self.folder / name, on_block=on_block) as writer:
-                writer.write(json.dumps(tree, allow_nan=False, indent=1).encode())
+                writer.write(json.dumps(tree, allow_nan=False).encode())
                 records.append(writer.record())
         return records
 
