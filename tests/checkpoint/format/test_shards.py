@@ -15,6 +15,7 @@ from drivetrain_checkpoint import (
 )
 from drivetrain_checkpoint.format.shards import make_room, shards_of
 from drivetrain_state import Context, connect
+from drivetrain_weights.tensor_box import whole
 
 WHOLE = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
 
@@ -137,7 +138,7 @@ def test_a_sum_that_was_not_taken_is_refused(run_ranks, tmp_path: Path) -> None:
 
 
 def test_a_part_of_another_shape_counts_for_nothing() -> None:
-    room = make_room((3, 2), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
+    room = make_room(whole((3, 2)), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
     assert isinstance(room.value, torch.Tensor)
     assert room.value.shape == (3, 2)
 

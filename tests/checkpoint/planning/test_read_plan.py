@@ -30,7 +30,9 @@ def stored(tensor: torch.Tensor, ranks: Sequence[Boxes]) -> tuple[Manifest, dict
             part = tensor[box.slices()].contiguous()
             files[rank] += bytes(bytes_of(part))
     before = Division("I64", 8, (len(ranks),), {rank: (Box((rank,), (1,)),) for rank in boxes})
-    division = Division("I16", 2, tuple(tensor.shape), {rank: found for rank, found in boxes.items() if found})
+    division = Division(
+        "I16", 2, tuple(tensor.shape), {rank: found for rank, found in boxes.items() if found}
+    )
     sizes = {rank: len(content) for rank, content in files.items()}
     return manifest({"x": division, "before": before}, sizes), files
 

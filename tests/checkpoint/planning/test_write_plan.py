@@ -24,16 +24,15 @@ def planned(ranks: Sequence[Mapping[str, AvailableBoxes]]) -> Divisions:
     held: list[Held] = []
     for rank in ranks:
         kinds = tuple(dict.fromkeys(rank.values()))
-        held.append(
-            Held(kinds, array("i", (kinds.index(rank[n]) if n in rank else -1 for _, n in names)))
-        )
+        held.append(Held(kinds, array("i", (kinds.index(rank[n]) if n in rank else -1 for _, n in names))))
     return plan_writes(names, held)
 
 
 def loads(plan: Divisions, num_ranks: int) -> list[int]:
     """The elements that each rank writes."""
     return [
-        sum(one.bytes_of(rank) // one.item_bytes for one in plan["state"].values()) for rank in range(num_ranks)
+        sum(one.bytes_of(rank) // one.item_bytes for one in plan["state"].values())
+        for rank in range(num_ranks)
     ]
 
 
@@ -70,9 +69,9 @@ def test_what_all_ranks_hold_is_spread_evenly(shapes: list[tuple[int, ...]]) -> 
 
 def test_what_one_rank_alone_holds_counts_in_the_balance() -> None:
     large = holding((1_000_000,), whole((1_000_000,)))
-    plan = planned(
-        [{"alone": large, "shared": large}, {"alone": holding((1_000_000,)), "shared": large}]
-    )["state"]
+    plan = planned([{"alone": large, "shared": large}, {"alone": holding((1_000_000,)), "shared": large}])[
+        "state"
+    ]
     assert {name: list(division.boxes) for name, division in plan.items()} == {"alone": [0], "shared": [1]}
 
 

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from drivetrain_checkpoint.format.division import Division
 from drivetrain_checkpoint.format.layout import rank_of_file, tensor_file
@@ -22,35 +22,42 @@ def from_format_2(
     Raises:
         ValueError: A piece lies outside of its file, or not behind the one before it.
     """
-    divisions: dict[object, Division] = {}
+    shared: dict[object, Division] = {}
     starts: dict[str, dict[str, int]] = {}
-    tensors: dict[str, dict[str, Division]] = {part: {} for part in content["tensors"]}
-    for part, described in cast("dict[str, dict[str, Any]]", content["tensors"]).items():
+    tensors: dict[str, dict[str, Division]] = {}
+    for part, described in content["tensors"].items():
+        tensors[part] = {}
         for name, tensor in described.items():
-            boxes: dict[int, list[Box]] = {}
-            item_bytes = DTYPES[tensor["dtype"]].itemsize if tensor["dtype"] in DTYPES else 1
-            ends: dict[str, int] = {}
-            for file, start, offsets, sizes in sorted(tensor["pieces"], key=lambda piece: piece[:2]):
-                rank = rank_of_file(file)
-                box = Box(tuple(offsets), tuple(sizes))
-                end = start + box.num_elements * item_bytes
-                if (
-                    rank is None
-                    or file != tensor_file(part, rank, content["attempt"])
-                    or file not in content["files"]
-                    or not 0 <= start <= end <= content["files"][file]["size_bytes"]
-                ):
-                    raise ValueError(
-                        f"{part}: {name!r} lies from byte {start} on in {file}, which does not reach so far"
-                    )
-                if ends.setdefault(file, start) != start:
-                    raise ValueError(f"{part}: {name!r} lies in two places of {file}")
-                ends[file] = end
-                starts.setdefault(file, {}).setdefault(name, start)
-                boxes.setdefault(rank, []).append(box)
-            by_rank = {rank: tuple(found) for rank, found in boxes.items()}
-            key = (tensor["dtype"], tuple(tensor["shape"]), tuple(by_rank.items()))
-            tensors[part][name] = divisions.setdefault(
-                key, Division(tensor["dtype"], item_bytes, key[1], by_rank)
-            )
+            one, first = _division(part, name, tensor, content)
+            key = (one.dtype, one.shape, tuple(one.boxes.items()))
+            tensors[part][name] = shared.setdefault(key, one)
+            for file, start in first.items():
+                starts.setdefault(file, {})[name] = start
     return tensors, starts
+
+
+def _division(
+    part: str, name: str, tensor: Mapping[str, Any], content: Mapping[str, Any]
+) -> tuple[Division, dict[str, int]]:
+    """Return the division of a tensor, and its first byte in each file."""
+    item_bytes = DTYPES[tensor["dtype"]].itemsize if tensor["dtype"] in DTYPES else 1
+    boxes: dict[int, tuple[Box, ...]] = {}
+    starts: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    for file, start, offsets, sizes in sorted(tensor["pieces"], key=lambda piece: piece[:2]):
+        box, rank = Box(tuple(offsets), tuple(sizes)), rank_of_file(file)
+        end = start + box.num_elements * item_bytes
+        is_file = rank is not None and file == tensor_file(part, rank, content["attempt"])
+        if (
+            not is_file
+            or not 0 <= start <= end <= content["files"].get(file, {"size_bytes": -1})["size_bytes"]
+        ):
+            raise ValueError(
+                f"{part}: {name!r} lies from byte {start} on in {file}, which does not reach so far"
+            )
+        if ends.get(file, start) != start:
+            raise ValueError(f"{part}: {name!r} lies in two places of {file}")
+        starts.setdefault(file, start)
+        ends[file] = end
+        boxes[rank] = (*boxes.get(rank, ()), box)
+    return Division(tensor["dtype"], item_bytes, tuple(tensor["shape"]), boxes), starts

@@ -259,8 +259,10 @@ def _check_division(name: str, division: Division) -> None:
         ValueError: A piece lies outside, or the number of elements differs.
     """
     known = DTYPES.get(division.dtype)
-    if type(division.item_bytes) is not int or division.item_bytes < 1 or (
-        known is not None and known.itemsize != division.item_bytes
+    if (
+        type(division.item_bytes) is not int
+        or division.item_bytes < 1
+        or (known is not None and known.itemsize != division.item_bytes)
     ):
         raise ValueError(f"{name} of {division.dtype} has elements of {division.item_bytes!r} bytes")
     pieces = [box for boxes in division.boxes.values() for box in boxes]

@@ -1,6 +1,7 @@
 """Read the states of a checkpoint: only the slices that this rank needs, with every block verified."""
 
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.checksummed_io import HashedReader
-from drivetrain_checkpoint.format.layout import tensor_file, tree_file
 from drivetrain_checkpoint.format.division import Division
+from drivetrain_checkpoint.format.layout import tensor_file, tree_file
 from drivetrain_checkpoint.format.manifest import Manifest
 from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
@@ -18,6 +19,8 @@ from drivetrain_checkpoint.storage.place import Place
 from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.safetensors_layout import DTYPES, bytes_of
 from drivetrain_weights.tensor_box import Box, whole
+
+_SHORT_BYTES = 4096  # a view of so little costs more than a copy
 
 # Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.
 Like: TypeAlias = Callable[[str, str], Leaf | None]
@@ -90,9 +93,7 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
             raise CorruptCheckpointError(f"{error}; load another checkpoint") from error
 
 
-def _make_rooms(
-    tensors: Mapping[str, Division], like: Callable[[str], Leaf | None]
-) -> dict[str, ReadTarget]:
+def _make_rooms(tensors: Mapping[str, Division], like: Callable[[str], Leaf | None]) -> dict[str, ReadTarget]:
     kinds: dict[Division, tuple[Box, torch.dtype]] = {}
     rooms: dict[str, ReadTarget] = {}
     for name, division in tensors.items():
@@ -121,15 +122,40 @@ def _fill_rooms(
 
 
 def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:
-    """Fill the targets of the reads from one file; partial reads go through a temporary buffer."""
+    """Fill the targets of the reads from one file; partial and short reads go through a temporary buffer."""
     rows: list[tuple[Read, Tensor]] = []
+    short: list[tuple[list[Read], Tensor]] = []
     ranges: list[tuple[int, memoryview]] = []
-    for read in wanted:
-        if read.rows is None:
-            ranges.append((read.start, bytes_of(read.target)))
+    for reads in _bundled(wanted):
+        first, last = reads[0], reads[-1]
+        if len(reads) == 1 and first.rows is None:
+            ranges.append((first.start, bytes_of(first.target)))
+            continue
+        content = torch.empty(last.start + last.size_bytes - first.start, dtype=torch.uint8)
+        ranges.append((first.start, bytes_of(content)))
+        if first.rows is None:
+            short.append((reads, content))
         else:
-            rows.append((read, torch.empty(read.size_bytes, dtype=torch.uint8)))
-            ranges.append((read.start, bytes_of(rows[-1][1])))
+            rows.append((first, content))
     reader.read_ranges(ranges)
+    for reads, content in short:
+        for read in reads:
+            source = content.data_ptr() + read.start - reads[0].start
+            ctypes.memmove(read.target.data_ptr(), source, read.size_bytes)
     for read, content in rows:
         fill(read, content)
+
+
+def _bundled(wanted: Iterable[Read]) -> Iterator[list[Read]]:
+    """Yield the reads of one file, short ones that follow one another without a gap together."""
+    bundle: list[Read] = []
+    end = -1
+    for read in wanted:
+        is_short = read.rows is None and read.size_bytes <= _SHORT_BYTES
+        if bundle and not (is_short and read.start == end):
+            yield bundle
+            bundle = []
+        bundle.append(read)
+        end = read.start + read.size_bytes if is_short else -1
+    if bundle:
+        yield bundle

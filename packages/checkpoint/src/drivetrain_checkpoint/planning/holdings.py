@@ -1,4 +1,4 @@
-"""What each rank holds of the tensors of a save, and its exchange between ranks: the names once, then an index each."""
+"""Holdings of each rank in a save, and their exchange: the names of tensors once, then one number for each."""
 
 import json
 from array import array

@@ -98,12 +98,16 @@ def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions
     units = [
         unit
         for row, tensors in alike.items()
-        for unit in _units(names[tensors[0]], tensors, [rank.kind(i) for rank, i in zip(ranks, row, strict=True)])
+        for unit in _units(
+            names[tensors[0]], tensors, [rank.kind(i) for rank, i in zip(ranks, row, strict=True)]
+        )
     ]
     runs = _assigned(units, len(ranks))
     divisions: list[Division | None] = [None] * len(names)
     for row, tensors in alike.items():
-        described = next(kind for rank, i in zip(ranks, row, strict=True) if (kind := rank.kind(i)) is not None)
+        described = next(
+            kind for rank, i in zip(ranks, row, strict=True) if (kind := rank.kind(i)) is not None
+        )
         _divide(described, tensors, runs[tensors[0]], divisions)
     plan: dict[str, dict[str, Division]] = {}
     for (part, name), division in zip(names, divisions, strict=True):
@@ -162,8 +166,10 @@ def _check_whole(name: TensorName, tensor: AvailableBoxes, boxes: Sequence[Box])
             open_boxes.append(box)
 
 
-def _assigned(units: Sequence[_Unit], num_ranks: int) -> Mapping[int, list[tuple[Box, list[tuple[int, int]]]]]:
-    """Return for the tensors of each unit their boxes, each with its writers: pairs of a rank and how many it writes."""
+def _assigned(
+    units: Sequence[_Unit], num_ranks: int
+) -> Mapping[int, list[tuple[Box, list[tuple[int, int]]]]]:
+    """Return for the tensors of each unit the boxes with their writers: pairs of a rank and how many it writes."""
     shared_bytes = sum(unit.size_bytes * unit.count for unit in units if len(unit.holders) > 1)
     most = max(_LEAST_CUT_BYTES, shared_bytes // (4 * num_ranks))
     load = [0] * num_ranks
@@ -171,7 +177,9 @@ def _assigned(units: Sequence[_Unit], num_ranks: int) -> Mapping[int, list[tuple
         if len(unit.holders) == 1:
             load[unit.holders[0]] += unit.size_bytes * unit.count
     runs: dict[int, list[tuple[Box, list[tuple[int, int]]]]] = {}
-    for unit in sorted((piece for unit in units for piece in _pieces(unit, most)), key=lambda unit: -unit.size_bytes):
+    for unit in sorted(
+        (piece for unit in units for piece in _pieces(unit, most)), key=lambda unit: -unit.size_bytes
+    ):
         writers = [(unit.holders[0], unit.count)] if len(unit.holders) == 1 else _shares(unit, load)
         runs.setdefault(unit.tensors, []).append((unit.box, writers))
     return runs
