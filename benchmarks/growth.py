@@ -2,10 +2,10 @@
 
     uv run --group bench python benchmarks/growth.py [--parameters 5000 20000] [--tensors 25000 100000] [--ranks 64]
 
-The model has many small layers, in AdamW: three tensors for each parameter. A plan is all that a save of sharded tensors
-asks of rank 0: to tell its holdings, to join those of all ranks, to plan, to lay out its file and to write the manifest;
-and a load's plan is what a rank of half as many ranks reads. Each measurement has a process of its own. Seconds are of
-the processor; a busy machine shows more of them, so read the growth from one size to the next.
+The model has many small layers, in AdamW: four tensors for each parameter. The plan of a save is all that it asks of
+rank 0 for sharded tensors: to tell its holdings, join those of all ranks, plan, lay out its file and write the
+manifest. The plan of a load is to read the manifest and to find what a rank of half as many ranks reads. Each
+measurement has a process of its own. Seconds are of the processor: a busy machine shows more of them.
 """
 
 import argparse

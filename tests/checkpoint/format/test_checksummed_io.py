@@ -148,3 +148,4 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pytest.raises(OSError, match=r"No space left on device: '.*/weights'"),
     ):
         writer.write(b"abc")
+        writer.record()

@@ -47,11 +47,9 @@ def _division(
     for file, start, offsets, sizes in sorted(tensor["pieces"], key=lambda piece: piece[:2]):
         box, rank = Box(tuple(offsets), tuple(sizes)), rank_of_file(file)
         end = start + box.num_elements * item_bytes
+        size_bytes = content["files"][file]["size_bytes"] if file in content["files"] else -1
         is_file = rank is not None and file == tensor_file(part, rank, content["attempt"])
-        if (
-            not is_file
-            or not 0 <= start <= end <= content["files"].get(file, {"size_bytes": -1})["size_bytes"]
-        ):
+        if rank is None or not is_file or not 0 <= start <= end <= size_bytes:
             raise ValueError(
                 f"{part}: {name!r} lies from byte {start} on in {file}, which does not reach so far"
             )

@@ -107,8 +107,8 @@ def read_manifest(folder: Place) -> Manifest:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
     if version not in (2, FORMAT_VERSION):
         raise CorruptCheckpointError(
-            f"{path} is of format {version}, and this drivetrain-checkpoint reads 2 and {FORMAT_VERSION}: use the version "
-            f"that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
+            f"{path} is of format {version}, and this drivetrain-checkpoint reads 2 and {FORMAT_VERSION}: use the "
+            f"version that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
         )
     try:
         manifest = _from_json(content)
@@ -286,5 +286,5 @@ def _check_file(file: str, size_bytes: int, manifest: Manifest) -> None:
 
 
 def _checksum(content: Mapping[str, Json], version: object) -> str:
-    """Return the checksum of a manifest; since format 3 it covers the order of the tensors, which tells their places."""
+    """Return the checksum of a manifest; since format 3 the order of the tensors counts, which tells their places."""
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=version == 2).encode())
