@@ -48,8 +48,8 @@ def _division(
         box, rank = Box(tuple(offsets), tuple(sizes)), rank_of_file(file)
         end = start + box.num_elements * item_bytes
         size_bytes = content["files"][file]["size_bytes"] if file in content["files"] else -1
-        is_file = rank is not None and file == tensor_file(part, rank, content["attempt"])
-        if rank is None or not is_file or not 0 <= start <= end <= size_bytes:
+        fits = file in content["files"] and 0 <= start <= end <= content["files"][file]["size_bytes"]
+        if rank is None or file != tensor_file(part, rank, content["attempt"]) or not fits:
             raise ValueError(
                 f"{part}: {name!r} lies from byte {start} on in {file}, which does not reach so far"
             )
