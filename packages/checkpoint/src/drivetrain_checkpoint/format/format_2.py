@@ -47,7 +47,6 @@ def _division(
     for file, start, offsets, sizes in sorted(tensor["pieces"], key=lambda piece: piece[:2]):
         box, rank = Box(tuple(offsets), tuple(sizes)), rank_of_file(file)
         end = start + box.num_elements * item_bytes
-        size_bytes = content["files"][file]["size_bytes"] if file in content["files"] else -1
         fits = file in content["files"] and 0 <= start <= end <= content["files"][file]["size_bytes"]
         if rank is None or file != tensor_file(part, rank, content["attempt"]) or not fits:
             raise ValueError(
