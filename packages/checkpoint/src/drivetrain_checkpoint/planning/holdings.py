@@ -29,7 +29,7 @@ class RankHoldings:
     """The holdings of a rank, as it tells them to the others.
 
     Attributes:
-        held: What it holds of the tensors that rank 0 names.
+        held: The holdings among the tensors that rank 0 names.
         own: The holdings of its own states.
         unknown: A tensor that it holds a part of and rank 0 does not name; None if there is none.
     """

@@ -42,7 +42,7 @@ class AvailableBoxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds of the tensors of a plan, in columns: most tensors are held like another one.
+    """The holdings of a rank among the tensors of a plan, in columns: most tensors are held like another one.
 
     Attributes:
         kinds: The distinct ways in which it holds a tensor.
@@ -84,7 +84,7 @@ def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions
 
     Args:
         names: The tensors to write, in order.
-        ranks: What each rank holds of them. The first rank that has a tensor describes it.
+        ranks: The holdings of each rank among them. The first rank that has a tensor describes it.
 
     Returns:
         The division of each tensor, by part and name in their order.
