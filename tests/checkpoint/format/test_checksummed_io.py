@@ -147,4 +147,4 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         HashedWriter(tmp_path / "weights") as writer,
         pytest.raises(OSError, match=r"No space left on device: '.*/weights'"),
     ):
-        writer.write(b"abc")
+        writer.write(bytes(2**20))

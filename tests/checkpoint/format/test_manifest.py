@@ -1,6 +1,7 @@
 import json
 import os
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,36 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads(path.read_text())
     change(content)
     del content["checksum"]
-    checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    in_format_2 = content["format_version"] == 2
+    checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=in_format_2).encode())
     path.write_text(json.dumps({**content, "checksum": checksum}))
 
 
 def weight(content: dict[str, Any]) -> dict[str, Any]:
-    return content["tensors"]["weights-model"]["weight"]
+    return content["divisions"][content["tensors"]["weights-model"]["weight"]]
 
 
 def file_of(content: dict[str, Any]) -> dict[str, Any]:
     return content["files"]["weights-model.r0.safetensors"]
+
+
+def in_format_2(content: dict[str, Any]) -> None:
+    """Describe the tensors as format 2 did, with the place of each piece."""
+    divisions = content.pop("divisions")
+    for part, tensors in content["tensors"].items():
+        end = content["files"].get(f"{part}.r0.safetensors", {}).get("size_bytes", 0)
+        for name in reversed(tensors):
+            one = divisions[tensors[name]]
+            [[rank, offsets, sizes]] = one["pieces"]
+            end -= prod(sizes) * one["item_bytes"]
+            pieces = [[f"{part}.r{rank}.safetensors", end, offsets, sizes]]
+            tensors[name] = {"dtype": one["dtype"], "shape": one["shape"], "pieces": pieces}
+    content["format_version"] = 2
+
+
+def old_weight(content: dict[str, Any]) -> dict[str, Any]:
+    in_format_2(content)
+    return content["tensors"]["weights-model"]["weight"]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +119,20 @@ def file_of(content: dict[str, Any]) -> dict[str, Any]:
         (lambda content: weight(content).update(pieces=[]), "has pieces of 0 elements"),
         (lambda content: weight(content).update(shape=[2**40]), "has pieces of 3 elements"),
         (lambda content: weight(content)["pieces"].append(weight(content)["pieces"][0]), "pieces of 6 elements"),
-        (lambda content: weight(content)["pieces"][0].__setitem__(1, 10**6), "does not reach so far"),
-        (lambda content: weight(content)["pieces"][0].__setitem__(1, -4), "does not reach so far"),
-        (lambda content: weight(content)["pieces"][0].__setitem__(0, "../other"), "does not reach so far"),
-        (lambda content: weight(content)["pieces"][0].__setitem__(2, [1]), "has a piece at"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(0, 7), "r7.safetensors is to hold 12 bytes"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(0, "../x"), "does not reach so far"),
+        (lambda content: weight(content)["pieces"][0].__setitem__(1, [1]), "has a piece at"),
+        (lambda content: weight(content).update(item_bytes=8), "has elements of 8 bytes"),
+        (lambda content: weight(content).update(dtype="F128", item_bytes=0), "has elements of 0 bytes"),
+        (lambda content: content["tensors"]["weights-model"].update({str(i): 0 for i in range(99)}), "reach so far"),
+        (lambda content: content["tensors"]["weights-model"].update(weight=99), "contradicts itself"),
+        (lambda content: content["tensors"]["weights-model"].update(weight=-1), "contradicts itself"),
+        (lambda content: old_weight(content).update(pieces=[]), "has pieces of 0 elements"),
+        (lambda content: old_weight(content)["pieces"][0].__setitem__(1, 10**6), "does not reach so far"),
+        (lambda content: old_weight(content)["pieces"][0].__setitem__(1, -4), "does not reach so far"),
+        (lambda content: old_weight(content)["pieces"][0].__setitem__(0, "../other"), "does not reach so far"),
+        (lambda content: old_weight(content)["pieces"].append(
+            [content["tensors"]["weights-model"]["weight"]["pieces"][0][0], 0, [0], [1]]), "lies in two places"),
         (lambda content: file_of(content).update(checksums=[]), "has 0 checksums for"),
         (lambda content: content.pop("world_size"), "world_size"),
         (lambda content: content.update(step="x"), "step is 'x'"),
@@ -120,6 +151,28 @@ def test_one_that_contradicts_itself_is_passed_over(
     assert [one.is_valid for one in find_checkpoints(tmp_path)] == [False]
     with pytest.raises(NoCheckpointError, match="contradicts itself"):
         Checkpointer(context, tmp_path).load()
+
+
+def test_the_order_of_the_tensors_is_a_part_of_what_the_checksum_covers(saved: Path) -> None:
+    path = saved / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(sorted(content.items()))))
+    with pytest.raises(CorruptCheckpointError, match="its checksum does not fit"):
+        read_manifest(saved)
+
+
+def test_one_of_format_2_is_read_with_the_places_it_names(tmp_path: Path, context: Context) -> None:
+    state = {"a": torch.arange(5), "b": torch.ones(2, 3), "c": torch.tensor(2.5), "none": torch.ones(0)}
+    checkpointer = Checkpointer(context, tmp_path)
+    saved = checkpointer.save(7, models={"model": state}, replicated={"x": state}, per_rank={"rng": state})
+    rewritten(saved, in_format_2)
+    manifest = read_manifest(saved)
+    assert set(manifest.starts) == {name for name in manifest.files if name.endswith(".safetensors")}
+    loaded = checkpointer.load()
+    for found in (loaded.models["model"], loaded.replicated["x"], (loaded.per_rank or {})["rng"]):
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert checkpointer.save(8, models={"model": state}, replicated={}, per_rank={}).name == "step-8"
+    assert [one.sequence for one in find_checkpoints(tmp_path)] == [2, 1]
 
 
 def test_a_folder_in_its_place_is_none(saved: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from drivetrain_checkpoint import (
 )
 from drivetrain_checkpoint.format.shards import make_room, shards_of
 from drivetrain_state import Context, connect
+from drivetrain_weights.tensor_box import whole
 
 WHOLE = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
 
@@ -115,9 +116,11 @@ def test_tensors_in_parts_are_saved_and_loaded_whole_and_in_other_parts(
 def test_each_element_is_in_one_file(run_ranks, tmp_path: Path) -> None:
     run_ranks(save_in_parts, str(tmp_path), num_processes=2)
     stored = read_manifest(tmp_path / "step-1").tensors["weights-model"]
-    assert sum(piece.box.num_elements for piece in stored["same"].pieces) == WHOLE.numel()
-    assert [piece.file for piece in stored["plain"].pieces] == ["weights-model.r0.safetensors"]
-    assert [piece.box.offsets for piece in stored["rows"].pieces] == [(0, 0), (4, 0)]
+    same = [box for boxes in stored["same"].boxes.values() for box in boxes]
+    assert sum(box.num_elements for box in same) == WHOLE.numel()
+    assert list(stored["plain"].boxes) == [0]
+    rows = {rank: [box.offsets for box in boxes] for rank, boxes in stored["rows"].boxes.items()}
+    assert rows == {0: [(0, 0)], 1: [(4, 0)]}
 
 
 def refuse(directory: str) -> str:
@@ -135,7 +138,7 @@ def test_a_sum_that_was_not_taken_is_refused(run_ranks, tmp_path: Path) -> None:
 
 
 def test_a_part_of_another_shape_counts_for_nothing() -> None:
-    room = make_room((3, 2), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
+    room = make_room(whole((3, 2)), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
     assert isinstance(room.value, torch.Tensor)
     assert room.value.shape == (3, 2)
 

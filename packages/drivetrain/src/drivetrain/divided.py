@@ -43,9 +43,12 @@ def _replicated(value: Any) -> Any:
     return value
 
 
-def as_in(named: Mapping[str, Prepared]) -> Callable[[str], Any]:
-    """Return a function from a tensor's name in a checkpoint to the parameter whose sharding the tensor takes."""
-    own = {model: prepared.state_dict()["model"] for model, prepared in named.items()}
+def as_in(own: Mapping[str, Mapping[str, Any]]) -> Callable[[str], Any]:
+    """Return a function from a tensor's name in a checkpoint to the parameter whose sharding the tensor takes.
+
+    Args:
+        own: The state of each model of this run, by name.
+    """
 
     def like(name: str) -> Any:
         kind, _, rest = name.partition("/")

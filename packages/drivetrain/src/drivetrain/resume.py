@@ -177,8 +177,9 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
             would be rounded without being asked for.
     """
     named = _named(run.prepared)
-    own = {name: one.state_dict()["model"] for name, one in named.items() if run.keeps(one)}
-    loaded = checkpointer.load(path, like=as_in(named))
+    held = {name: one.state_dict()["model"] for name, one in named.items()}
+    own = {name: held[name] for name, one in named.items() if run.keeps(one)}
+    loaded = checkpointer.load(path, like=as_in(held))
     saved = loaded.replicated
     _check_same("models", named, loaded.models)
     _check_same("loaders", dict(enumerate(run.loaders)), dict(enumerate(saved["loaders"])))
@@ -195,7 +196,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         name: _filled(one, loaded.models[name], saved) for name, one in named.items() if name not in own
     }
     for name, one in named.items():
-        check_dtypes(models[name], one, run.dtypes, is_main=run.context.topology.is_main)
+        check_dtypes(models[name], held[name], one, run.dtypes, is_main=run.context.topology.is_main)
     for name, one in named.items():
         one.load_state_dict({"model": models[name], **saved["training"][name]})
     run.backend.load_state_dict(saved["backend"])

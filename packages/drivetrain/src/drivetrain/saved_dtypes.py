@@ -12,11 +12,19 @@ from drivetrain_precision import DtypePolicy
 logger = logging.getLogger(__name__)
 
 
-def check_dtypes(saved: Mapping[str, Any], prepared: Prepared, dtypes: DtypePolicy, *, is_main: bool) -> None:
+def check_dtypes(
+    saved: Mapping[str, Any],
+    own: Mapping[str, Any],
+    prepared: Prepared,
+    dtypes: DtypePolicy,
+    *,
+    is_main: bool,
+) -> None:
     """Tell that loading a model converts its tensors, or refuse it if that rounds and nobody asked for it.
 
     Args:
         saved: The model's state as it was saved.
+        own: The model's state in this run.
         prepared: The model that it is loaded into.
         dtypes: The dtypes of the run: `param` asks for parameters to be rounded, `buffer` for buffers.
         is_main: Whether this rank tells it.
@@ -24,7 +32,6 @@ def check_dtypes(saved: Mapping[str, Any], prepared: Prepared, dtypes: DtypePoli
     Raises:
         ValueError: A tensor would be rounded; nothing was loaded.
     """
-    own: dict[str, Any] = prepared.state_dict()["model"]
     parameters = {
         strip_wrapper_prefix(name) for name, _ in prepared.unwrap().named_parameters(remove_duplicate=False)
     }

@@ -46,8 +46,7 @@ _METADATA = "__metadata__"
 _PADDING = "__drivetrain_padding__/"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor of a file: its key, the name of its dtype in the format, and its shape."""
 
     key: str
@@ -107,27 +106,30 @@ def is_padding(key: str) -> bool:
 def _layout(
     entries: Sequence[TensorEntry], order: Sequence[int], about: dict[str, Any], *, alignment_bytes: int
 ) -> FileLayout:
-    described = dict(about)
+    described = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # by dtype and shape: most are of a few
     starts = [0] * len(entries)
     end = 0
     for index in order:
         entry = entries[index]
-        starts[index], end = end, end + entry.size_bytes
-        described[entry.key] = _described(entry, starts[index])
+        kind = kinds.get(entry[1:])
+        if kind is None:
+            kind = kinds[entry[1:]] = (_kind_text(entry), entry.size_bytes)
+        starts[index], end = end, end + kind[1]
+        described.append(f'{json.dumps(entry.key)}: {{{kind[0]}, "data_offsets": [{starts[index]}, {end}]}}')
         if padding_bytes := -end % alignment_bytes:
             padding = TensorEntry(f"{_PADDING}{index}", "U8", (padding_bytes,))
-            described[padding.key] = _described(padding, end)
-            end += padding_bytes
-    text = json.dumps(described).encode()
+            stop = end + padding_bytes
+            described.append(f'"{padding.key}": {{{_kind_text(padding)}, "data_offsets": [{end}, {stop}]}}')
+            end = stop
+    text = f"{{{', '.join(described)}}}".encode()
     text += b" " * (-(8 + len(text)) % max(alignment_bytes, _HEADER_ALIGNMENT_BYTES))
     header = len(text).to_bytes(8, "little") + text
     return FileLayout(header, tuple(order), tuple(start + len(header) for start in starts), len(header) + end)
 
 
-def _described(entry: TensorEntry, start: int) -> dict[str, object]:
-    return {
-        "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, start + entry.size_bytes]
-    }  # fmt: skip
+def _kind_text(entry: TensorEntry) -> str:
+    return f'"dtype": {json.dumps(entry.dtype)}, "shape": {json.dumps(entry.shape)}'
 
 
 class StoredEntry(NamedTuple):

@@ -86,7 +86,7 @@ class EngineCheckpoints:
                 f"{place} holds files of DeepSpeed's own: merge its weights by zero_to_fp32.py, which lies beside "
                 "them, load these into the model, and start the optimizer anew"
             )
-        loaded = self._checkpointer(place).load(like=as_in({_MODEL: self.prepared}))
+        loaded = self._checkpointer(place).load(like=as_in({_MODEL: self.prepared.state_dict()["model"]}))
         own = self.prepared.state_dict()
         model: Mapping[str, Any] = loaded.models[_MODEL]
         if loaded.replicated["trained_only"]:

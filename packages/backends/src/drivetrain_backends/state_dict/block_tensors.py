@@ -95,6 +95,8 @@ def as_stored(value: Any) -> Any:
     Args:
         value: A value of an optimizer's state.
     """
+    if type(value) is Tensor:
+        return value
     if has_parts(value):
         return _stored(value, value.shape, None)
     if is_dtensor(value):

@@ -142,7 +142,7 @@ def check_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], saved: 
     Raises:
         ValueError: Its groups hold other parameters, or it comes from another kind of optimizer.
     """
-    mine = named_state(optimizer, names)
+    mine = name_state(optimizer.state_dict(), named_groups(optimizer, names))
     kind = type(optimizer).__name__
     if (_OWN in mine) != (_OWN in saved):
         raise ValueError(

@@ -15,7 +15,8 @@ from drivetrain_checkpoint.cli.printing import (
     table,
     time_text,
 )
-from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, encode_plan, read_manifest
+from drivetrain_checkpoint.format.division import Division
+from drivetrain_checkpoint.format.manifest import Manifest, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_weights import format_size
@@ -74,7 +75,7 @@ def _as_json(folder: Place, manifest: Manifest, problem: str | None) -> dict[str
                     "dtype": tensor.dtype,
                     "shape": list(tensor.shape),
                     "size_bytes": tensor.size_bytes,
-                    "pieces": len(tensor.pieces),
+                    "pieces": tensor.num_pieces,
                 }
                 for name, tensor in tensors.items()
             }
@@ -105,10 +106,10 @@ def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _tensors(part: str, tensors: Mapping[str, StoredTensor], most: int | None) -> str:
+def _tensors(part: str, tensors: Mapping[str, Division], most: int | None) -> str:
     shown = list(tensors.items())[:most]
     size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
-    rows = [(name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.pieces))) for name, tensor in shown]
+    rows = [(name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_pieces)) for name, tensor in shown]
     left = len(tensors) - len(shown)
     return (
         f"{part}: {counted(len(tensors), 'tensor')}, {format_size(size_bytes, digits=1)}\n"

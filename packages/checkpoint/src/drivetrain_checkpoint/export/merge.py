@@ -12,8 +12,9 @@ from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.export.export_plan import ExportPlan, TensorInfo, plan_export
 from drivetrain_checkpoint.export.writer import write_export
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES
+from drivetrain_checkpoint.format.division import Division
 from drivetrain_checkpoint.format.layout import model_part
-from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor, check_files, read_manifest
+from drivetrain_checkpoint.format.manifest import Manifest, check_files, read_manifest
 from drivetrain_checkpoint.format.state_tree import Json, decode
 from drivetrain_checkpoint.loading.part_reader import read_tensors, read_tree
 from drivetrain_checkpoint.storage.place import Place, locate, on_disk
@@ -122,7 +123,7 @@ def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
 
 
 def plan_names(
-    names: ModelNames, tensors: Mapping[str, StoredTensor], *, max_shard_size: int | str
+    names: ModelNames, tensors: Mapping[str, Division], *, max_shard_size: int | str
 ) -> ExportPlan:
     """Plan the export of a model; names that share a stored tensor are tied to the first of them. Pure.
 
@@ -141,7 +142,7 @@ def plan_names(
     )
 
 
-def _describe(stored: str, tensors: Mapping[str, StoredTensor]) -> TensorInfo:
+def _describe(stored: str, tensors: Mapping[str, Division]) -> TensorInfo:
     if stored not in tensors:
         raise CorruptCheckpointError(f"the model's state names {stored!r}, which the manifest does not list")
     tensor = tensors[stored]

@@ -13,6 +13,7 @@ from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_checkpoint.storage.threads import in_threads
 
 BLOCK_BYTES = 16 * 2**20
+_MOST_GATHERED_BYTES = 64 * 2**10  # shorter pieces are copied and written together
 _MOST_VIEWS = 64  # views to read a block into directly; for more, one read and copies are cheaper
 
 
@@ -83,11 +84,23 @@ class HashedWriter:
         self._path = path
         self._on_block = on_block
         self._hash = _BlockHash()
+        self._gathered = bytearray()
         self._file = storage_of(path).create(path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`, a buffer of single bytes."""
-        view = memoryview(data)
+        if len(self._gathered) + len(data) > _MOST_GATHERED_BYTES:
+            self._write_gathered()
+        if len(data) <= _MOST_GATHERED_BYTES:
+            self._gathered += data
+        else:
+            self._write(memoryview(data))
+
+    def _write_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, bytearray()
+        self._write(memoryview(gathered))
+
+    def _write(self, view: memoryview) -> None:
         while len(view):
             piece, view = view[: self._hash.room()], view[self._hash.room() :]
             with self._named():
@@ -97,6 +110,7 @@ class HashedWriter:
 
     def record(self) -> FileRecord:
         """Make the file complete and durable, and return its record."""
+        self._write_gathered()
         with self._named():
             self._file.finish()
         self._hash.finish()

@@ -28,7 +28,7 @@ UNCOMMITTED_MANIFEST = "manifest.json.tmp"
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _PART_FILE = re.compile(
-    r"(weights-[A-Za-z0-9_-]+|state|rank-\d+)(\.r\d+)?(?:\.(?P<attempt>\d+))?\.(json|safetensors)"
+    r"(weights-[A-Za-z0-9_-]+|state|rank-\d+)(?:\.r(?P<rank>\d+))?(?:\.(?P<attempt>\d+))?\.(json|safetensors)"
 )
 STATE_PART = "state"
 
@@ -103,6 +103,12 @@ def tree_file(part: str, attempt: int) -> str:
 def tensor_file(part: str, rank: int, attempt: int) -> str:
     """Return the name of the file that holds the tensors of a part that a rank wrote."""
     return f"{part}.r{rank}{_suffix(attempt)}.safetensors"
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank in the name of a tensor file, None if it is the name of another file."""
+    match = _PART_FILE.fullmatch(name)
+    return int(match["rank"]) if match and match["rank"] else None
 
 
 def _suffix(attempt: int) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
@@ -10,49 +10,16 @@ import xxhash
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
 from drivetrain_checkpoint.format.checksummed_io import BLOCK_BYTES, FileRecord, check_size
-from drivetrain_checkpoint.format.layout import MANIFEST
+from drivetrain_checkpoint.format.division import Division, Divisions, bytes_by_rank, starts_in_file
+from drivetrain_checkpoint.format.format_2 import from_format_2
+from drivetrain_checkpoint.format.layout import MANIFEST, tensor_file
 from drivetrain_checkpoint.format.state_tree import Json, decode, encode
 from drivetrain_checkpoint.storage.place import Place, storage_of
 from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.safetensors_layout import DTYPES
 from drivetrain_weights.tensor_box import Box
 
-FORMAT_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBox:
-    """The location of a box of a tensor.
-
-    Attributes:
-        file: The name of the file.
-        start: The first byte in the file; the elements follow contiguously, in row-major order.
-        box: The box of the tensor.
-    """
-
-    file: str
-    start: int
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        dtype: The safetensors name of the dtype.
-        shape: The shape of the whole tensor.
-        pieces: The pieces that hold it, each element once.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[StoredBox, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all elements in bytes."""
-        return prod(self.shape) * _item_bytes(self.dtype)
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +36,11 @@ class Manifest:
         attempt: The attempt number in the names of the files; 0 unless the step was saved before.
         models: The names of the models.
         files: The sizes and checksums of the files, by file name.
-        tensors: The tensors, by part of the checkpoint and by name.
+        tensors: The tensors, by part of the checkpoint and by name, in the order in which they lie in the files.
         libraries: The versions of the libraries that wrote it.
         plan: The effective plan of the run; None if none was given.
         metrics: The metrics of the checkpoint by name.
+        starts: The first byte of each tensor, by file and by name, if the manifest says it: of format 2 alone.
     """
 
     step: int
@@ -84,15 +52,23 @@ class Manifest:
     attempt: int
     models: tuple[str, ...]
     files: Mapping[str, FileRecord]
-    tensors: Mapping[str, Mapping[str, StoredTensor]]
+    tensors: Divisions
     libraries: Mapping[str, str]
     plan: Mapping[str, Any] | None
     metrics: Mapping[str, float]
+    starts: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
 
     @property
     def size_bytes(self) -> int:
         """The size of all files except the manifest, in bytes."""
         return sum(record.size_bytes for record in self.files.values())
+
+    def starts_in(self, part: str, rank: int) -> Mapping[str, int]:
+        """Return the first byte of each tensor in a rank's file of a part, in the order of the file."""
+        file = tensor_file(part, rank, self.attempt)
+        if file in self.starts:
+            return self.starts[file]
+        return starts_in_file(self.tensors[part], rank, self.files[file].size_bytes)
 
 
 def commit_manifest(folder: Place, manifest: Manifest) -> None:
@@ -101,7 +77,7 @@ def commit_manifest(folder: Place, manifest: Manifest) -> None:
     The files must be durable already.
     """
     content = _to_json(manifest)
-    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
+    text = json.dumps({**content, "checksum": _checksum(content, FORMAT_VERSION)}, allow_nan=False)
     storage_of(folder).put(folder / MANIFEST, text.encode())
 
 
@@ -124,15 +100,15 @@ def read_manifest(folder: Place) -> Manifest:
         content = parse_json(text, where="it")
         checksum = content.pop("checksum")
         version = content["format_version"]
-        fits = checksum == _checksum(content)
+        fits = checksum == _checksum(content, version)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptCheckpointError(f"{path} is damaged: {error}; load another checkpoint") from error
     if not fits:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
-    if version != FORMAT_VERSION:
+    if version not in (2, FORMAT_VERSION):
         raise CorruptCheckpointError(
-            f"{path} is of format {version}, and this drivetrain-checkpoint reads {FORMAT_VERSION}: use the version "
-            f"that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
+            f"{path} is of format {version}, and this drivetrain-checkpoint reads 2 and {FORMAT_VERSION}: use the "
+            f"version that wrote it, {content.get('libraries', {}).get('drivetrain-checkpoint')}"
         )
     try:
         manifest = _from_json(content)
@@ -170,6 +146,8 @@ def encode_plan(plan: Mapping[str, Any] | None) -> Json:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Json]:
+    divisions = list(dict.fromkeys(one for tensors in manifest.tensors.values() for one in tensors.values()))
+    numbers = {division: number for number, division in enumerate(divisions)}
     return {
         "format": "drivetrain-checkpoint",
         "format_version": FORMAT_VERSION,
@@ -187,8 +165,9 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
             record.name: {"size_bytes": record.size_bytes, "checksums": list(record.checksums)}
             for record in manifest.files.values()
         },
+        "divisions": [_division_to_json(division) for division in divisions],
         "tensors": {
-            part: {name: _tensor_to_json(tensor) for name, tensor in tensors.items()}
+            part: {name: numbers[division] for name, division in tensors.items()}
             for part, tensors in manifest.tensors.items()
         },
         "libraries": dict(manifest.libraries),
@@ -197,30 +176,42 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
     }
 
 
-def _tensor_to_json(tensor: StoredTensor) -> Json:
+def _division_to_json(division: Division) -> Json:
     return {
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
+        "dtype": division.dtype,
+        "item_bytes": division.item_bytes,
+        "shape": list(division.shape),
         "pieces": [
-            [piece.file, piece.start, list(piece.box.offsets), list(piece.box.sizes)]
-            for piece in tensor.pieces
+            [rank, list(box.offsets), list(box.sizes)]
+            for rank, boxes in division.boxes.items()
+            for box in boxes
         ],
     }
 
 
-def _tensor_from_json(content: dict[str, Any]) -> StoredTensor:
-    return StoredTensor(
-        dtype=content["dtype"],
-        shape=tuple(content["shape"]),
-        pieces=tuple(
-            StoredBox(file, start, Box(offsets=tuple(offsets), sizes=tuple(sizes)))
-            for file, start, offsets, sizes in content["pieces"]
-        ),
+def _division_from_json(content: dict[str, Any]) -> Division:
+    boxes: dict[int, list[Box]] = {}
+    for rank, offsets, sizes in content["pieces"]:
+        boxes.setdefault(rank, []).append(Box(tuple(offsets), tuple(sizes)))
+    return Division(
+        content["dtype"],
+        content["item_bytes"],
+        tuple(content["shape"]),
+        {rank: tuple(found) for rank, found in boxes.items()},
     )
 
 
 def _from_json(content: dict[str, Any]) -> Manifest:
     same = ("step", "sequence", "save_id", "saved_at", "world_size", "mesh", "attempt", "libraries")
+    starts: Mapping[str, Mapping[str, int]] = {}
+    if content["format_version"] == 2:
+        tensors, starts = from_format_2(content)
+    else:
+        divisions = dict(enumerate(map(_division_from_json, content["divisions"])))
+        tensors = {
+            part: {name: divisions[number] for name, number in numbers.items()}
+            for part, numbers in cast("dict[str, dict[str, int]]", content["tensors"]).items()
+        }
     return Manifest(
         **{name: content[name] for name in same},
         models=tuple(content["models"]),
@@ -228,12 +219,10 @@ def _from_json(content: dict[str, Any]) -> Manifest:
             name: FileRecord(name=name, size_bytes=record["size_bytes"], checksums=tuple(record["checksums"]))
             for name, record in cast("dict[str, Any]", content["files"]).items()
         },
-        tensors={
-            part: {name: _tensor_from_json(tensor) for name, tensor in tensors.items()}
-            for part, tensors in cast("dict[str, Any]", content["tensors"]).items()
-        },
+        tensors=tensors,
         plan=decode(content["plan"], {}),
         metrics=decode(content["metrics"], {}),
+        starts=starts,
     )
 
 
@@ -253,35 +242,49 @@ def _check(manifest: Manifest) -> None:
                 f"{record.name} has {len(record.checksums)} checksums for {record.size_bytes} bytes, instead of one "
                 f"for each {BLOCK_BYTES}"
             )
+    checked: set[Division] = set()
     for part, tensors in manifest.tensors.items():
-        for name, tensor in tensors.items():
-            _check_pieces(f"{part}: {name!r}", tensor, manifest.files)
+        for name, division in tensors.items():
+            if division not in checked:
+                _check_division(f"{part}: {name!r}", division)
+                checked.add(division)
+        for rank, size_bytes in bytes_by_rank(tensors.values()).items():
+            _check_file(tensor_file(part, rank, manifest.attempt), size_bytes, manifest)
 
 
-def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, FileRecord]) -> None:
-    """Check that each piece lies inside its file and tensor, and that the pieces have as many elements as the tensor.
+def _check_division(name: str, division: Division) -> None:
+    """Check that each piece lies inside its tensor, and that the pieces have as many elements as the tensor.
 
     Raises:
         ValueError: A piece lies outside, or the number of elements differs.
     """
-    for piece in tensor.pieces:
-        size_bytes = piece.box.num_elements * _item_bytes(tensor.dtype)
-        if piece.file not in files or not 0 <= piece.start <= files[piece.file].size_bytes - size_bytes:
-            raise ValueError(
-                f"{name} lies from byte {piece.start} on in {piece.file}, which does not reach so far"
-            )
-        for start, size, length in zip(piece.box.offsets, piece.box.sizes, tensor.shape, strict=True):
+    known = DTYPES.get(division.dtype)
+    if (
+        type(division.item_bytes) is not int
+        or division.item_bytes < 1
+        or (known is not None and known.itemsize != division.item_bytes)
+    ):
+        raise ValueError(f"{name} of {division.dtype} has elements of {division.item_bytes!r} bytes")
+    pieces = [box for boxes in division.boxes.values() for box in boxes]
+    for box in pieces:
+        for start, size, length in zip(box.offsets, box.sizes, division.shape, strict=True):
             if not 0 <= start <= start + size <= length:
-                raise ValueError(f"{name} of shape {tensor.shape} has a piece at {piece.box}")
-    found = sum(piece.box.num_elements for piece in tensor.pieces)
-    if found != prod(tensor.shape) or len({piece.box for piece in tensor.pieces}) != len(tensor.pieces):
-        raise ValueError(f"{name} of shape {tensor.shape} has pieces of {found} elements")
+                raise ValueError(f"{name} of shape {division.shape} has a piece at {box}")
+    found = sum(box.num_elements for box in pieces)
+    if found != prod(division.shape) or len(set(pieces)) != len(pieces):
+        raise ValueError(f"{name} of shape {division.shape} has pieces of {found} elements")
 
 
-def _checksum(content: Mapping[str, Json]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+def _check_file(file: str, size_bytes: int, manifest: Manifest) -> None:
+    """Check that a file is listed and has room for its tensors.
+
+    Raises:
+        ValueError: It is not, or has not.
+    """
+    if file not in manifest.files or size_bytes > manifest.files[file].size_bytes:
+        raise ValueError(f"{file} is to hold {size_bytes} bytes of tensors, and does not reach so far")
 
 
-def _item_bytes(dtype: str) -> int:
-    """Return the element size of a dtype by its name in the format, in bytes; 1 if this torch does not have it."""
-    return DTYPES[dtype].itemsize if dtype in DTYPES else 1
+def _checksum(content: Mapping[str, Json], version: object) -> str:
+    """Return the checksum of a manifest; since format 3 the order of the tensors counts, which tells their places."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=version == 2).encode())

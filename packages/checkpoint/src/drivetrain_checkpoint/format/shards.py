@@ -157,8 +157,15 @@ class ReadTarget:
     shards: tuple[TensorShard, ...]
 
 
-def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
-    """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all."""
+def make_room(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
+    """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all.
+
+    Args:
+        box: The box of the whole tensor.
+        dtype: The dtype of the tensor.
+        like: A tensor with the sharding to read it in, or a `Proportional`; None for the whole tensor.
+    """
+    shape = box.sizes
     if isinstance(like, Proportional):
         start, stop = like.range_of(prod(shape))
         part = LoadedFlatShard(torch.Size(shape), start, torch.empty(stop - start, dtype=dtype))
@@ -171,8 +178,8 @@ def make_room(shape: Sequence[int], dtype: torch.dtype, like: Leaf | None) -> Re
         if is_dtensor(like):
             value = torch.empty_like(like.detach(), dtype=dtype, device="cpu")
             return ReadTarget(value, shards_of(value, is_main=False))
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    return ReadTarget(tensor, (TensorShard(whole(shape), tensor),))
+    tensor = torch.empty(shape, dtype=dtype)
+    return ReadTarget(tensor, (TensorShard(box, tensor),))
 
 
 def _of_range(shape: Sequence[int], start: int, elements: Tensor) -> list[TensorShard]:

@@ -80,9 +80,9 @@ def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = Fals
         CorruptCheckpointError: The JSON names a missing tensor, or holds an unknown tag, as of a newer version.
         PickleNotAllowedError: The JSON holds a pickle, and `allow_pickle` is false.
     """
-    if not allow_pickle:
-        _refuse_pickles(json)
     decoders = _DECODERS | _tensor_decoders(tensors)
+    if not allow_pickle:
+        decoders["$pickle"] = lambda _: _refuse_pickles(json)
 
     def restore(json: Json) -> StateTree:
         if isinstance(json, list):

@@ -1,6 +1,7 @@
 """Read the states of a checkpoint: only the slices that this rank needs, with every block verified."""
 
-from collections.abc import Callable, Iterable, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import torch
@@ -8,14 +9,18 @@ from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.checksummed_io import HashedReader
-from drivetrain_checkpoint.format.layout import tree_file
-from drivetrain_checkpoint.format.manifest import Manifest, StoredTensor
+from drivetrain_checkpoint.format.division import Division
+from drivetrain_checkpoint.format.layout import tensor_file, tree_file
+from drivetrain_checkpoint.format.manifest import Manifest
 from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_weights.regular_file import parse_json
 from drivetrain_weights.safetensors_layout import DTYPES, bytes_of
+from drivetrain_weights.tensor_box import Box, whole
+
+_SHORT_BYTES = 4096  # a view of so little costs more than a copy
 
 # Maps a part and a tensor's name to a leaf with the sharding to load it in; None for the whole tensor.
 Like: TypeAlias = Callable[[str, str], Leaf | None]
@@ -46,18 +51,10 @@ def read_parts(
     """
     trees = {part: read_tree(folder, manifest, part, on_block=on_block) for part in parts}
     rooms = {
-        part: {
-            name: _make_room(name, tensor, like(part, name))
-            for name, tensor in manifest.tensors[part].items()
-        }
-        for part in parts
+        part: _make_rooms(manifest.tensors[part], lambda name, part=part: like(part, name)) for part in parts
     }
-    stored = (
-        (manifest.tensors[part][name], room)
-        for part, tensors in rooms.items()
-        for name, room in tensors.items()
-    )
-    _fill_rooms(folder, manifest, stored, on_block)
+    for part, tensors in rooms.items():
+        _fill_rooms(folder, manifest, part, tensors, on_block)
     return {
         part: decode(
             trees[part], {name: room.value for name, room in tensors.items()}, allow_pickle=allow_pickle
@@ -75,8 +72,8 @@ def read_tensors(
         CorruptCheckpointError: A file is missing or differs from its record.
     """
     tensors = manifest.tensors[part]
-    rooms = {name: _make_room(name, tensors[name], None) for name in names}
-    _fill_rooms(folder, manifest, ((tensors[name], room) for name, room in rooms.items()), on_block)
+    rooms = _make_rooms({name: tensors[name] for name in names}, lambda _: None)
+    _fill_rooms(folder, manifest, part, rooms, on_block)
     return {name: room.value for name, room in rooms.items()}
 
 
@@ -96,37 +93,69 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
             raise CorruptCheckpointError(f"{error}; load another checkpoint") from error
 
 
-def _make_room(name: str, tensor: StoredTensor, like: Leaf | None) -> ReadTarget:
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise CorruptCheckpointError(
-            f"{name!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
-        )
-    return make_room(tensor.shape, dtype, like)
+def _make_rooms(tensors: Mapping[str, Division], like: Callable[[str], Leaf | None]) -> dict[str, ReadTarget]:
+    kinds: dict[Division, tuple[Box, torch.dtype]] = {}
+    rooms: dict[str, ReadTarget] = {}
+    for name, division in tensors.items():
+        if (kind := kinds.get(division)) is None:
+            if division.dtype not in DTYPES:
+                raise CorruptCheckpointError(
+                    f"{name!r} has the dtype {division.dtype}, which this torch does not have: use a newer torch"
+                )
+            kind = kinds[division] = whole(division.shape), DTYPES[division.dtype]
+        rooms[name] = make_room(*kind, like(name))
+    return rooms
 
 
 def _fill_rooms(
     folder: Place,
     manifest: Manifest,
-    stored: Iterable[tuple[StoredTensor, ReadTarget]],
+    part: str,
+    rooms: Mapping[str, ReadTarget],
     on_block: Callable[[], None],
 ) -> None:
-    reads = plan_reads((tensor.pieces, room.shards) for tensor, room in stored)
-    for file, wanted in reads.items():
+    wanted = {name: room.shards for name, room in rooms.items()}
+    for rank, reads in plan_reads(manifest, part, wanted):
+        file = tensor_file(part, rank, manifest.attempt)
         with HashedReader(folder / file, manifest.files[file], on_block=on_block) as reader:
-            _read_file(reader, wanted)
+            _read_file(reader, reads)
 
 
 def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:
-    """Fill the targets of the reads from one file; partial reads go through a temporary buffer."""
+    """Fill the targets of the reads from one file; partial and short reads go through a temporary buffer."""
     rows: list[tuple[Read, Tensor]] = []
+    short: list[tuple[list[Read], Tensor]] = []
     ranges: list[tuple[int, memoryview]] = []
-    for read in wanted:
-        if read.rows is None:
-            ranges.append((read.start, bytes_of(read.target)))
+    for reads in _bundled(wanted):
+        first, last = reads[0], reads[-1]
+        if len(reads) == 1 and first.rows is None:
+            ranges.append((first.start, bytes_of(first.target)))
+            continue
+        content = torch.empty(last.start + last.size_bytes - first.start, dtype=torch.uint8)
+        ranges.append((first.start, bytes_of(content)))
+        if first.rows is None:
+            short.append((reads, content))
         else:
-            rows.append((read, torch.empty(read.size_bytes, dtype=torch.uint8)))
-            ranges.append((read.start, bytes_of(rows[-1][1])))
+            rows.append((first, content))
     reader.read_ranges(ranges)
+    for reads, content in short:
+        for read in reads:
+            source = content.data_ptr() + read.start - reads[0].start
+            ctypes.memmove(read.target.data_ptr(), source, read.size_bytes)
     for read, content in rows:
         fill(read, content)
+
+
+def _bundled(wanted: Iterable[Read]) -> Iterator[list[Read]]:
+    """Yield the reads of one file, short ones that follow one another without a gap together."""
+    bundle: list[Read] = []
+    end = -1
+    for read in wanted:
+        is_short = read.rows is None and read.size_bytes <= _SHORT_BYTES
+        if bundle and not (is_short and read.start == end):
+            yield bundle
+            bundle = []
+        bundle.append(read)
+        end = read.start + read.size_bytes if is_short else -1
+    if bundle:
+        yield bundle

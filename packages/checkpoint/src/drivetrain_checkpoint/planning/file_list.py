@@ -1,13 +1,21 @@
-"""Lay out a write plan as files and as the manifest's list of tensors."""
+"""Lay out a write plan as files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from drivetrain_checkpoint.format.division import Division, Divisions, in_file_order
 from drivetrain_checkpoint.format.layout import tensor_file
-from drivetrain_checkpoint.format.manifest import StoredBox, StoredTensor
-from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
+from drivetrain_checkpoint.planning.write_plan import TensorName
 from drivetrain_weights.safetensors_layout import FileLayout, TensorEntry, plan_file
-from drivetrain_weights.tensor_box import whole
+from drivetrain_weights.tensor_box import Box, whole
+
+
+class WrittenBox(NamedTuple):
+    """A box of a tensor that a rank writes."""
+
+    tensor: TensorName
+    box: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +25,7 @@ class PlannedFile:
     Attributes:
         part: The part of the checkpoint whose tensors it holds.
         rank: The rank that writes it.
-        entries: The boxes of tensors that it holds.
+        entries: The boxes of tensors that it holds, in the order of the file.
         layout: The header, and the offset of each entry.
     """
 
@@ -35,71 +43,41 @@ class TensorFiles:
     """The files of a plan, computed on demand and cached: the next save has the same.
 
     Args:
-        tensors: The whole tensors by name, in order.
-        entries: The boxes that each rank writes, by rank, as `plan_writes` returned them.
+        divisions: The division of each tensor, as `plan_writes` returned it.
     """
 
-    def __init__(
-        self, tensors: Mapping[TensorName, AvailableBoxes], entries: Sequence[Sequence[WrittenBox]]
-    ) -> None:
-        self._tensors = tensors
-        self._entries = entries
+    def __init__(self, divisions: Divisions) -> None:
+        self.divisions = divisions
         self._files: dict[int, tuple[PlannedFile, ...]] = {}
 
     def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
         """Return the tensor files of a rank: one for each part of the checkpoint of which it writes any tensor."""
         if rank not in self._files:
-            by_part: dict[str, list[WrittenBox]] = {}
-            for entry in self._entries[rank]:
-                by_part.setdefault(entry.tensor.part, []).append(entry)
-            self._files[rank] = tuple(
-                PlannedFile(part, rank, tuple(entries), plan_file(_described(self._tensors, entries)))
-                for part, entries in by_part.items()
-            )
+            held = {part: in_file_order(tensors, rank) for part, tensors in self.divisions.items()}
+            self._files[rank] = tuple(_file(part, rank, tensors) for part, tensors in held.items() if tensors)
         return self._files[rank]
 
-    def tensors(self, parts: Iterable[str], attempt: int) -> Mapping[str, Mapping[str, StoredTensor]]:
-        """Return the manifest's list of tensors, by part and name.
 
-        Args:
-            parts: The names of all parts of the checkpoint.
-            attempt: The attempt number in the names of the files.
-        """
-        pieces: dict[str, dict[str, list[StoredBox]]] = {part: {} for part in parts}
-        for part, name in self._tensors:
-            pieces[part][name] = []
-        for rank in range(len(self._entries)):
-            for file in self.files_of(rank):
-                name = file.name(attempt)
-                for entry, start in zip(file.entries, file.layout.starts, strict=True):
-                    pieces[file.part][entry.tensor.name].append(StoredBox(name, start, entry.box))
-        described = self._tensors
-        return {
-            part: {
-                name: StoredTensor(
-                    described[TensorName(part, name)].dtype,
-                    described[TensorName(part, name)].shape,
-                    tuple(sorted(found, key=lambda piece: piece.box)),
-                )
-                for name, found in tensors.items()
-            }
-            for part, tensors in pieces.items()
-        }
-
-
-def _described(
-    tensors: Mapping[TensorName, AvailableBoxes], entries: Iterable[WrittenBox]
-) -> list[TensorEntry]:
-    """Return the entries of a file; the key is the tensor's name, with the box in brackets unless it is the whole."""
+def _file(part: str, rank: int, tensors: Sequence[tuple[str, Division]]) -> PlannedFile:
+    """Return a file; the key of a box is the tensor's name, with the box in brackets unless it is the whole."""
+    taken = {name for name, _ in tensors}
+    suffixes = {division: _suffixes(division, rank) for division in {division for _, division in tensors}}
+    entries: list[WrittenBox] = []
     described: list[TensorEntry] = []
-    taken = {entry.tensor.name for entry in entries}
-    for entry in entries:
-        tensor = tensors[entry.tensor]
-        key = entry.tensor.name
-        if entry.box != whole(tensor.shape):
-            key = _free(f"{key}[{', '.join(f'{s.start}:{s.stop}' for s in entry.box.slices())}]", taken)
-        described.append(TensorEntry(key, tensor.dtype, entry.box.sizes))
-    return described
+    for name, division in tensors:
+        tensor = TensorName(part, name)
+        for box, suffix in zip(division.boxes[rank], suffixes[division], strict=True):
+            entries.append(WrittenBox(tensor, box))
+            key = _free(name + suffix, taken) if suffix else name
+            described.append(TensorEntry(key, division.dtype, box.sizes))
+    return PlannedFile(part, rank, tuple(entries), plan_file(described))
+
+
+def _suffixes(division: Division, rank: int) -> list[str]:
+    return [
+        "" if box == whole(division.shape) else f"[{', '.join(f'{s.start}:{s.stop}' for s in box.slices())}]"
+        for box in division.boxes[rank]
+    ]
 
 
 def _free(key: str, taken: set[str]) -> str:

@@ -1,25 +1,24 @@
 """Plan which bytes of which files this rank reads, and the tensors they fill."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from drivetrain_checkpoint.format.manifest import StoredBox
+from drivetrain_checkpoint.format.division import Division
+from drivetrain_checkpoint.format.manifest import Manifest
 from drivetrain_checkpoint.format.shards import TensorShard
 from drivetrain_weights.tensor_box import Box, overlap
 
 _MOST_BYTES = 64 * 2**20  # of the buffer for rows of which only some columns are wanted
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class Read(NamedTuple):
     """A byte range of a file and the tensor that it fills.
 
     Attributes:
-        file: The name of the file.
         start: The first byte in the file.
         size_bytes: The number of bytes.
         target: The tensor to fill; contiguous if `rows` is None.
@@ -27,7 +26,6 @@ class Read:
         part: The box inside `rows` that `target` holds, if only a part is wanted; else None.
     """
 
-    file: str
     start: int
     size_bytes: int
     target: Tensor
@@ -35,53 +33,100 @@ class Read:
     part: Box | None = None
 
 
-def plan_reads(wanted: Iterable[tuple[Sequence[StoredBox], Sequence[TensorShard]]]) -> dict[str, list[Read]]:
-    """Return the reads by file, in byte order.
+class _Stretch(NamedTuple):
+    """A read of each tensor that has one division and is wanted in the same shards.
+
+    Attributes:
+        start: The first byte, from the first byte of the tensor in the file on.
+        size_bytes: The number of bytes.
+        shard: The index of the shard.
+        wanted: The slices of the shard to fill; None for all of it.
+        rows: As in `Read`.
+        part: As in `Read`.
+    """
+
+    start: int
+    size_bytes: int
+    shard: int
+    wanted: tuple[slice, ...] | None
+    rows: Box | None
+    part: Box | None
+
+
+_Stretches: TypeAlias = Mapping[int, Sequence[_Stretch]]  # by the rank in whose file they lie
+
+
+def plan_reads(
+    manifest: Manifest, part: str, wanted: Mapping[str, Sequence[TensorShard]]
+) -> Iterator[tuple[int, list[Read]]]:
+    """Yield the reads of each file, in byte order, with the rank that wrote the file.
 
     Args:
-        wanted: For each tensor, the pieces in which it is stored and the shards to fill.
+        manifest: The manifest of the checkpoint.
+        part: The part of it.
+        wanted: The shards to fill of each tensor of the part, by name.
     """
-    reads: dict[str, list[Read]] = {}
-    for pieces, shards in wanted:
-        for shard in shards:
-            for piece in pieces:
-                if (common := overlap(piece.box, shard.box)) is not None:
-                    reads.setdefault(piece.file, []).extend(_reads(piece, shard, common))
-    return {file: sorted(found, key=lambda read: read.start) for file, found in sorted(reads.items())}
+    known: dict[object, _Stretches] = {}
+    stretches: dict[str, _Stretches] = {}
+    for name, shards in wanted.items():
+        division = manifest.tensors[part][name]
+        alike = (division, *((shard.box, shard.data.stride()) for shard in shards))
+        if (found := known.get(alike)) is None:
+            found = known[alike] = _stretches(division, shards)
+        stretches[name] = found
+    for rank in sorted({rank for found in known.values() for rank in found}):
+        reads: list[Read] = []
+        for name, start in manifest.starts_in(part, rank).items():
+            for one in stretches[name].get(rank, ()) if name in stretches else ():
+                data = wanted[name][one.shard].data
+                target = data if one.wanted is None else data[one.wanted]
+                reads.append(Read(start + one.start, one.size_bytes, target, one.rows, one.part))
+        yield rank, sorted(reads, key=lambda read: read.start)
 
 
-def _reads(piece: StoredBox, shard: TensorShard, common: Box) -> list[Read]:
-    """Return the reads that cover the overlap of a piece and a shard."""
-    target = shard.data[common.slices(within=shard.box)]
+def _stretches(division: Division, shards: Sequence[TensorShard]) -> _Stretches:
+    """Return the reads that fill the shards of a tensor."""
+    found: dict[int, list[_Stretch]] = {}
+    for rank, boxes in division.boxes.items():
+        start = 0
+        for box in boxes:
+            for index, shard in enumerate(shards):
+                if (common := overlap(box, shard.box)) is not None:
+                    of_rank = found.setdefault(rank, [])
+                    of_rank += _of_box(box, start, division.item_bytes, index, shard, common)
+            start += box.num_elements * division.item_bytes
+    return found
+
+
+def _of_box(
+    box: Box, start: int, item_bytes: int, index: int, shard: TensorShard, common: Box
+) -> Iterator[_Stretch]:
+    """Yield the reads that cover the overlap of a stored box and a shard."""
     # Contiguous in the file: the wanted range of the first dimension longer than 1, and the inner ones in full.
     axis = next((axis for axis, size in enumerate(common.sizes) if size > 1), len(common.sizes))
     run = Box(
-        offsets=(*common.offsets[: axis + 1], *piece.box.offsets[axis + 1 :]),
-        sizes=(*common.sizes[: axis + 1], *piece.box.sizes[axis + 1 :]),
+        offsets=(*common.offsets[: axis + 1], *box.offsets[axis + 1 :]),
+        sizes=(*common.sizes[: axis + 1], *box.sizes[axis + 1 :]),
     )
-    if run == common and target.is_contiguous():
-        return [_read(piece, run, target)]
-    return [
-        _read(piece, rows, shard.data[part.slices(within=shard.box)], part)
-        for rows in run.cut(_MOST_BYTES // target.element_size())
-        if (part := overlap(rows, common)) is not None
-    ]
+    wanted = common.slices(within=shard.box)
+    if run == common and shard.data[wanted].is_contiguous():
+        first = start + _first_in(box, run) * item_bytes
+        yield _Stretch(
+            first, run.num_elements * item_bytes, index, None if common == shard.box else wanted, None, None
+        )
+        return
+    for rows in run.cut(_MOST_BYTES // item_bytes):
+        if (part := overlap(rows, common)) is not None:
+            first = start + _first_in(box, rows) * item_bytes
+            yield _Stretch(
+                first, rows.num_elements * item_bytes, index, part.slices(within=shard.box), rows, part
+            )
 
 
-def _read(piece: StoredBox, run: Box, target: Tensor, part: Box | None = None) -> Read:
-    strides = [prod(piece.box.sizes[axis + 1 :]) for axis in range(len(piece.box.sizes))]
-    first = sum(
-        (a - b) * stride for a, b, stride in zip(run.offsets, piece.box.offsets, strides, strict=True)
-    )
-    item_bytes = target.element_size()
-    return Read(
-        file=piece.file,
-        start=piece.start + first * item_bytes,
-        size_bytes=run.num_elements * item_bytes,
-        target=target,
-        rows=run if part is not None else None,
-        part=part,
-    )
+def _first_in(box: Box, run: Box) -> int:
+    """Return the index in a box, in row-major order, of the first element of a box inside it."""
+    strides = (prod(box.sizes[axis + 1 :]) for axis in range(len(box.sizes)))
+    return sum((a - b) * stride for a, b, stride in zip(run.offsets, box.offsets, strides, strict=True))
 
 
 def fill(read: Read, content: Tensor) -> None:

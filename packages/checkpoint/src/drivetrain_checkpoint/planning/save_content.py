@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_checkpoint.format.layout import STATE_PART, check_model_names, model_part, rank_part
 from drivetrain_checkpoint.format.shards import Leaf, TensorShard, piece_of, shards_of
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, encode
-from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName, WrittenBox
+from drivetrain_checkpoint.planning.file_list import WrittenBox
+from drivetrain_checkpoint.planning.holdings import Holdings
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, TensorName
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 
 
@@ -32,25 +33,6 @@ class Content:
     per_rank: Mapping[str, StateTree]
     plan: Mapping[str, Any] | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """The boxes that a rank can write, by tensor, in the order of the state.
-
-    Attributes:
-        shared: The holdings of models and replicated states; on rank 0 all of their tensors.
-        own: The holdings of the rank's own states.
-        aliases: On rank 0, further names of tensors of `shared`, such as those of tied weights; empty elsewhere.
-    """
-
-    shared: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
-    own: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
-    aliases: set[TensorName] = field(default_factory=set[TensorName])
-
-    def digest(self) -> str:
-        """Return a hash that is equal for equal `shared` and `own`."""
-        return xxhash.xxh3_128_hexdigest(repr((list(self.shared.items()), list(self.own.items()))).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +65,7 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
     _check_kinds(content)
     check_model_names(content.models)
     own = OwnContent()
+    kinds: dict[AvailableBoxes, AvailableBoxes] = {}
     states = {model_part(name): (f"models[{name!r}]", dict(state)) for name, state in content.models.items()}
     states[STATE_PART] = ("replicated", dict(content.replicated))
     for part, (root, state) in states.items():
@@ -93,11 +76,11 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
                 TensorName(part, name) for name in encoded.leaves.keys() - encoded.tensors
             )
         for name, leaf in (encoded.tensors if rank == 0 else encoded.leaves).items():
-            _add(own, TensorName(part, name), leaf, own.holdings.shared, is_main=rank == 0)
+            _add(own, TensorName(part, name), leaf, own.holdings.shared, kinds, is_main=rank == 0)
     encoded = encode(dict(content.per_rank), root="per_rank", allow_pickle=allow_pickle)
     own.trees[rank_part(rank)] = encoded.json
     for name, leaf in encoded.tensors.items():
-        _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, is_main=True)
+        _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, kinds, is_main=True)
     return own
 
 
@@ -123,6 +106,7 @@ def _add(
     name: TensorName,
     leaf: Leaf,
     holdings: dict[TensorName, AvailableBoxes],
+    kinds: dict[AvailableBoxes, AvailableBoxes],
     *,
     is_main: bool,
 ) -> None:
@@ -130,9 +114,10 @@ def _add(
     if not shards and not is_main:
         return
     own.shards[name] = shards
-    holdings[name] = AvailableBoxes(
+    kind = AvailableBoxes(
         DTYPE_NAMES[leaf.dtype],
         leaf.dtype.itemsize,
         tuple(leaf.shape),
-        tuple(shard.box for shard in shards),
+        tuple([shard.box for shard in shards]),
     )
+    holdings[name] = kinds.setdefault(kind, kind)  # one object for all tensors that are held alike

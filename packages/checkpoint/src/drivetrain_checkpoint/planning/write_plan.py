@@ -4,11 +4,14 @@ torch's DCP has planners for this too, but they do not support flat shards, pick
 This format needs only the greedy choice below, and file headers that are known before anything is written.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from drivetrain_checkpoint.errors import StateError
+from drivetrain_checkpoint.format.division import Division, Divisions
 from drivetrain_weights.tensor_box import Box, overlap, whole
 
 _LEAST_CUT_BYTES = 2**20  # a smaller box is not worth splitting
@@ -37,79 +40,107 @@ class AvailableBoxes(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class WrittenBox(NamedTuple):
-    """A box of a tensor that a rank writes."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The holdings of a rank among the tensors of a plan, in columns: most tensors are held like another one.
 
-    tensor: TensorName
-    box: Box
+    Attributes:
+        kinds: The distinct ways in which it holds a tensor.
+        kind_of: For each tensor the index of its kind; -1 if the rank does not have the tensor.
+    """
+
+    kinds: tuple[AvailableBoxes, ...]
+    kind_of: Sequence[int]
+
+    def kind(self, index: int) -> AvailableBoxes | None:
+        """Return a kind by its index, None for -1."""
+        return None if index < 0 else self.kinds[index]
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    entry: WrittenBox
+    """A box that is written for each of a number of tensors, which all are held in the same way.
+
+    Attributes:
+        box: The box of each tensor.
+        size_bytes: The size of the box of one tensor.
+        holders: The ranks that hold it.
+        count: The number of tensors.
+        tensors: The index of the first of them, which names them all.
+    """
+
+    box: Box
     size_bytes: int
     holders: tuple[int, ...]
+    count: int
+    tensors: int
 
 
-def plan_writes(
-    tensors: Mapping[TensorName, AvailableBoxes], ranks: Sequence[Mapping[TensorName, AvailableBoxes]]
-) -> tuple[tuple[WrittenBox, ...], ...]:
+def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions:
     """Plan which boxes each rank writes.
 
     A rank writes the boxes that it alone holds. A box that several ranks hold goes to the one of them with the fewest
     bytes, split into pieces if it is large. The same arguments give the same plan on every rank.
 
     Args:
-        tensors: The tensors to write, in order, as rank 0 describes them.
-        ranks: The holdings of each rank; tensors that a rank does not hold may be missing.
+        names: The tensors to write, in order.
+        ranks: The holdings of each rank among them. The first rank that has a tensor describes it.
 
     Returns:
-        The boxes that each rank writes, by rank, in the order of the tensors.
+        The division of each tensor, by part and name in their order.
 
     Raises:
         StateError: The ranks disagree about a tensor, or their boxes leave a gap in it or overlap.
     """
-    units: list[_Unit] = []
-    for name, tensor in tensors.items():
-        units += _units(name, tensor, _holders(name, tensor, ranks))
-    shared_bytes = sum(unit.size_bytes for unit in units if len(unit.holders) > 1)
-    most = max(_LEAST_CUT_BYTES, shared_bytes // (4 * len(ranks)))
-    chosen: list[list[WrittenBox]] = [[] for _ in ranks]
-    load = [0] * len(ranks)
-    for unit in units:
-        if len(unit.holders) == 1:
-            load[unit.holders[0]] += unit.size_bytes
-    cut = [piece for unit in units for piece in _pieces(unit, most)]
-    writer: dict[WrittenBox, int] = {}
-    for unit in sorted(cut, key=lambda unit: -unit.size_bytes):
-        rank = unit.holders[0]
-        if len(unit.holders) > 1:
-            rank = min(unit.holders, key=load.__getitem__)
-            load[rank] += unit.size_bytes
-        writer[unit.entry] = rank
-    for unit in cut:  # in the order of the state, not by size
-        chosen[writer[unit.entry]].append(unit.entry)
-    return tuple(map(tuple, chosen))
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(zip(*(rank.kind_of for rank in ranks), strict=True)):
+        alike.setdefault(row, []).append(index)
+    units = [
+        unit
+        for row, tensors in alike.items()
+        for unit in _units(
+            names[tensors[0]], tensors, [rank.kind(i) for rank, i in zip(ranks, row, strict=True)]
+        )
+    ]
+    runs = _assigned(units, len(ranks))
+    divisions: list[Division | None] = [None] * len(names)
+    for row, tensors in alike.items():
+        described = next(
+            kind for rank, i in zip(ranks, row, strict=True) if (kind := rank.kind(i)) is not None
+        )
+        _divide(described, tensors, runs[tensors[0]], divisions)
+    plan: dict[str, dict[str, Division]] = {}
+    for (part, name), division in zip(names, divisions, strict=True):
+        assert division is not None
+        plan.setdefault(part, {})[name] = division
+    return plan
 
 
-def _holders(
-    name: TensorName, tensor: AvailableBoxes, ranks: Sequence[Mapping[TensorName, AvailableBoxes]]
-) -> dict[Box, list[int]]:
+def _units(name: TensorName, tensors: Sequence[int], held: Sequence[AvailableBoxes | None]) -> list[_Unit]:
+    """Return the boxes of tensors that are held alike.
+
+    Raises:
+        StateError: The ranks disagree about them, or their boxes leave a gap or overlap.
+    """
+    first, described = next((rank, kind) for rank, kind in enumerate(held) if kind is not None)
     holders: dict[Box, list[int]] = {}
-    for rank, described in enumerate(ranks):
-        if (own := described.get(name)) is None or not own.boxes:
+    for rank, own in enumerate(held):
+        if own is None or not own.boxes:
             continue
-        if (own.dtype, own.shape) != (tensor.dtype, tensor.shape):
+        if (own.dtype, own.shape) != (described.dtype, described.shape):
             raise StateError(
-                f"{_shown(name)} is {own.dtype} {list(own.shape)} on rank {rank} and {tensor.dtype} "
-                f"{list(tensor.shape)} on rank 0: a state's tensors must agree between ranks"
+                f"{_shown(name)} is {own.dtype} {list(own.shape)} on rank {rank} and {described.dtype} "
+                f"{list(described.shape)} on rank {first}: a state's tensors must agree between ranks"
             )
         for box in own.boxes:
             holders.setdefault(box, []).append(rank)
-    if not holders and 0 in tensor.shape:
-        holders[whole(tensor.shape)] = [0]
-    _check_whole(name, tensor, sorted(holders))
-    return holders
+    if not holders and 0 in described.shape:
+        holders[whole(described.shape)] = [0]
+    _check_whole(name, described, sorted(holders))
+    return [
+        _Unit(box, box.num_elements * described.item_bytes, tuple(ranks), len(tensors), tensors[0])
+        for box, ranks in holders.items()
+    ]
 
 
 def _check_whole(name: TensorName, tensor: AvailableBoxes, boxes: Sequence[Box]) -> None:
@@ -135,23 +166,72 @@ def _check_whole(name: TensorName, tensor: AvailableBoxes, boxes: Sequence[Box])
             open_boxes.append(box)
 
 
-def _units(name: TensorName, tensor: AvailableBoxes, holders: Mapping[Box, Iterable[int]]) -> list[_Unit]:
-    return [
-        _Unit(WrittenBox(name, box), box.num_elements * tensor.item_bytes, tuple(ranks))
-        for box, ranks in holders.items()
-    ]
+def _assigned(
+    units: Sequence[_Unit], num_ranks: int
+) -> Mapping[int, list[tuple[Box, list[tuple[int, int]]]]]:
+    """Return for the tensors of each unit the boxes with their writers: pairs of a rank and how many it writes."""
+    shared_bytes = sum(unit.size_bytes * unit.count for unit in units if len(unit.holders) > 1)
+    most = max(_LEAST_CUT_BYTES, shared_bytes // (4 * num_ranks))
+    load = [0] * num_ranks
+    for unit in units:
+        if len(unit.holders) == 1:
+            load[unit.holders[0]] += unit.size_bytes * unit.count
+    runs: dict[int, list[tuple[Box, list[tuple[int, int]]]]] = {}
+    for unit in sorted(
+        (piece for unit in units for piece in _pieces(unit, most)), key=lambda unit: -unit.size_bytes
+    ):
+        writers = [(unit.holders[0], unit.count)] if len(unit.holders) == 1 else _shares(unit, load)
+        runs.setdefault(unit.tensors, []).append((unit.box, writers))
+    return runs
+
+
+def _shares(unit: _Unit, load: list[int]) -> list[tuple[int, int]]:
+    """Give each box of a unit to the holder with the fewest bytes, and return how many each holder got."""
+    counts = dict.fromkeys(unit.holders, 0)
+    least = [(load[rank], rank) for rank in unit.holders]
+    heapify(least)
+    for _ in range(unit.count):
+        rank = least[0][1]
+        counts[rank] += 1
+        load[rank] += unit.size_bytes
+        heapreplace(least, (load[rank], rank))
+    return [(rank, count) for rank, count in counts.items() if count]
 
 
 def _pieces(unit: _Unit, most_bytes: int) -> list[_Unit]:
     """Split a unit that several ranks hold into pieces, so that the ranks can share the work."""
     if len(unit.holders) == 1 or unit.size_bytes <= most_bytes:
         return [unit]
-    box = unit.entry.box
-    item_bytes = unit.size_bytes // box.num_elements
+    item_bytes = unit.size_bytes // unit.box.num_elements
     return [
-        _Unit(WrittenBox(unit.entry.tensor, piece), piece.num_elements * item_bytes, unit.holders)
-        for piece in box.cut(most_bytes // item_bytes)
+        _Unit(piece, piece.num_elements * item_bytes, unit.holders, unit.count, unit.tensors)
+        for piece in unit.box.cut(most_bytes // item_bytes)
     ]
+
+
+def _divide(
+    described: AvailableBoxes,
+    tensors: Sequence[int],
+    boxes: Sequence[tuple[Box, Sequence[tuple[int, int]]]],
+    divisions: list[Division | None],
+) -> None:
+    """Set the divisions of tensors that are held alike: one for each run of them that the same ranks write."""
+    ends = [list(accumulate(count for _, count in writers)) for _, writers in boxes]
+    at = [0] * len(boxes)  # the writer of each box
+    for start, stop in pairwise(sorted({0, *(end for one in ends for end in one)})):
+        by_rank: dict[int, list[Box]] = {}
+        for index, (box, writers) in enumerate(boxes):
+            while ends[index][at[index]] <= start:
+                at[index] += 1
+            by_rank.setdefault(writers[at[index]][0], []).append(box)
+        division = Division(
+            described.dtype,
+            described.item_bytes,
+            described.shape,
+            {rank: tuple(sorted(by_rank[rank])) for rank in sorted(by_rank)},
+        )
+        for index in tensors[start:stop]:
+            divisions[index] = division
 
 
 def _shown(name: TensorName) -> str:

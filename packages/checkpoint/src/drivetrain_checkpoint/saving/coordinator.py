@@ -22,14 +22,15 @@ from drivetrain_checkpoint.format.layout import (
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan
 from drivetrain_checkpoint.loading.discovery import find_checkpoints, inspect
 from drivetrain_checkpoint.planning.file_list import TensorFiles
-from drivetrain_checkpoint.planning.save_content import Content, Holdings, OwnContent, own_content
+from drivetrain_checkpoint.planning.holdings import Holdings, joined
+from drivetrain_checkpoint.planning.save_content import Content, OwnContent, own_content
 from drivetrain_checkpoint.planning.write_plan import plan_writes
 from drivetrain_checkpoint.saving.replicas import Replicas
 from drivetrain_checkpoint.saving.transaction import Save
 from drivetrain_checkpoint.saving.writer_lock import check_shared, lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
-from drivetrain_state import Context, gather_object
+from drivetrain_state import Context, broadcast_object, gather_object
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
 
 logger = logging.getLogger(__name__)
@@ -135,11 +136,9 @@ class SaveCoordinator:
             )
         digests = [digest for _, digest in told]
         if self._tensor_files is None or digests != self._digests:
-            ranks = gather_object(self._context, holdings)
-            _check_names(ranks)
-            tensors = {**ranks[0].shared, **{name: t for rank in ranks for name, t in rank.own.items()}}
-            entries = plan_writes(tensors, [{**rank.shared, **rank.own} for rank in ranks])
-            self._tensor_files = TensorFiles(tensors, entries)
+            main = broadcast_object(self._context, holdings.main_names())
+            ranks = gather_object(self._context, holdings.told(main))
+            self._tensor_files = TensorFiles(plan_writes(*joined(main, ranks)))
             self._digests = digests
         return self._tensor_files
 
@@ -220,21 +219,6 @@ class SaveCoordinator:
         """Release the directory, so that another run may write into it."""
         if self._lock is not None:
             self._lock.release()
-
-
-def _check_names(ranks: Sequence[Holdings]) -> None:
-    """Refuse tensors of models and replicated states that rank 0's state lacks: no load would restore them.
-
-    Raises:
-        StateError: A rank holds such a tensor.
-    """
-    for rank, holdings in enumerate(ranks):
-        for name in holdings.shared:
-            if name not in ranks[0].shared and name not in ranks[0].aliases:
-                raise StateError(
-                    f"rank {rank} has a part of {name.name!r} ({name.part}), and rank 0's state has no such tensor: "
-                    "give all ranks a state of the same names, or what a rank has of its own as per_rank"
-                )
 
 
 def _check_metrics(metrics: Any, best: str | None) -> None:

@@ -115,7 +115,7 @@ class Save:
                 records.append(writer.record())
         for name, tree in self.trees.items():
             with HashedWriter(self.folder / name, on_block=on_block) as writer:
-                writer.write(json.dumps(tree, allow_nan=False, indent=1).encode())
+                writer.write(json.dumps(tree, allow_nan=False).encode())
                 records.append(writer.record())
         return records
 
@@ -139,7 +139,7 @@ class Save:
         manifest = replace(
             self.manifest,
             files=files,
-            tensors=self.tensor_files.tensors(self.manifest.tensors, self.manifest.attempt),
+            tensors={**self.manifest.tensors, **self.tensor_files.divisions},
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         commit_manifest(self.folder, manifest)

@@ -1,0 +1,121 @@
+"""Holdings of each rank in a save, and their exchange: the names of tensors once, then one number for each."""
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from drivetrain_checkpoint.errors import StateError
+from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, Held, TensorName
+
+
+@dataclass(frozen=True, slots=True)
+class MainNames:
+    """The names of the tensors that rank 0 describes, by part: other ranks may hold parts of these.
+
+    Attributes:
+        names: The names of tensors of models and replicated states, in the order of the state.
+        aliases: Further names of these, such as those of tied weights.
+    """
+
+    names: dict[str, list[str]]
+    aliases: frozenset[TensorName]
+
+
+@dataclass(frozen=True, slots=True)
+class RankHoldings:
+    """The holdings of a rank, as it tells them to the others.
+
+    Attributes:
+        held: The holdings among the tensors that rank 0 names.
+        own: The holdings of its own states.
+        unknown: A tensor that it holds a part of and rank 0 does not name; None if there is none.
+    """
+
+    held: Held
+    own: dict[TensorName, AvailableBoxes]
+    unknown: TensorName | None
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """The boxes that a rank can write, by tensor, in the order of the state.
+
+    Attributes:
+        shared: The holdings of models and replicated states; on rank 0 all of their tensors.
+        own: The holdings of the rank's own states.
+        aliases: On rank 0, further names of tensors of `shared`, such as those of tied weights; empty elsewhere.
+    """
+
+    shared: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
+    own: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
+    aliases: set[TensorName] = field(default_factory=set[TensorName])
+
+    def digest(self) -> str:
+        """Return a hash that is equal for equal `shared` and `own`."""
+        content = xxhash.xxh3_128()
+        for tensors in (self.shared, self.own):
+            held = _in_columns(tensors.values())
+            content.update(json.dumps(_by_part(tensors)).encode())
+            content.update(repr((held.kinds, list(held.kind_of))).encode())
+        return content.hexdigest()
+
+    def main_names(self) -> MainNames:
+        """Return the names for the other ranks. Called on rank 0."""
+        return MainNames(_by_part(self.shared), frozenset(self.aliases))
+
+    def told(self, main: MainNames) -> RankHoldings:
+        """Return the holdings for the other ranks, by the names of rank 0."""
+        names = _listed(main.names)
+        known = main.aliases.union(names)
+        return RankHoldings(
+            held=_in_columns(map(self.shared.get, names)),
+            own=self.own,
+            unknown=next((name for name in self.shared if name not in known), None),
+        )
+
+
+def joined(main: MainNames, ranks: Sequence[RankHoldings]) -> tuple[list[TensorName], list[Held]]:
+    """Return the names of all tensors of a save, and what each rank holds of them, for `plan_writes`. Pure.
+
+    Raises:
+        StateError: A rank holds a tensor of models or replicated states that rank 0's state lacks: no load would
+            restore it.
+    """
+    for rank, told in enumerate(ranks):
+        if told.unknown is not None:
+            raise StateError(
+                f"rank {rank} has a part of {told.unknown.name!r} ({told.unknown.part}), and rank 0's state has no "
+                "such tensor: give all ranks a state of the same names, or what a rank has of its own as per_rank"
+            )
+    own = [name for told in ranks for name in told.own]
+    return _listed(main.names) + own, [_with_own(told, own) for told in ranks]
+
+
+def _with_own(told: RankHoldings, own: Iterable[TensorName]) -> Held:
+    """Return what a rank holds, with the own tensors of all ranks behind."""
+    held = _in_columns(map(told.own.get, own))
+    first = len(told.held.kinds)
+    return Held(
+        told.held.kinds + held.kinds,
+        array("i", told.held.kind_of) + array("i", (i if i < 0 else first + i for i in held.kind_of)),
+    )
+
+
+def _in_columns(tensors: Iterable[AvailableBoxes | None]) -> Held:
+    numbers: dict[AvailableBoxes, int] = {}
+    kind_of = array("i", (-1 if one is None else numbers.setdefault(one, len(numbers)) for one in tensors))
+    return Held(tuple(numbers), kind_of)
+
+
+def _by_part(tensors: Iterable[TensorName]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for part, name in tensors:
+        names.setdefault(part, []).append(name)
+    return names
+
+
+def _listed(names: Mapping[str, Sequence[str]]) -> list[TensorName]:
+    return [TensorName(part, name) for part, listed in names.items() for name in listed]
