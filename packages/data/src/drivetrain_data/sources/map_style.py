@@ -48,7 +48,7 @@ class MapStyleSource(BatchSource):
         self._draws_apart = seeds and loader.num_workers == 0
         self._generator = Generator()
         self._counted: CountedBatches | None = None
-        listeners = epoch_parts(self.dataset, loader.collate_fn)
+        listeners = epoch_parts(self.dataset, collate=loader.collate_fn)
         has_state = self.states is not None and isinstance(self.dataset, StatefulReader)
         fetched = StatefulFetchedDataset if has_state else FetchedDataset
         self._fetched = fetched(self.dataset, listeners, seeds=seeds)
