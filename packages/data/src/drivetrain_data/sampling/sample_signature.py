@@ -15,7 +15,6 @@ Place: TypeAlias = int | tuple[int, ...]
 
 _NUM_VALUES = 64
 _MOST_PARTS, _DEEPEST = 5_000, 50
-_NOTHING = "None"
 # Machines differ in the last bits of what they compute, and in the lowest bit or two of an image that they decode.
 _RELATIVE, _OF_BYTES = 1e-4, 4
 
@@ -80,8 +79,10 @@ class _Walk:
             part = os.fspath(cast("os.PathLike[str]", part))
         if isinstance(part, str):  # nodes may keep copies of a file in folders of their own
             return os.path.basename(part) if os.path.isabs(part) else crc32(part.encode(errors="replace"))
-        if part is None or isinstance(part, int | bytes | bytearray):
-            return crc32(part) if isinstance(part, bytes | bytearray) else _NOTHING if part is None else part
+        if isinstance(part, bytes | bytearray):
+            return crc32(part)
+        if part is None or isinstance(part, int):
+            return "None" if part is None else part
         if isinstance(part, Mapping):
             entries = cast("Mapping[Any, Any]", part)
             chosen = _some(sorted(((_key_of(key), key) for key in entries), key=lambda pair: pair[0]))
