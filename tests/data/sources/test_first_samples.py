@@ -124,7 +124,7 @@ class BehindHeaders(IterableDataset[int]):
 
 
 class Failing(Dataset[int]):
-    """Cannot be read on the second rank, and on no rank later than that."""
+    """Can be read on the first rank alone."""
 
     def __len__(self) -> int:
         return 4
