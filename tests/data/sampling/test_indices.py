@@ -79,7 +79,9 @@ def test_a_sampler_that_goes_on_far_beyond_its_length_is_refused(loader: DataLoa
 
 @pytest.mark.parametrize("length", [2**27 + 1, 2**40, 2**62])
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_a_length_that_no_draw_can_have_is_refused_before_anything_is_drawn(length: int, in_batches: bool) -> None:
+def test_a_length_that_no_draw_can_have_is_refused_before_anything_is_drawn(
+    length: int, in_batches: bool
+) -> None:
     class Counting(WithLength):
         num_drawn = 0
 
@@ -92,7 +94,9 @@ def test_a_length_that_no_draw_can_have_is_refused_before_anything_is_drawn(leng
     sampler = Counting(length)
     batches = BatchSampler(sampler, 1, drop_last=False)
     loader = built(batch_sampler=batches) if in_batches else built(batch_size=2, sampler=sampler)
-    with pytest.raises(ValueError, match=rf"has a length of {length}, and at most \d+ items can be drawn whole"):
+    with pytest.raises(
+        ValueError, match=rf"has a length of {length}, and at most \d+ items can be drawn whole"
+    ):
         next(iter(shard_loader(loader, Shard(0, 1))))
 
 

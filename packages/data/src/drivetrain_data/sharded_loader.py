@@ -73,17 +73,11 @@ def shard_loader(
     """
     _check(loader, shard, even, seed, copy_ahead)
     sharding = DataSharding(
-        shard=shard,
-        even="drop" if _drops_last(loader) else even,
-        split=split_batches,
-        strategy=strategy,
-        num_blocks=_num_blocks(strategy, shard, num_nodes),
-        seed=seed,
+        shard=shard, even="drop" if _drops_last(loader) else even, split=split_batches, seed=seed, group=group,
+        strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes), draws_apart=draws_apart,
         for_all=_is_dispatched(loader, shard, dispatch, group),
-        group=group,
         compares_streams=compare_samples and group is not None and not dispatch,
-        draws_apart=draws_apart,
-    )
+    )  # fmt: skip
     source = _source_of(loader, sharding)
     _check_alike(loader, source, sharding, compare_samples=compare_samples)
     stage = _dispatch(sharding, device, read_ahead=read_ahead)

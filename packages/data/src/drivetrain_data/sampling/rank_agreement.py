@@ -27,11 +27,11 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class FirstRead:
-    """What a rank read of its data to compare it.
+    """The samples that a rank read of its data to compare them.
 
     Attributes:
         signatures: The signatures of samples, by their places in the data.
-        problem: Why there are no more; empty if there are enough.
+        problem: The reason why there are no more, or none that can be compared; empty if there is none.
     """
 
     signatures: Mapping[Place, Signature]
@@ -110,7 +110,7 @@ class RankAgreement:
 
         Args:
             name: The name of the data.
-            read: What this rank read.
+            read: The samples that this rank read.
         """
         by_rank = self._gathered(read)
         problem = next(((rank, each.problem) for rank, each in enumerate(by_rank) if each.problem), None)

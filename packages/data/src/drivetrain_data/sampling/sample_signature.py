@@ -126,7 +126,11 @@ def _settled(pairs: list[tuple[Signature, Signature]], *, in_object: bool) -> li
     found = [one for one, _ in pairs]
     first: Any = found[0] if found else None
     every: list[Any] = [one for pair in pairs for one in pair]
-    if first and _has_parts(first) and all(type(one) is type(first) and len(one) == len(first) for one in every):
+    if (
+        first
+        and _has_parts(first)
+        and all(type(one) is type(first) and len(one) == len(first) for one in every)
+    ):
         in_object = in_object or isinstance(first, Reduced)
         columns = [
             _settled([(one[at], other[at]) for one, other in pairs], in_object=in_object)

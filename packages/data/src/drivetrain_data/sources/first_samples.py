@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 
 from drivetrain_data.randomness.generators import leaving_generators
 from drivetrain_data.sampling.rank_agreement import FirstRead, RankAgreement
-from drivetrain_data.sampling.sample_signature import Place, Signature, is_vague, settled, signature_of, spaced
+from drivetrain_data.sampling.sample_signature import (
+    Place,
+    Signature,
+    is_vague,
+    settled,
+    signature_of,
+    spaced,
+)
 from drivetrain_data.sources.batch_source import BatchSource, Reading
 from drivetrain_data.sources.keyed_fetch import Fetch, FetchedDataset
 from drivetrain_data.sources.torch_loader import rebuild
