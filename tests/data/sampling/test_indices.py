@@ -77,5 +77,33 @@ def test_a_sampler_that_goes_on_far_beyond_its_length_is_refused(loader: DataLoa
         next(iter(shard_loader(loader, Shard(0, 1))))
 
 
+@pytest.mark.parametrize("length", [2**27 + 1, 2**40, 2**62])
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_length_that_no_draw_can_have_is_refused_before_anything_is_drawn(
+    length: int, in_batches: bool
+) -> None:
+    class Counting(WithLength):
+        num_drawn = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for index in super().__iter__():
+                self.num_drawn += 1
+                assert self.num_drawn < 100, "it is drawn"
+                yield index
+
+    sampler = Counting(length)
+    batches = BatchSampler(sampler, 1, drop_last=False)
+    loader = built(batch_sampler=batches) if in_batches else built(batch_size=2, sampler=sampler)
+    with pytest.raises(
+        ValueError, match=rf"has a length of {length}, and at most \d+ items can be drawn whole"
+    ):
+        next(iter(shard_loader(loader, Shard(0, 1))))
+
+
+def test_a_length_beyond_that_of_sequences_is_none() -> None:
+    loader = shard_loader(built(batch_size=2, sampler=WithLength(2**64)), Shard(0, 1))
+    assert len(next(iter(loader))) == 2
+
+
 def test_a_sampler_may_give_more_than_its_length() -> None:
     assert len(list(shard_loader(built(batch_size=2, sampler=Longer()), Shard(0, 1)))) == 15

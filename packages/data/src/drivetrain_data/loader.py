@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
-from drivetrain_data.compat import FINISHED, fingerprint_of
+from drivetrain_data.compat import fingerprint_of
 from drivetrain_data.device_prefetch import DeviceCopies
 from drivetrain_data.errors import ResumedLoaderError
 from drivetrain_data.sampling.step_info import BatchPlan
@@ -15,7 +15,6 @@ from drivetrain_data.sources.batch_source import BatchSource
 from drivetrain_data.sources.first_samples import ComparingOpener
 from drivetrain_data.sources.rank0_dispatch import Rank0Dispatch
 from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
-from drivetrain_data.state.torchdata_state import TorchdataStates, counted_from, num_yielded
 
 Batch = TypeVar("Batch")
 # Each step's plan, batch and origin, handed on in order.
@@ -44,6 +43,7 @@ class ShardedLoader(Generic[Batch]):
         num_received: The number of batches yielded in all loops so far.
         is_measured: Whether the program has asked for the loader's length.
         is_trained: Whether an optimizer has stepped in a loop over it.
+        source: The source that the loops read.
         seed_source: The origin of the seed, as a phrase for users.
         may_interleave: Whether loops may run in turns, each from where it stands; the loop that was advanced last has
             the loader's position. If not, which is the default, a loop raises once another has begun.
@@ -64,8 +64,10 @@ class ShardedLoader(Generic[Batch]):
         self.shard: Shard = source.sharding.shard
         self.batch_size = source.batch_size
         self.current: BatchPlan | None = None
-        self.num_received, self.is_measured, self.is_trained = 0, False, False
-        self.seed_source, self._source = seed_source, source
+        self.num_received = 0
+        self.is_measured = self.is_trained = False
+        self.seed_source = seed_source
+        self.source = source
         self._sources: dict[UnevenPolicy, BatchSource] = {source.sharding.even: source}
         self._dispatch, self._copies = dispatch, copies
         self._activity = activity
@@ -90,12 +92,12 @@ class ShardedLoader(Generic[Batch]):
     @property
     def seed(self) -> int:
         """The seed from which, with the epoch, the order is derived; loading a state sets the saved seed."""
-        return self._source.seed
+        return self.source.seed
 
     @property
     def order_source(self) -> str:
         """The origin of the order, as a phrase for users."""
-        source = self._source.order_source
+        source = self.source.order_source
         return source if self._dispatch is None else self._dispatch.describe(source)
 
     @property
@@ -110,17 +112,17 @@ class ShardedLoader(Generic[Batch]):
 
     def position_after(self, num_batches: int) -> int:
         """Return the position after a number of batches of an epoch, as each shard counts them."""
-        return self._source.position_after(0, num_batches)
+        return self.source.position_after(0, num_batches)
 
     @property
     def even(self) -> UnevenPolicy:
         """The treatment of the tails of the loops at the moment."""
-        return self._source.sharding.even
+        return self.source.sharding.even
 
     @property
     def splits_batches(self) -> bool:
         """True if the batch size of the user's loader is the sum over shards."""
-        return self._source.sharding.split
+        return self.source.sharding.split
 
     @property
     def is_dispatched(self) -> bool:
@@ -139,7 +141,7 @@ class ShardedLoader(Generic[Batch]):
             TypeError: The dataset has no length.
         """
         self.is_measured = True
-        return self._source.num_steps(self._epoch, 0)
+        return self.source.num_steps(self._epoch, 0)
 
     def num_left(self) -> int:
         """Return the number of steps of the next loop: the rest of the epoch after a resume, else `len(self)`.
@@ -148,7 +150,7 @@ class ShardedLoader(Generic[Batch]):
             TypeError: The dataset has no length.
         """
         # Ask only about the epoch being read: asking a sampler about another epoch would reseed it.
-        return self._source.num_steps(self._epoch, 0 if self._begun else self._position)
+        return self.source.num_steps(self._epoch, 0 if self._begun else self._position)
 
     def __repr__(self) -> str:
         return (
@@ -191,8 +193,12 @@ class ShardedLoader(Generic[Batch]):
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: must be an integer; epochs count from 0")
         if epoch != self._epoch or self._begun:
-            self._moves += 1
-            self._start(epoch, position=0)
+            self.move_to(epoch, 0)
+
+    def move_to(self, epoch: int, position: int) -> None:
+        """Choose the epoch and the position of the next loop. Called on all ranks."""
+        self._moves += 1
+        self._start(epoch, position=position)
 
     @contextmanager
     def treating_tails(self, even: UnevenPolicy) -> Generator[None]:
@@ -209,7 +215,7 @@ class ShardedLoader(Generic[Batch]):
             raise RuntimeError(
                 f"treating_tails({even!r}): a loop over this loader is running; leave it first"
             )
-        before = self._source
+        before = self.source
         if even not in self._sources:
             self._sources[even] = before.with_even(even)
         self._read_from(self._sources[even])
@@ -223,10 +229,10 @@ class ShardedLoader(Generic[Batch]):
     def _read_from(self, source: BatchSource) -> None:
         """Read the next loop from another source of the same data, from the same position."""
         epoch, position = (self._epoch + 1, 0) if self._begun else (self._epoch, self._position)
-        if source is not self._source:
-            source.seed = self._source.seed
-            source.load_extra_state(epoch, self._source.extra_state(epoch, position))
-            self._source = source
+        if source is not self.source:
+            source.seed = self.source.seed
+            source.load_extra_state(epoch, self.source.extra_state(epoch, position))
+            self.source = source
 
     def mark_stepped(self) -> None:
         """Record that an optimizer has stepped on every batch received so far.
@@ -236,7 +242,7 @@ class ShardedLoader(Generic[Batch]):
         read ahead do not count as received.
         """
         self._stepped, self.is_trained = self._position, True
-        self._stepped_extra = self._source.extra_state(self._epoch, self._position)
+        self._stepped_extra = self.source.extra_state(self._epoch, self._position)
 
     def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
         """Return the position after the last received batch, as plain values.
@@ -258,13 +264,13 @@ class ShardedLoader(Generic[Batch]):
             position, extra = self._stepped, self._stepped_extra
             repeats += self._position - self._stepped
         else:
-            extra = self._source.extra_state(epoch, position)
+            extra = self.source.extra_state(epoch, position)
         return {
             "format": STATE_FORMAT,
             "epoch": epoch,
             "position": position,
-            "seed": self._source.seed,
-            "identity": dict(self._source.identity()),
+            "seed": self.source.seed,
+            "identity": dict(self.source.identity()),
             "fingerprint": fingerprint_of(self.dataset),
             "extra": dict(extra),
             **({"repeats": repeats} if repeats else {}),
@@ -276,57 +282,12 @@ class ShardedLoader(Generic[Batch]):
         Raises:
             DataStateError: The state belongs to other data or another order, or its format is newer.
         """
-        check_state(state, identity=self._source.identity(), fingerprint=fingerprint_of(self.dataset))
-        self._source.load_extra_state(state["epoch"], state["extra"])
-        self._source.seed = state["seed"]
+        check_state(state, identity=self.source.identity(), fingerprint=fingerprint_of(self.dataset))
+        self.source.load_extra_state(state["epoch"], state["extra"])
+        self.source.seed = state["seed"]
         self.seed_source = "the loader state that was loaded"
-        self._moves += 1
-        self._start(state["epoch"], position=state["position"])
+        self.move_to(state["epoch"], state["position"])
         self._repeats = state.get("repeats", 0)
-
-    def torchdata_state(self) -> dict[str, Any]:
-        """Return the position as a state of torchdata's StatefulDataLoader, which the user's loader is.
-
-        A StatefulDataLoader over this shard's batches takes it; this loader's own state is in it where that matters.
-
-        Raises:
-            RuntimeError: The user's loader is another one.
-        """
-        states, source = self._torchdata_states(), self._source
-        state = states.received or states.loaded
-        if state is None:
-            state = counted_from(source.initial_state(), *source.num_before(self._position))
-        if self._finished:
-            state = {**state, FINISHED: True}
-        is_all = self.shard.count == 1 and source.identity()["order"] == "sequential"
-        return dict(state) if is_all else {**state, "sharded": self.state_dict()}
-
-    def load_torchdata_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `torchdata_state`, or torchdata's StatefulDataLoader, returned.
-
-        Raises:
-            RuntimeError: The user's loader is no StatefulDataLoader.
-            DataStateError: The state does not fit the loader.
-        """
-        states = self._torchdata_states()
-        states.check(state)
-        if "sharded" in state:
-            self.load_state_dict(state["sharded"])
-            fits = self._source.num_before(self._position)[0] == num_yielded(state)
-        else:
-            fits = not state[FINISHED]
-            self._moves += 1
-            self._start(self._epoch + (not fits), position=self._source.position_of(state) if fits else 0)
-        if fits:
-            states.load({name: value for name, value in state.items() if name != "sharded"})
-
-    def _torchdata_states(self) -> TorchdataStates:
-        if self._source.states is None:
-            raise RuntimeError(
-                "the state of torchdata's StatefulDataLoader is asked for, and this loader was made from another "
-                "kind: pass a StatefulDataLoader, or use state_dict()"
-            )
-        return self._source.states
 
     def _end_loop(self) -> None:
         """End the running loop; its iterator raises if it is advanced again."""
@@ -341,9 +302,9 @@ class ShardedLoader(Generic[Batch]):
         self._epoch = epoch
         self._position = self._stepped = position
         self._repeats = 0
-        if self._source.states is not None:
-            self._source.states.reset()
-        self._stepped_extra = self._source.extra_state(epoch, position)
+        if self.source.states is not None:
+            self.source.states.reset()
+        self._stepped_extra = self.source.extra_state(epoch, position)
         self._begun = self._finished = False
 
     def _go_back_to(self, loop: object, epoch: int, position: int, moves: int) -> None:
@@ -370,7 +331,7 @@ class ShardedLoader(Generic[Batch]):
         self._begun = True
         self._newest = this = object()
         moves = self._moves
-        source, activity, on_batch, copies = self._source, self._activity, self._on_batch, self._copies
+        source, activity, on_batch, copies = self.source, self._activity, self._on_batch, self._copies
         if num_skipped:
             self._position = source.position_after(self._position, num_skipped)
         try:

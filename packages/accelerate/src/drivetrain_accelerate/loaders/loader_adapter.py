@@ -13,6 +13,7 @@ from drivetrain_accelerate.states.gradient_state import DataPosition, GradientSt
 from drivetrain_data import Shard, ShardedLoader, shard_loader
 from drivetrain_data.skipping_view import SkippedBatches
 from drivetrain_data.state.torchdata_state import torchdata_kind
+from drivetrain_data.torchdata_view import TorchdataView
 
 
 class DataLoaderStateMixin:
@@ -210,13 +211,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         Any number of processes can load it; with `use_stateful_dataloader`, it is a state of torchdata's loader.
         """
         sharded = sharded_of(self.sharded)
-        return sharded.torchdata_state() if self.use_stateful_dataloader else sharded.state_dict()
+        return TorchdataView(sharded).state_dict() if self.use_stateful_dataloader else sharded.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a position: the next loop goes on from there."""
         sharded = sharded_of(self.sharded)
         if self.use_stateful_dataloader and "format" not in state_dict:
-            sharded.load_torchdata_state(state_dict)
+            TorchdataView(sharded).load_state_dict(state_dict)
         else:
             sharded.load_state_dict(state_dict)
 

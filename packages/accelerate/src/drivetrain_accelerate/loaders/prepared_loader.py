@@ -10,12 +10,12 @@ from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, Data
 from drivetrain_accelerate.loaders.passed_batches import PassedBatches, passed_batches
 from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
 from drivetrain_accelerate.loaders.resumed_position import check_epoch
-from drivetrain_accelerate.loaders.shown_loader import told_epochs
 from drivetrain_accelerate.loaders.torchdata_loader import built
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
 from drivetrain_data import skip_first_batches as skip_batches_of
 from drivetrain_data.settings import UnevenPolicy
+from drivetrain_data.sources.wrapped_datasets import epoch_parts
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -94,7 +94,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         check_epoch(sharded_of(self.sharded), epoch)
         self.iteration = epoch
         sharded_of(self.sharded).set_epoch(epoch)
-        for each in told_epochs(self.users_loader):
+        base: Any = self.users_loader
+        batches = getattr(base, "batch_sampler", None)
+        data = (getattr(base, "dataset", None), getattr(base, "sampler", None))
+        for each in epoch_parts(*data, batches, getattr(batches, "sampler", None)):
             each.set_epoch(epoch)
 
     @property

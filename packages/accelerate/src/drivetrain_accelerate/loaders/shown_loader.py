@@ -28,14 +28,3 @@ def shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any])
     if isinstance(sharded, SkippedBatches):
         batches = SkipBatchSampler(batches, sharded.num_batches)
     return rebuild(loader, loader.dataset, loader.generator, batch_sampler=batches)
-
-
-def told_epochs(loader: Any) -> list[Any]:
-    """Return the dataset and the samplers of a loader that want to know the epoch."""
-    found: list[Any] = [getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
-    batches: Any = getattr(loader, "batch_sampler", None)
-    while batches is not None:
-        found += [batches, getattr(batches, "sampler", None)]
-        batches = getattr(batches, "batch_sampler", None)
-    distinct = {id(each): each for each in found}
-    return [each for each in distinct.values() if hasattr(each, "set_epoch")]

@@ -57,9 +57,14 @@ def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
         what: The name of the draw, for the error.
 
     Raises:
-        ValueError: It goes on far beyond its length, and so may never end.
+        ValueError: It goes on far beyond its length, and so may never end, or its length is a word for infinity.
     """
     length = length_of(sampler)
+    if length is not None and length > _MOST_DRAWN:
+        raise ValueError(
+            f"{type(sampler).__name__} has a length of {length}, and at most {_MOST_DRAWN} items can be drawn whole, "
+            f"as {what} is: delete its __len__, and its batches are drawn as they are read"
+        )
     limit = min(_MOST_BEYOND + 2 * (length or 0), _MOST_DRAWN)
     items, end = iter(sampler), object()
     yield from islice(items, limit)

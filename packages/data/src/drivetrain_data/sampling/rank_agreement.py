@@ -3,13 +3,16 @@
 Samples that only one rank has would be read by none, and samples in another order twice or never.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from drivetrain_data.sampling.sample_signature import Signature, alike
+from drivetrain_data.sampling.sample_signature import Place, Signature, alike
+
+logger = logging.getLogger(__name__)
 
 # A callback that receives a sampler's name and a checksum of the indices it drew.
 Agree: TypeAlias = Callable[[str, int], None]
@@ -20,6 +23,24 @@ _WAY_OUT = (
     "torch.manual_seed(...). Data that each rank is to keep for itself goes into a loader that is neither prepared "
     "nor sharded"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRead:
+    """The samples that a rank read of its data to compare them.
+
+    Attributes:
+        signatures: The signatures of samples, by their places in the data.
+        problem: The reason why there are no more, or none that can be compared; empty if there is none.
+    """
+
+    signatures: Mapping[Place, Signature]
+    problem: str = ""
+
+    def is_like(self, other: "FirstRead") -> bool:
+        """Return whether another rank may have read the same samples; what only one has read does not count."""
+        places = self.signatures.keys() & other.signatures.keys()
+        return all(alike(self.signatures[place], other.signatures[place]) for place in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +56,14 @@ class RankAgreement:
     for_all: bool
 
     @property
+    def is_first(self) -> bool:
+        """True on the first rank, with which the others are compared."""
+        return dist.get_rank(self.group) == 0
+
+    @property
     def reads(self) -> bool:
         """True if this rank reads the data."""
-        return not self.for_all or dist.get_rank(self.group) == 0
+        return self.is_first or not self.for_all
 
     def check_drawn(self, name: str, checksum: int) -> None:
         """Check that a sampler drew the same indices on every rank.
@@ -77,20 +103,26 @@ class RankAgreement:
                         f"and {name}={given!r} on rank {rank}. {_WAY_OUT}"
                     )
 
-    def differing(self, signature: Signature | None) -> int | None:
+    def differing(self, name: str, read: FirstRead) -> int | None:
         """Return the first rank whose samples differ from the first rank's; None if none is known to differ.
 
-        Args:
-            signature: The signature of what this rank read; None if it read nothing that can be compared.
-        """
-        by_rank = self._gathered(signature)
-        if by_rank[0] is None or (None in by_rank and not self.for_all):
-            return None
-        return next((i for i, it in enumerate(by_rank) if it is not None and not alike(by_rank[0], it)), None)
+        The first rank warns of what could not be compared.
 
-    def all_say(self, answer: bool) -> bool:
-        """Return whether every rank answers yes."""
-        return all(self._gathered(answer))
+        Args:
+            name: The name of the data.
+            read: The samples that this rank read.
+        """
+        by_rank = self._gathered(read)
+        problem = next(((rank, each.problem) for rank, each in enumerate(by_rank) if each.problem), None)
+        if problem is not None and self.is_first:
+            logger.warning(
+                "%s was not compared, or not all of it, between the ranks that share the data: on rank %d %s. If it "
+                "divides itself by rank, most of it is read by no rank",
+                name,
+                *problem,
+            )
+        differ = (rank for rank, each in enumerate(by_rank) if not by_rank[0].is_like(each))
+        return next(differ, None)
 
     def refuse_samples(self, name: str, rank: int) -> None:
         """Refuse data whose samples differ.

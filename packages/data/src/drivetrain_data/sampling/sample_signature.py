@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, cast
 from zlib import crc32
 
@@ -10,8 +10,11 @@ import numpy as np
 import torch
 
 Signature: TypeAlias = Any
+# Where in the data a sample was read: its index, or the worker, its step, and the place in it.
+Place: TypeAlias = int | tuple[int, ...]
 
 _NUM_VALUES = 64
+_MOST_PARTS, _DEEPEST = 5_000, 50
 # Machines differ in the last bits of what they compute, and in the lowest bit or two of an image that they decode.
 _RELATIVE, _OF_BYTES = 1e-4, 4
 
@@ -30,36 +33,139 @@ class Numbers(NamedTuple):
     tolerance: float
 
 
+class Reduced(NamedTuple):
+    """An object, as `pickle` would take it apart.
+
+    Attributes:
+        kind: The name of its class.
+        parts: The signatures of its arguments, its attributes and its items.
+    """
+
+    kind: str
+    parts: list[Signature]
+
+
 def signature_of(sample: Any) -> Signature:
-    """Return the signature of a sample of any kind; what cannot be compared is described by its type alone."""
-    if isinstance(sample, torch.Tensor):
-        return _of_tensor(sample)
-    if isinstance(sample, np.ndarray | np.generic | float | complex):
-        return _of_array(np.asarray(sample))
-    if isinstance(sample, str):  # nodes may keep copies of a file in folders of their own
-        return os.path.basename(sample) if os.path.isabs(sample) else crc32(sample.encode(errors="replace"))
-    if sample is None or isinstance(sample, int):
-        return sample
-    if isinstance(sample, bytes):
-        return crc32(sample)
-    if isinstance(sample, Mapping):
-        items = cast("Mapping[Any, Any]", sample).items()
-        return (
-            sorted((repr(key), signature_of(value)) for key, value in items)
-            if len(items) < 1000
-            else len(items)
-        )
-    if isinstance(sample, list | tuple):
-        return [len(cast("Sequence[Any]", sample)), *map(signature_of, _some(cast("Sequence[Any]", sample)))]
-    if hasattr(sample, "tobytes"):  # an image
-        return _of_array(np.frombuffer(sample.tobytes(), dtype=np.uint8))
-    if is_dataclass(sample) and not isinstance(sample, type):
-        return [signature_of(getattr(sample, field.name)) for field in fields(sample)]
-    return type(sample).__name__
+    """Return the signature of a sample of any kind; None of what cannot be described."""
+    return _Walk().describe(sample)
+
+
+class _Walk:
+    """A walk through a sample, which ends: a sample may refer to itself, or to much of the program."""
+
+    def __init__(self) -> None:
+        self._above: list[Any] = []  # the objects that the walk is in
+        self._num_left = _MOST_PARTS
+
+    def describe(self, part: Any) -> Signature:
+        self._num_left -= 1
+        if self._num_left < 0 or len(self._above) > _DEEPEST or any(part is one for one in self._above):
+            return None
+        self._above.append(part)
+        try:
+            return self._described(part)
+        except Exception:  # noqa: BLE001 any object may refuse to be looked into, as locks and open files do
+            return None
+        finally:
+            self._above.pop()
+
+    def _described(self, part: Any) -> Signature:
+        if isinstance(part, torch.Tensor) and part.layout is torch.strided and not part.is_nested:
+            return _of_tensor(part)
+        if isinstance(part, np.ndarray | np.generic | float | complex):
+            array = np.asarray(part)
+            return self.describe(array.ravel().tolist()) if array.dtype.hasobject else _of_array(array)
+        if isinstance(part, os.PathLike):
+            part = os.fspath(cast("os.PathLike[str]", part))
+        if isinstance(part, str):  # nodes may keep copies of a file in folders of their own
+            return os.path.basename(part) if os.path.isabs(part) else crc32(part.encode(errors="replace"))
+        if isinstance(part, bytes | bytearray):
+            return crc32(part)
+        if part is None or isinstance(part, int):
+            return "None" if part is None else part
+        if isinstance(part, Mapping):
+            entries = cast("Mapping[Any, Any]", part)
+            chosen = _some(sorted(((_key_of(key), key) for key in entries), key=lambda pair: pair[0]))
+            return [len(entries), *((name, self.describe(entries[key])) for name, key in chosen)]
+        if isinstance(part, set | frozenset):  # each process has an order of its own
+            members = cast("frozenset[Any]", part)
+            if len(members) > self._num_left:
+                return [len(members)]
+            return [len(members), *sorted(repr(self.describe(one)) for one in members)[:_NUM_VALUES]]
+        if isinstance(part, list | tuple):
+            return [len(cast("Any", part)), *map(self.describe, _some(cast("Sequence[Any]", part)))]
+        if hasattr(part, "tobytes"):  # an image
+            return _of_array(np.frombuffer(cast("Any", part).tobytes(), dtype=np.uint8))
+        return None if hasattr(part, "__next__") else self._of_object(part)
+
+    def _of_object(self, part: Any) -> Signature:
+        reduced = part.__reduce_ex__(2)
+        if isinstance(reduced, str):
+            return Reduced(type(part).__name__, [reduced])
+        given = [*reduced[1:3], *(list(islice(items, _NUM_VALUES)) for items in reduced[3:5] if items)]
+        return Reduced(type(part).__name__, [self.describe(each) for each in given if each is not None])
+
+
+def settled(reads: Mapping[Place, Signature], again: Mapping[Place, Signature]) -> dict[Place, Signature]:
+    """Return signatures without the parts of objects that are not the samples' own.
+
+    These are parts that another read of the same sample gives otherwise, such as a time, and parts that are the same
+    in all samples: if those differ between ranks, they may be a process's own, such as its number or its device.
+
+    Args:
+        reads: The signatures of samples, by place.
+        again: The signatures of another read of them, or the same ones.
+    """
+    places = [place for place in reads if place in again]
+    pairs = [(reads[place], again[place]) for place in places]
+    return dict(zip(places, _settled(pairs, in_object=False), strict=True))
+
+
+def _settled(pairs: list[tuple[Signature, Signature]], *, in_object: bool) -> list[Signature]:
+    """Return the first of each pair, one pair a sample, without what is not the samples' own."""
+    found = [one for one, _ in pairs]
+    first: Any = found[0] if found else None
+    every: list[Any] = [one for pair in pairs for one in pair]
+    if (
+        first
+        and _has_parts(first)
+        and all(type(one) is type(first) and len(one) == len(first) for one in every)
+    ):
+        in_object = in_object or isinstance(first, Reduced)
+        columns = [
+            _settled([(one[at], other[at]) for one, other in pairs], in_object=in_object)
+            for at in range(len(first))
+        ]
+        rows = zip(*columns, strict=True)
+        return [Reduced(*row) if isinstance(first, Reduced) else type(first)(row) for row in rows]
+    is_own = all(alike(*pair) for pair in pairs) and not all(alike(first, one) for one in found)
+    return found if is_own or not in_object else [None] * len(found)
+
+
+def is_vague(signatures: Mapping[Place, Signature]) -> bool:
+    """Return whether samples look the same because something in them could not be described."""
+    found = list(signatures.values())
+    return any(map(_lacks_parts, found)) and all(alike(found[0], one) for one in found)
+
+
+def _has_parts(signature: Signature) -> bool:
+    return isinstance(signature, list | tuple) and not isinstance(signature, Numbers)
+
+
+def _lacks_parts(signature: Signature) -> bool:
+    return signature is None or (_has_parts(signature) and any(map(_lacks_parts, signature)))
+
+
+def _key_of(key: Any) -> str:
+    """Return the text of a key, without an object's address."""
+    text = repr(key)
+    return type(key).__name__ if " at 0x" in text else text
 
 
 def alike(one: Signature, other: Signature) -> bool:
-    """Return whether two signatures are those of the same sample."""
+    """Return whether two signatures may be those of the same sample."""
+    if one is None or other is None:
+        return True
     if isinstance(one, Numbers) and isinstance(other, Numbers):
         bound = max(one.tolerance, other.tolerance)
         pairs = zip(one.values, other.values, strict=True)
@@ -75,9 +181,9 @@ def _near(one: complex, other: complex, bound: float) -> bool:
 
 
 def _of_tensor(tensor: torch.Tensor) -> Signature:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        return f"{tensor.layout} {tensor.dtype}"
-    flat = tensor.detach()
+    if tensor.is_meta:
+        return None
+    flat = tensor.int_repr() if tensor.is_quantized else tensor.detach()
     if flat.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
         flat = flat.float()
     return _of_array(flat.cpu().numpy())
@@ -85,10 +191,7 @@ def _of_tensor(tensor: torch.Tensor) -> Signature:
 
 def _of_array(array: Any) -> Signature:
     if array.dtype.kind not in "fc" and not (array.dtype == np.uint8 and array.size > _NUM_VALUES):
-        content = (
-            repr(array.ravel()[:_NUM_VALUES].tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        )
-        return [array.shape, array.dtype.str, crc32(content)]
+        return [array.shape, array.dtype.str, crc32(array.tobytes())]
     flat = array.ravel()
     chosen = [complex(value) for value in _some(flat)]
     largest = max((abs(value) for value in chosen if abs(value) < float("inf")), default=0.0)
@@ -96,9 +199,12 @@ def _of_array(array: Any) -> Signature:
     return Numbers(tuple(array.shape), tuple(chosen), float(tolerance))
 
 
+def spaced(size: int, count: int) -> list[int]:
+    """Return at most `count` of `size` indices, evenly spaced, with the first and the last."""
+    if size <= count:
+        return list(range(size))
+    return [round(number * (size - 1) / (count - 1)) for number in range(count)]
+
+
 def _some(values: Sequence[Any]) -> list[Any]:
-    """Return at most `_NUM_VALUES` values, evenly spaced, with the first and the last."""
-    last = len(values) - 1
-    if last < _NUM_VALUES:
-        return list(values)
-    return [values[round(number * last / (_NUM_VALUES - 1))] for number in range(_NUM_VALUES)]
+    return [values[index] for index in spaced(len(values), _NUM_VALUES)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from drivetrain_data.sampling.partition import num_steps
-from drivetrain_data.sampling.sample_signature import Signature
+from drivetrain_data.sampling.sample_signature import Place, Signature
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import UnevenPolicy
@@ -49,7 +49,7 @@ class BatchSource(ABC):
         batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
 
     Attributes:
-        signature: The signature of samples of the first step read; None if it was not asked for.
+        signatures: The signatures of some samples of the first two steps read; empty if they were not asked for.
         states: The states of the user's loader where it is torchdata's StatefulDataLoader; None for other loaders.
     """
 
@@ -62,7 +62,7 @@ class BatchSource(ABC):
         self.stride = stride
         self.batch_size = batch_size
         self._seed = sharding.seed
-        self.signature: Signature | None = None
+        self.signatures: dict[Place, Signature] = {}
         is_torchdata = torchdata_kind(loader) is not None
         self.states = TorchdataStates(loader.num_workers) if is_torchdata else None
 

@@ -45,6 +45,7 @@ class ExternalSource(BatchSource):
         self._left_out = left_out_of_state(stream, getattr(loader, "num_workers", 0))
         self._snapshotter = Snapshotter(loader, trusted=self._left_out is None)
         self._received = ReadPosition.beginning(0)
+        self._num_signed = 0  # steps whose batches were described
         self._has_warned = False  # about batches of unknown size
 
     @property
@@ -68,7 +69,6 @@ class ExternalSource(BatchSource):
         for (step, origin), is_last in look_ahead(steps):
             if not first:
                 first = step
-                self.signature = signature_of(step) if self.sharding.compares_streams else None
             held = distribute(step, first, self.sharding)
             plan = self._plan(held, num_new=len(step), is_last=is_last)
             if self.sharding.for_all:  # also a batch without samples is its shard's own
@@ -126,6 +126,10 @@ class ExternalSource(BatchSource):
     def _steps_from(self, position: int) -> Iterator[tuple[list[Any], StepOrigin]]:
         """Yield the batches of each step from a position on, and its origin."""
         for step in cut_into_steps(self._batches_from(position), self.stride, self.sharding.even):
+            if self.sharding.compares_streams and self._num_signed < 2:  # one is read ahead
+                places = ((self._num_signed, at) for at in range(len(step)))
+                self.signatures.update(zip(places, map(signature_of, step), strict=True))
+                self._num_signed += 1
             # Take the state now, because the next step is read before this one is yielded to the loop.
             if self.states is None:
                 yield step, StepOrigin(0, self._snapshotter.take())

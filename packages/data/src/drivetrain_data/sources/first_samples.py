@@ -4,22 +4,33 @@ A map-style dataset is asked for a few samples when its loader is sharded. What 
 as its first loop begins: where one rank reads for all, the others read the beginning of their own for this alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.randomness.generators import leaving_generators
-from drivetrain_data.sampling.rank_agreement import RankAgreement
-from drivetrain_data.sampling.sample_signature import Signature, alike, signature_of
+from drivetrain_data.sampling.rank_agreement import FirstRead, RankAgreement
+from drivetrain_data.sampling.sample_signature import (
+    Place,
+    Signature,
+    is_vague,
+    settled,
+    signature_of,
+    spaced,
+)
 from drivetrain_data.sources.batch_source import BatchSource, Reading
 from drivetrain_data.sources.keyed_fetch import Fetch, FetchedDataset
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.sources.wrapped_datasets import holds_iterators, moves_as_read
 from drivetrain_data.state.sampler_parts import length_of
+
+# So many samples of a map-style dataset are compared; fewer, but for the first few, if that takes longer.
+_NUM_SAMPLES, _FEWEST, _MOST_SECONDS = 16, 3, 0.2
 
 
 def check_map_style(loader: DataLoader[Any], agreement: RankAgreement) -> None:
@@ -28,9 +39,10 @@ def check_map_style(loader: DataLoader[Any], agreement: RankAgreement) -> None:
     Raises:
         ValueError: It gives others on a rank; raised on all ranks.
     """
-    rank = agreement.differing(_some_of(loader))
+    name = type(loader.dataset).__name__
+    rank = agreement.differing(name, _some_of(loader))
     if rank is not None:
-        agreement.refuse_samples(type(loader.dataset).__name__, rank)
+        agreement.refuse_samples(name, rank)
 
 
 class ComparingOpener:
@@ -54,64 +66,93 @@ class ComparingOpener:
         if agreement is None or position:
             return partial(source.open, epoch, position)
         self._agreement = None
-        return partial(iter, _begun_alike(source, epoch, agreement))
+        return partial(iter, _compared_with_ranks(source, epoch, agreement))
 
 
-def _begun_alike(source: BatchSource, epoch: int, agreement: RankAgreement) -> Iterator[Reading]:
+def _compared_with_ranks(source: BatchSource, epoch: int, agreement: RankAgreement) -> Iterator[Reading]:
     """Return the steps of an epoch, where this rank reads; an error in the first is raised when it is asked for."""
     steps: Iterator[Reading] = iter(())
-    is_read_once = holds_iterators(source.dataset)
     if agreement.reads:
-        steps = _begun(source.open(epoch, 0))
-        mine = source.signature
+        steps = _with_first_read(source.open(epoch, 0))
+        read = _described(source.signatures)
     else:
-        mine = _peeked(source, epoch)
-    rank = agreement.differing(mine)
-    if rank is not None:
+        read = _peeked(source, epoch)
+    if agreement.differing(source.name, read) is None:
+        return steps
+    found = dict(read.signatures)
+    if not agreement.is_first and not holds_iterators(source.dataset):
+        again = _peeked(source, epoch).signatures
+        found = settled(found, again)
         # What gives other samples whenever it is read was not divided: one rank's is as good as another's.
-        repeats = agreement.reads or is_read_once or mine is None or alike(mine, _peeked(source, epoch))
-        if agreement.all_say(repeats):
-            agreement.refuse_samples(source.name, rank)
+        if agreement.for_all and not FirstRead(found).is_like(FirstRead(again)):
+            found = {}
+        if agreement.reads:  # which must begin anew: two reads may share a place in the stream
+            steps = _with_first_read(source.open(epoch, 0))
+    rank = agreement.differing(source.name, FirstRead(found))
+    if rank is not None:
+        agreement.refuse_samples(source.name, rank)
     return steps
 
 
-def _some_of(loader: DataLoader[Any]) -> Signature | None:
-    """Return the signature of some samples; None if they cannot be read, or are others when they are read again."""
+def _some_of(loader: DataLoader[Any]) -> FirstRead:
+    """Read some samples twice; none count if they cannot be read, or are others when they are read again."""
     dataset: Any = loader.dataset
     size = length_of(dataset)
     if not size or moves_as_read(dataset):
-        return None
-    fetch = Fetch((0, 0), 0, sorted({0, size // 2, size - 1}))
+        return FirstRead({})
+    places = _places(size)
     # Where the loader has workers, only a worker may read: files opened here would be shared with those that follow.
     reader = rebuild(
         loader,
         FetchedDataset(dataset, (), seeds=True),
         Generator(),
-        batch_sampler=[fetch, fetch],
-        collate_fn=signature_of,
+        batch_sampler=[Fetch((0, 0), 0, [place]) for place in places for _ in range(2)],
+        collate_fn=_signature_of_first,
         num_workers=min(1, loader.num_workers),
         persistent_workers=False,
         pin_memory=False,
     )
+    reads, again, begun = dict[Place, Signature](), dict[Place, Signature](), 0.0
     try:
-        one, other = leaving_generators(iter(reader))
-    except Exception:  # noqa: BLE001 nobody has asked for a sample yet: the loop that does gets the error
-        return None
-    return one if alike(one, other) else None
+        signatures = leaving_generators(iter(reader))
+        for place, one, other in zip(places, signatures, signatures, strict=False):
+            reads[place], again[place] = one, other
+            begun = begun or perf_counter()  # a worker may take long to start
+            if len(reads) >= _FEWEST and perf_counter() - begun > _MOST_SECONDS:
+                break
+    except Exception as error:  # noqa: BLE001 nobody has asked for a sample yet: the loop that does gets the error
+        return FirstRead({}, f"reading it raised {error!r}")
+    found = settled(reads, again)
+    return _described(found) if FirstRead(found).is_like(FirstRead(again)) else FirstRead({})
 
 
-def _peeked(source: BatchSource, epoch: int) -> Signature | None:
-    """Return the signature of what this rank would read first; None if it cannot."""
+def _places(size: int) -> list[int]:
+    """Return the places of samples all over a dataset, those that say most of it first."""
+    return list(dict.fromkeys([0, size // 2, size - 1, *spaced(size, _NUM_SAMPLES)]))
+
+
+def _signature_of_first(samples: list[Any]) -> Signature:
+    return signature_of(samples[0])
+
+
+def _peeked(source: BatchSource, epoch: int) -> FirstRead:
+    """Read what this rank would read first, beside the loop."""
     try:
         fresh = source.again()
         fresh.move_to(epoch, 0)
         next(fresh.open(epoch, 0), None)
-    except (Exception, SystemExit):  # noqa: BLE001 only the first rank needs to be able to read
-        return None
-    return fresh.signature
+    except (Exception, SystemExit) as error:  # noqa: BLE001 only the first rank needs to be able to read
+        return FirstRead({}, f"reading its beginning raised {error!r}")
+    return _described(fresh.signatures)
 
 
-def _begun(readings: Iterator[Reading]) -> Iterator[Reading]:
+def _described(signatures: Mapping[Place, Signature]) -> FirstRead:
+    found = settled(signatures, signatures)
+    return FirstRead(found, "its samples have no values that can be compared" if is_vague(found) else "")
+
+
+def _with_first_read(readings: Iterator[Reading]) -> Iterator[Reading]:
+    """Read the first step now, and return all steps."""
     try:
         first = next(readings)
     except StopIteration:
@@ -123,4 +164,4 @@ def _begun(readings: Iterator[Reading]) -> Iterator[Reading]:
 
 def _raising(error: BaseException) -> Iterator[Reading]:
     raise error
-    yield
+    yield  # which makes this a generator: the error is raised when a step is asked for, and not before

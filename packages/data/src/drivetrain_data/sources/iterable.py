@@ -62,7 +62,7 @@ class IterableSource(BatchSource):
             stride=self.stride,
             persistent=loader.persistent_workers,
             trusted=self._left_out is None,
-            listeners=epoch_parts(self.dataset, loader.collate_fn),
+            listeners=epoch_parts(self.dataset, collate=loader.collate_fn),
         )
         snapshotter = Snapshotter(self.dataset if self._reads_here else None, trusted=self._left_out is None)
         self._collate = ShardCollate(loader.collate_fn, size, sharding, snapshotter)
@@ -95,12 +95,11 @@ class IterableSource(BatchSource):
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
         """Read an epoch from a position on, one step ahead, since only the dataset knows when it ends."""
         self._generator.manual_seed(hash_key(self.seed, epoch) >> 1)
-        steps: Iterator[CollatedStep] = filter(_has_samples, self._steps_from(epoch, position))
+        steps: Iterator[CollatedStep] = filter(self._has_samples, self._steps_from(epoch, position))
         if self._reads_here:
             steps = KeyedDraws(self.seed, epoch, 0).around(steps)
         full = self._plan(self.stride, is_last=False)
         for step, is_last in look_ahead(steps):
-            self.signature = self.signature or step.signature
             is_full = step.num_samples == self.stride and not is_last
             plan = full if is_full else self._plan(step.num_samples, is_last=is_last)
             yield plan, step.batches if self.sharding.for_all else step.batches[0], step.origin
@@ -221,6 +220,6 @@ class IterableSource(BatchSource):
                 self._name,
             )
 
-
-def _has_samples(step: CollatedStep) -> bool:
-    return step.num_samples > 0
+    def _has_samples(self, step: CollatedStep) -> bool:
+        self.signatures.update(step.signatures)
+        return step.num_samples > 0

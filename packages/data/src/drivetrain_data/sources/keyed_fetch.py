@@ -5,7 +5,7 @@ was left. So the epoch and the seed of a batch travel with its indices to whoeve
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,43 +65,6 @@ class FetchSampler(Sampler[Any]):
                 position += sampler.stride
                 readers.extend(sharding.readers(plans[-1].real_counts or ()))
             yield Fetch(epoch, hash_key(seed, readers.popleft()), wanted)
-
-
-class CountedBatches(Sampler[Any]):
-    """A sampler whose iterations count the samples that they have sent, as those of torchdata's BatchSampler do.
-
-    Args:
-        sampler: The sampler of what is sent.
-
-    Attributes:
-        begun: The number of samples of the epoch that lie before the next iteration.
-    """
-
-    def __init__(self, sampler: Iterable[Fetch]) -> None:
-        self._sampler = sampler
-        self.begun = 0
-
-    def __iter__(self) -> Iterator[Fetch]:
-        return _Counted(iter(self._sampler), self.begun)
-
-
-class _Counted(Iterator[Fetch]):
-    """An iteration with a state, which tells torchdata not to read again from the beginning."""
-
-    def __init__(self, fetches: Iterator[Fetch], begun: int) -> None:
-        self._fetches = fetches
-        self._num_samples = begun
-
-    def __next__(self) -> Fetch:
-        sent = next(self._fetches)
-        self._num_samples += len(sent.wanted) if hasattr(sent.wanted, "__len__") else 1
-        return sent
-
-    def state_dict(self) -> dict[str, int]:
-        return {"samples_yielded": self._num_samples}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Do nothing: the sampler begins where the state was taken."""
 
 
 class FetchedDataset(DatasetProxy, Dataset[Any]):
@@ -168,15 +131,3 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
             read = f"the batch {indices}" if read_batch else f"sample {indices[len(samples)]!r}"
             raise stop_let_out(f"{type(dataset).__name__}, reading {read},") from error
         return samples
-
-
-class StatefulFetchedDataset(FetchedDataset):
-    """The same of a dataset with a state of its own, which torchdata's loader asks its class for."""
-
-    def state_dict(self) -> Any:
-        """Return the state of the dataset."""
-        return self._drivetrain_dataset.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Load a state of the dataset."""
-        self._drivetrain_dataset.load_state_dict(state)

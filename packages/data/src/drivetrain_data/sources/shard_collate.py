@@ -13,11 +13,15 @@ from torch.utils.data import default_collate, get_worker_info
 from drivetrain_data.compat import collate_with, stack_tensors
 from drivetrain_data.errors import stop_let_out
 from drivetrain_data.sampling.partition import tail_counts
-from drivetrain_data.sampling.sample_signature import Signature, signature_of
+from drivetrain_data.sampling.sample_signature import Place, Signature, signature_of, spaced
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import StepOrigin
 from drivetrain_data.state.stream_state import PLACEHOLDER, Snapshotter
 from drivetrain_data.transport.message import LentMemory
+
+# The first steps of a loop of which samples are described, and the samples of a step. Both steps are read before a
+# loop has its first batch.
+_NUM_SIGNED, _NUM_SAMPLES = 2, 8
 
 
 class CollatedStep(NamedTuple):
@@ -27,13 +31,13 @@ class CollatedStep(NamedTuple):
         num_samples: The number of samples read for all shards; 0 if a worker skips its turn.
         origin: The worker that read the samples, and occasionally the state of its dataset after them.
         batches: A list of this shard's batch, or of the batches of all shards that have their own.
-        signature: The signature of the step's first and last sample, of the first step read; else None.
+        signatures: The places and signatures of some samples of the first two steps that each worker reads.
     """
 
     num_samples: int
     origin: StepOrigin
     batches: list[Any]
-    signature: Signature | None = None
+    signatures: tuple[tuple[Place, Signature], ...] = ()
 
 
 class ShardCollate:
@@ -59,7 +63,7 @@ class ShardCollate:
     ) -> None:
         self._collate = collate
         self._batch_size = batch_size
-        self._signs = sharding.compares_streams
+        self._num_unsigned = _NUM_SIGNED if sharding.compares_streams else 0
         self._sharding = replace(sharding, group=None)  # which a worker could not be sent
         self._snapshotter = snapshotter
         self.lend: Callable[[int], LentMemory | None] | None = None
@@ -70,9 +74,7 @@ class ShardCollate:
         worker = info.id if info else 0
         if samples[0] is PLACEHOLDER:
             return CollatedStep(0, StepOrigin(worker), [])
-        # Collating may change the samples.
-        signature = [signature_of(samples[0]), signature_of(samples[-1])] if self._signs else None
-        self._signs = False
+        signatures = self._signatures(worker, samples)  # now, since collating may change the samples
         size, even = self._batch_size or 1, self._sharding.even
         counts = tail_counts(len(samples), self._sharding.shard.count, size, even)
         batches: list[Any] = []
@@ -87,7 +89,14 @@ class ShardCollate:
             lent = None if lend is None or self._batch_size is None else lend(shard)
             batches.append(self._collated(chosen[0] if self._batch_size is None else chosen, lent))
         # Take the snapshot last, since collating may draw from the generators too.
-        return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches, signature)
+        return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches, signatures)
+
+    def _signatures(self, worker: int, samples: list[Any]) -> tuple[tuple[Place, Signature], ...]:
+        if not self._num_unsigned:
+            return ()
+        self._num_unsigned -= 1
+        chosen = spaced(len(samples), _NUM_SAMPLES)
+        return tuple(((worker, self._num_unsigned, at), signature_of(samples[at])) for at in chosen)
 
     def _collated(self, chosen: Any, lent: LentMemory | None) -> Any:
         try:

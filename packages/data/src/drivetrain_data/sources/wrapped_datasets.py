@@ -1,29 +1,41 @@
 """Look through the datasets that a user's dataset is made of: which are told the epoch, and which move as read."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, default_convert
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
 from drivetrain_data.randomness.generator_kinds import GENERATORS
-from drivetrain_data.state.sampler_parts import LOOKED_THROUGH, parts_of, reachable
+from drivetrain_data.state.sampler_parts import held_by, is_apart, reachable
 
 _MOST_PARTS = 10_000
+# Loaders and models are read by others, and a class is no object that was told an epoch.
+_APART = (DataLoader, torch.nn.Module, type)
 _PLAIN = (TensorDataset, Subset, ConcatDataset, torch.Tensor, np.ndarray, list, tuple, range)
 
 
-def epoch_parts(dataset: Any, collate: Any = None) -> tuple[Any, ...]:
-    """Return the outermost objects with a `set_epoch` in a dataset, what it wraps, and a collate function.
+def epoch_parts(*roots: Any, collate: Any = None) -> tuple[Any, ...]:
+    """Return the outermost objects with a `set_epoch` in datasets and samplers, and a collate function that has one.
 
     What such an object holds is its own affair: it may pass on another number than the epoch.
+
+    Args:
+        roots: The datasets and samplers, of any class.
+        collate: The collate function; if it is a method, its object counts too.
     """
-    roots = [dataset, collate, getattr(collate, "__self__", None)]
-    parts = (part for root in roots for part in reachable(root, _inside))
-    found = {id(part): part for part in parts if _has_set_epoch(part)}
-    return tuple(found.values())
+    inside = [part for root in roots for part in islice(reachable(root, _until_set_epoch(root)), _MOST_PARTS)]
+    parts = (*inside, collate, getattr(collate, "__self__", None))
+    return tuple({id(part): part for part in parts if _has_set_epoch(part)}.values())
 
 
 def moves_as_read(dataset: Any) -> bool:
@@ -38,31 +50,41 @@ def holds_iterators(dataset: Any) -> bool:
 
 def may_draw(dataset: Any, collate: Any) -> bool:
     """Return whether code that may draw random numbers runs as a dataset is read and its samples are collated."""
-    parts = reachable(dataset, _datasets_in)
+    parts = reachable(dataset, _wrapped)
     return collate not in (default_collate, default_convert) or any(
         type(part) not in _PLAIN for part in parts
     )
 
 
 def _parts_in(dataset: Any) -> Iterator[Any]:
-    parts = (part for one in reachable(dataset, _datasets_in) for part in parts_of(one))
-    return islice(parts, _MOST_PARTS)
+    def inside(part: Any) -> list[Any]:
+        return _held_by_data(part, dataset) if is_apart(part) else held_by(part)
+
+    return islice(reachable(dataset, inside), _MOST_PARTS)
 
 
-def _inside(part: Any) -> list[Any]:
-    return [] if _has_set_epoch(part) or not isinstance(part, Dataset) else _datasets_in(part)
+def _until_set_epoch(root: Any) -> Callable[[Any], list[Any]]:
+    return lambda part: [] if _has_set_epoch(part) else _held_by_data(part, root)
 
 
 def _has_set_epoch(part: Any) -> bool:
-    return callable(getattr(part, "set_epoch", None))
+    return not isinstance(part, type) and callable(getattr(part, "set_epoch", None))
 
 
-def _datasets_in(dataset: Any) -> list[Any]:
-    if isinstance(dataset, Subset | ConcatDataset):  # of anything that can be indexed
-        return [dataset.dataset] if isinstance(dataset, Subset) else list(cast("Any", dataset).datasets)
-    found: list[Any] = []
-    for value in getattr(dataset, "__dict__", {}).values():
-        held: Any = value.values() if isinstance(value, dict) else value
-        many = isinstance(value, list | tuple | dict) and len(cast("Any", value)) <= LOOKED_THROUGH
-        found += [one for one in (held if many else [value]) if isinstance(one, Dataset)]
-    return found
+def _held_by_data(part: Any, root: Any) -> list[Any]:
+    """Return what a dataset, a sampler or a container holds, and the root whatever its class; nothing of others."""
+    if isinstance(part, Subset | ConcatDataset):  # of anything that can be indexed
+        return _wrapped(part)
+    return held_by(part) if part is root or _is_data(part) else []
+
+
+def _is_data(part: Any) -> bool:
+    """Return whether an object can be read, as datasets, samplers and containers can."""
+    kind = type(part)
+    return not isinstance(part, _APART) and (hasattr(kind, "__getitem__") or hasattr(kind, "__iter__"))
+
+
+def _wrapped(dataset: Any) -> list[Any]:
+    if isinstance(dataset, Subset):
+        return [cast("Any", dataset).dataset]
+    return list(cast("Any", dataset).datasets) if isinstance(dataset, ConcatDataset) else []

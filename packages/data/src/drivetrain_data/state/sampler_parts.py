@@ -26,7 +26,7 @@ def parts_of(sampler: object) -> Iterator[Any]:
 
     Datasets, models and values are yielded, but their contents are not.
     """
-    return reachable(sampler, lambda part: _held_by(part) if part is sampler or not is_apart(part) else [])
+    return reachable(sampler, lambda part: held_by(part) if part is sampler or not is_apart(part) else [])
 
 
 def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterator[Any]:
@@ -45,6 +45,17 @@ def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterato
         seen.add(id(part))
         yield part
         waiting += reversed(held_by(part))
+
+
+def held_by(part: Any) -> list[Any]:
+    """Return what an object holds: the items of a container that is not too long, or its attributes and slots."""
+    if isinstance(part, _VALUES):
+        return []
+    if isinstance(part, (*CONTAINERS, dict)):
+        inside: Any = part.values() if isinstance(part, dict) else part  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return list(inside) if len(inside) <= LOOKED_THROUGH else []
+    slots = [name for kind in type(part).__mro__ for name in _slots_of(kind) if hasattr(part, name)]
+    return [*getattr(part, "__dict__", {}).values(), *(getattr(part, name) for name in slots)]
 
 
 def is_apart(part: Any) -> bool:
@@ -86,18 +97,8 @@ def length_of(sized: Any) -> int | None:
     """Return the length of a sampler or dataset, or None; a batch sampler has one only if its inner sampler has."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError, OverflowError):  # the last of a length that no sequence can have
         return None
-
-
-def _held_by(part: Any) -> list[Any]:
-    if isinstance(part, _VALUES):
-        return []
-    if isinstance(part, (*CONTAINERS, dict)):
-        inside: Any = part.values() if isinstance(part, dict) else part  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        return list(inside) if len(inside) <= LOOKED_THROUGH else []
-    slots = [name for kind in type(part).__mro__ for name in _slots_of(kind) if hasattr(part, name)]
-    return [*getattr(part, "__dict__", {}).values(), *(getattr(part, name) for name in slots)]
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
