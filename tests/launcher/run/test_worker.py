@@ -117,11 +117,9 @@ def test_a_child_that_a_rank_starts_before_it_connects_is_known_as_one(
         "launch", "--cpu", "--prefix", "all", "--num-processes", str(num_ranks), *flags, "script.py"
     )
     assert done.returncode == 0, done.stderr
-    for rank in range(num_ranks):
-        prefix = f"[rank {rank}] " if num_ranks > 1 else ""
-        own, itself, child = [
-            line.removeprefix(prefix) for line in done.stdout.splitlines() if line.startswith(prefix)
-        ]
+    lines = [line.rpartition("] ")[::2] for line in done.stdout.splitlines()]
+    for rank in {rank for rank, _ in lines}:
+        own, itself, child = [text for by, text in lines if by == rank]
         assert (itself, child) == ("None", own if num_ranks > 1 else "None")
 
 
@@ -135,13 +133,13 @@ def test_a_program_may_start_the_rank(drivetrain: Callable, script: Callable) ->
 def test_a_child_before_the_connection_is_refused_and_the_ranks_go_on(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
-    script("from drivetrain_state import connect; connect('cpu')", "prepare.py")
+    script("from drivetrain_state import connect; connect(device='cpu')", "prepare.py")
     script(
         "import subprocess, sys\n"
         "done = subprocess.run([sys.executable, 'prepare.py'], capture_output=True, text=True)\n"
         "print(done.stderr.splitlines()[-1], flush=True)\n"
         "from drivetrain_state import connect\n"
-        "context = connect('cpu')\nprint(context.topology.world_size, flush=True)\ncontext.close()\n"
+        "context = connect(device='cpu')\nprint(context.topology.world_size, flush=True)\ncontext.close()\n"
     )
     done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "script.py")
     assert done.returncode == 0, done.stderr

@@ -116,7 +116,8 @@ def _own_ranks() -> RankEnvironment | None:
         environ.own_rank()
         return launched
     remedy = (
-        "where that only starts others, launch it as `--program python SCRIPT`; to run this one alone, start it with `drivetrain launch --num-processes 1 SCRIPT`, or without these variables: "
+        "where that only starts others, launch it as `--program python SCRIPT`; to run this one alone, start it "
+        "with `drivetrain launch --num-processes 1 SCRIPT`, or without these variables: "
         "env -u RANK -u LOCAL_RANK -u WORLD_SIZE PROGRAM"
     )
     if multiprocessing.parent_process() is not None:
