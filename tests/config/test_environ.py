@@ -154,6 +154,12 @@ def test_put_lasts_until_it_is_taken_back() -> None:
 ASK = "from drivetrain_config import environ; print(environ.inherited_from())"
 
 
+def test_a_child_of_the_only_rank_may_be_that_rank() -> None:
+    with environ.exported(**{**TORCHRUN, "WORLD_SIZE": "1"}, DRIVETRAIN_RANK_OWNER=None):
+        environ.own_rank()
+        assert subprocess.check_output([sys.executable, "-c", ASK], text=True) == "None\n"
+
+
 def test_a_process_that_inherits_a_rank_knows_whose_it_is() -> None:
     with environ.exported(**TORCHRUN, DRIVETRAIN_RANK_OWNER=None):
         assert (

@@ -1,3 +1,5 @@
+import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_config import ConfigError
-from drivetrain_config.files import read_file
+from drivetrain_config.files import check_json_object, read_file
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -93,16 +95,54 @@ def test_a_file_that_is_nested_too_deeply_is_refused(
     tmp_path: Path, name: str, start: str, end: str, levels: int
 ) -> None:
     path = write(tmp_path, name, f'{{"run": {start * levels}1{end * levels}}}')
-    with pytest.raises(
-        ConfigError, match=r"a\.\w+: is nested too deeply: settings go 100 levels deep at most"
-    ):
+    with pytest.raises(ConfigError, match=r"a\.\w+: is nested too deeply: it may have 100 levels at most"):
         read_file(path)
 
 
-def test_toml_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.toml", f"run = {'[' * 5000}{']' * 5000}\n")
+# The parser takes a time that grows with the square of the levels: minutes for these.
+def test_yaml_is_read_no_further_than_to_the_first_level_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.yaml: is nested too deeply"):
+        read_file(write(tmp_path, "a.yaml", f"run: {'[' * 200_000}"))
+
+
+@pytest.mark.parametrize("text", [f"run = {'[' * 5000}{']' * 5000}", f"{'a.' * 102}b = 1"])
+def test_toml_that_is_nested_too_deeply_is_refused(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, "a.toml", text)
     with pytest.raises(ConfigError, match=r"a\.toml: is nested too deeply"):
         read_file(path)
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.json", "a.yaml"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(
+    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket has 108 bytes at most
+    with socket.socket(socket.AF_UNIX) as listening:
+        if kind == "pipe":
+            os.mkfifo(name)
+        elif kind == "folder":
+            Path(name).mkdir()
+        elif kind == "socket":
+            listening.bind(name)
+        else:
+            Path(name).symlink_to("/dev/zero")
+        for read in (read_file, check_json_object):
+            with pytest.raises(ConfigError, match=rf"^{name}: is no regular file, but a pipe, a folder"):
+                read(Path(name))
+
+
+@pytest.mark.parametrize("levels", [102, 5000])
+def test_an_object_that_is_nested_too_deeply_is_refused(tmp_path: Path, levels: int) -> None:
+    path = write(tmp_path, "a.json", '{"a":' * levels + "1" + "}" * levels)
+    with pytest.raises(ConfigError, match=r"a\.json: is nested too deeply"):
+        check_json_object(path)
+
+
+def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(write(tmp_path, "a.json", '{"run": {}}'))
+    assert read_file(link).data == {"run": {}}
 
 
 @pytest.mark.parametrize(

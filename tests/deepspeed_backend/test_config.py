@@ -1,6 +1,7 @@
 """The configuration of an engine: a pure function of settings and run."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,8 @@ def test_stage_0_in_half_precision_is_refused() -> None:
         ("{", "is no JSON"),
         ("[]", "must hold an object, not a list"),
         ('{"a": 1, "a": 2}', r"\['a'\] stand there twice"),
+        ('{"a":' * 102 + "1" + "}" * 102, "is nested too deeply"),
+        ('{"a":' * 50_000 + "1" + "}" * 50_000, "is nested too deeply"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -217,6 +220,12 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(EngineConfigError, match=f"ds.json.*{message}"):
         config(file)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ds.json")
+    with pytest.raises(EngineConfigError, match=r"ds.json.*cannot be read \(is no regular file, but a pipe"):
+        config(tmp_path / "ds.json")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

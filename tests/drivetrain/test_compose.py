@@ -50,7 +50,7 @@ def test_settings_of_another_precision_are_told(caplog) -> None:
         )
     (record,) = [r for r in caplog.records if r.name == "drivetrain.compose"]
     assert record.getMessage() == (
-        "precision: fp8_recipe='torchao_rowwise' (code) has no effect, with mixed_precision='bf16': it is for 'fp8'"
+        "precision: fp8_recipe='torchao_rowwise' (code) has no effect, since it needs run.mixed_precision=fp8"
     )
 
 
@@ -62,15 +62,19 @@ UNREAD = [
         "--backend ddp",
     ),
     ({"launch": {"num_processes": 2}}, "launch.num_processes", "it is no part of this program"),
-    ({"tracking": {"flush_seconds": 2.0}}, "tracking.flush_seconds", "run.log_with names one"),
-    ({"tracking": {"peak_flops": 1e12}}, "tracking.peak_flops", "tracking.throughput=True does"),
+    ({"tracking": {"flush_seconds": 2.0}}, "tracking.flush_seconds", "it needs run.log_with"),
+    (
+        {"tracking": {"peak_flops": 1e12}},
+        "tracking.peak_flops",
+        "it needs tracking.throughput or tracking.throughput_every_steps or tracking.live_line",
+    ),
     (
         {"state": {"watchdog": False, "hang_timeout_seconds": 9.0}},
         "state.hang_timeout_seconds",
-        "watchdog is off",
+        "it needs state.watchdog",
     ),
-    ({"checkpoint": {"best_mode": "max"}}, "checkpoint.best_mode", "no checkpoint.best_metric"),
-    ({"data": {"read_ahead": True, "dispatch": False}}, "data.read_ahead", "data.dispatch is off"),
+    ({"checkpoint": {"best_mode": "max"}}, "checkpoint.best_mode", "it needs checkpoint.best_metric"),
+    ({"data": {"read_ahead": True, "dispatch": False}}, "data.read_ahead", "it needs data.dispatch!=False"),
 ]
 
 
@@ -125,8 +129,8 @@ def test_settings_of_saves_that_are_never_made_are_told_at_the_end(saves: bool, 
         []
         if saves
         else [
-            "checkpoint: save_every_steps=1 (code) has no effect, since the program never called save_if_due()",
-            "checkpoint: keep_last=2 (code) has no effect, since the run saved no checkpoint",
+            "checkpoint: keep_last=2 (code) has no effect, since it needs a save",
+            "checkpoint: save_every_steps=1 (code) has no effect, since it needs a call of save_if_due()",
         ]
     )
 

@@ -1,3 +1,4 @@
+import copy
 import gc
 import inspect
 import pickle
@@ -249,6 +250,74 @@ def test_a_search_keeps_the_looks_of_its_function() -> None:
     assert pickle.loads(pickle.dumps(of_the_module)) is of_the_module
     assert of_the_module.__name__ == "of_the_module"
     assert list(inspect.signature(of_the_module).parameters) == ["rate"]
+
+
+class Trainer:
+    """Of the module, as what is pickled must be."""
+
+    name = "object"
+
+    @find_executable_batch_size
+    def method(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return self.name, fitting(batch_size), rate
+
+    @find_executable_batch_size
+    @classmethod
+    def of_class(cls, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return cls.name, fitting(batch_size), rate
+
+    @classmethod
+    @find_executable_batch_size
+    def of_class_outside(cls, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return cls.name, fitting(batch_size), rate
+
+    @find_executable_batch_size
+    @staticmethod
+    def static(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return "object", fitting(batch_size), rate
+
+
+class DerivedTrainer(Trainer):
+    pass
+
+
+PICKLED = {
+    "a method": Trainer().method,
+    "a derived method": DerivedTrainer().method,
+    "a method of the class": partial(Trainer.method, Trainer()),
+    "a class method": Trainer.of_class,
+    "a class method of a derived class": DerivedTrainer.of_class,
+    "a class method of an object": Trainer().of_class,
+    "a class method, found inside": Trainer.of_class_outside,
+    "a static method": Trainer.static,
+    "a static method of an object": Trainer().static,
+    "a function": partial(of_the_module, rate=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", PICKLED)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_what_searches_is_pickled_and_still_does(kind: str, protocol: int) -> None:
+    search: Any = pickle.loads(pickle.dumps(PICKLED[kind], protocol))
+    assert search(rate=0.1) == (0.1 if kind == "a function" else ("object", 2, 0.1))
+
+
+def test_a_method_is_copied_with_its_object() -> None:
+    one = Trainer()
+    one.name = "another"
+    copied = copy.deepcopy({"object": one, "search": one.method})
+    one.name = "changed"
+    assert copied["search"](rate=0.1) == ("another", 2, 0.1)
+    assert copied["search"].__self__ is copied["object"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["a method", "a class method", "a class method, found inside", "a static method"]
+)
+def test_a_method_is_shown_as_it_is_called(kind: str) -> None:
+    search: Any = PICKLED[kind]
+    assert list(inspect.signature(search).parameters) == ["rate"]
+    assert list(inspect.signature(Trainer.method).parameters) == ["self", "rate"]
 
 
 def test_a_partial_function_and_an_object_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,6 @@ from drivetrain_precision import (
     choose_policy,
     supported_modes,
 )
-from drivetrain_precision.policy import unused_settings
 
 CPU = torch.device("cpu")
 
@@ -108,13 +107,6 @@ def test_the_fallback_must_be_one_that_there_is() -> None:
 def test_a_recipe_that_does_not_exist_is_refused_in_every_mode() -> None:
     with pytest.raises(PrecisionError, match="fp8_recipe='nonsense': there is no such recipe; there are "):
         choose_policy("bf16", CPU, PrecisionSettings(fp8_recipe="nonsense"))
-
-
-def test_settings_of_another_mode_are_told_apart() -> None:
-    settings = PrecisionSettings(fp8_exclude=("*.router",), initial_scale=8.0)
-    assert unused_settings("bf16", settings) == {"initial_scale": "fp16", "fp8_exclude": "fp8"}
-    assert unused_settings("fp8", settings) == {"initial_scale": "fp16"}
-    assert unused_settings("fp16", settings) == {"fp8_exclude": "fp8"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,6 +1,7 @@
 """Accelerate's configuration files, against the real one."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,22 @@ def test_values_given_in_code_are_as_with_the_real_one() -> None:
     assert repr(mine(*arguments)) == repr(real.ClusterConfig(*arguments))
     with pytest.raises(ValueError, match="'BAD' is not a valid DistributedType"):
         mine("LOCAL_MACHINE", "BAD", "no", False, False)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml"])
+@pytest.mark.parametrize("kind", [ours.BaseConfig, ours.ClusterConfig])
+def test_a_pipe_and_levels_without_end_are_refused(name: str, kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / name
+    reads = [
+        kind.from_json_file if name.endswith("json") else kind.from_yaml_file,
+        ours.load_config_from_file,
+    ]
+    for read in reads:
+        path.write_text("[" * 50_000)
+        with pytest.raises(ValueError, match=f"{name}: is nested too deeply"):
+            read(path)
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(OSError, match="is no regular file, but a pipe"):
+            read(path)
+        path.unlink()

@@ -1,6 +1,7 @@
 """HfDeepSpeedConfig, held against the installed one, and under transformers' subclass of it."""
 
 import json
+import os
 from base64 import urlsafe_b64encode
 from copy import deepcopy
 from pathlib import Path
@@ -155,3 +156,14 @@ def test_transformers_subclass_fills_it_as_it_fills_the_real_one() -> None:
         config.del_config_sub_tree("optimizer")
         found.append((config.config, config.dtype(), config.mismatches, config.is_zero3()))
     assert found[0] == found[1]
+
+
+def test_a_pipe_and_levels_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"a":' * 50_000 + "1" + "}" * 50_000)
+    with pytest.raises(ValueError, match=r"ds\.json: is nested too deeply"):
+        Ours(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"ds\.json: is no regular file, but a pipe"):
+        Ours(path)

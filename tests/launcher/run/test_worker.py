@@ -88,3 +88,60 @@ def test_an_interrupt_is_silent_and_ends_by_the_signal(work: Work) -> None:
 
 def test_a_worker_imports_no_torch(work: Work) -> None:
     assert work("import sys; print('torch' in sys.modules)").stdout == "False\n"
+
+
+CHILD = """
+import subprocess, sys
+from drivetrain_config import environ
+ask = "from drivetrain_config import environ; print(environ.inherited_from())"
+print(environ.inherited_from(), flush=True)
+subprocess.run([sys.executable, "-c", ask], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--preload", "json"),
+        ("--rdzv-backend", "c10d", "--rdzv-id", "a", "--master-addr", "localhost", "--master-port", "0"),
+    ],
+    ids=["plain", "preloaded", "elastic"],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_child_that_a_rank_starts_before_it_connects_is_known_as_one(
+    flags: tuple[str, ...], num_ranks: int, drivetrain: Callable, script: Callable
+) -> None:
+    script("import os\nprint(os.getpid())" + CHILD)
+    done = drivetrain(
+        "launch", "--cpu", "--prefix", "all", "--num-processes", str(num_ranks), *flags, "script.py"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.rpartition("] ")[::2] for line in done.stdout.splitlines()]
+    for rank in {rank for rank, _ in lines}:
+        own, itself, child = [text for by, text in lines if by == rank]
+        assert (itself, child) == ("None", own if num_ranks > 1 else "None")
+
+
+def test_a_program_may_start_the_rank(drivetrain: Callable, script: Callable) -> None:
+    script(CHILD)
+    done = drivetrain("launch", "--cpu", "--num-processes", "2", "--program", sys.executable, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["None"] * 4
+
+
+def test_a_child_before_the_connection_is_refused_and_the_ranks_go_on(
+    drivetrain_with_torch: Callable, script: Callable
+) -> None:
+    script("from drivetrain_state import connect; connect(device='cpu')", "prepare.py")
+    script(
+        "import subprocess, sys\n"
+        "done = subprocess.run([sys.executable, 'prepare.py'], capture_output=True, text=True)\n"
+        "print(done.stderr.splitlines()[-1], flush=True)\n"
+        "from drivetrain_state import connect\n"
+        "context = connect(device='cpu')\nprint(context.topology.world_size, flush=True)\ncontext.close()\n"
+    )
+    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("which is that rank, and cannot be it too") == 2
+    assert [line for line in done.stdout.splitlines() if line.endswith("2")] != []

@@ -1,3 +1,4 @@
+import os
 import stat
 from pathlib import Path
 
@@ -45,4 +46,17 @@ def test_an_unknown_job_names_the_nearest_and_all(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.job.json").write_text(text)
     with pytest.raises(LaunchError, match=r"x\.job\.json: is no record of a job that can be read"):
+        find_record("1", tmp_path)
+
+
+@pytest.mark.parametrize("levels", [102, 50_000])
+def test_a_record_that_is_nested_too_deeply_is_named(tmp_path: Path, levels: int) -> None:
+    (tmp_path / "x.job.json").write_text("[" * levels + "]" * levels)
+    with pytest.raises(LaunchError, match=r"x\.job\.json: is no record .* is nested too deeply"):
+        find_record("1", tmp_path)
+
+
+def test_a_pipe_in_place_of_a_record_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.job.json")
+    with pytest.raises(LaunchError, match=r"x\.job\.json: is no record .* is no regular file"):
         find_record("1", tmp_path)

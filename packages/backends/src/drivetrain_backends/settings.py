@@ -18,7 +18,10 @@ class DDPSettings:
     )
     find_unused_parameters: bool = field(
         default=False,
-        metadata={"help": "Whether to search each forward for parameters that get no gradient; slower."},
+        metadata={
+            "needs": "reduce!=at_close",
+            "help": "Whether to search each forward for parameters that get no gradient; slower.",
+        },
     )
     static_graph: bool = field(
         default=False,
@@ -27,10 +30,13 @@ class DDPSettings:
     gradient_as_bucket_view: bool = field(
         default=True,
         metadata={
-            "help": "Whether gradients are views of the communication buckets, which saves a copy of them."
+            "needs": "reduce!=at_close",
+            "help": "Whether gradients are views of the communication buckets, which saves a copy of them.",
         },
     )
-    bucket_size_mb: float = field(default=25.0, metadata={"help": "Size of a communication bucket in MB."})
+    bucket_size_mb: float = field(
+        default=25.0, metadata={"needs": "reduce!=at_close", "help": "Size of a communication bucket in MB."}
+    )
     broadcast_buffers: bool = field(
         default=True,
         metadata={
@@ -47,10 +53,16 @@ class DDPSettings:
     communication_hook: Literal["none", "fp16", "bf16", "power_sgd"] = field(
         default="none", metadata={"help": "Compression of gradients during communication."}
     )
-    power_sgd_rank: int = field(default=1, metadata={"help": "Rank of PowerSGD's approximation."})
+    power_sgd_rank: int = field(
+        default=1,
+        metadata={"needs": "communication_hook=power_sgd", "help": "Rank of PowerSGD's approximation."},
+    )
     power_sgd_start_step: int = field(
         default=1000,
-        metadata={"help": "Number of optimizer steps with plain all-reduce before PowerSGD begins."},
+        metadata={
+            "needs": "communication_hook=power_sgd",
+            "help": "Number of optimizer steps with plain all-reduce before PowerSGD begins.",
+        },
     )
     check_drift_every: int | None = field(
         default=None,
@@ -169,7 +181,9 @@ class FSDPSettings:
     compile_regions: bool = field(
         default=False, metadata={"help": "Whether to compile each block separately with torch.compile."}
     )
-    compile_backend: str = field(default="inductor", metadata={"help": "Backend of torch.compile."})
+    compile_backend: str = field(
+        default="inductor", metadata={"needs": "compile_regions", "help": "Backend of torch.compile."}
+    )
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -237,6 +251,7 @@ class DeepSpeedSettings:
     nvme_path: Path | None = field(
         default=None,
         metadata={
+            "needs": "offload_optimizer=nvme or offload_param=nvme",
             "ask": "drivetrain_backends.backend_advice:ask_nvme_path",
             "help": "Folder on a fast local disk, for offloading to nvme.",
         },
@@ -272,8 +287,9 @@ class DeepSpeedSettings:
     blocks: tuple[str, ...] | None = field(
         default=None,
         metadata={
+            "needs": "activation_checkpointing!=none",
             "help": "Class names of these blocks; unset: those that the model names, or the items of its "
-            "module lists."
+            "module lists.",
         },
     )
 

@@ -23,6 +23,7 @@ class CheckpointSettings:
         default=None,
         repr=False,  # may hold credentials
         metadata={
+            "needs": "a checkpoint at a URL",
             "help": "Options of the URL's file system, such as endpoint_url; unset: its own defaults.",
             "secret": True,
         },
@@ -30,65 +31,91 @@ class CheckpointSettings:
     keep_last: int | None = field(
         default=None,
         metadata={
+            "needs": "a save",
             "ask": "drivetrain_checkpoint.checkpoint_advice:ask_keep_last",
             "help": "Number of newest checkpoints to keep; unset: all.",
         },
     )
     keep_every: int | None = field(
         default=None,
-        metadata={"help": "Interval in steps of checkpoints to keep in addition, such as 10000."},
+        metadata={
+            "needs": "a save",
+            "help": "Interval in steps of checkpoints to keep in addition, such as 10000.",
+        },
     )
     keep_best: int = field(
         default=0,
-        metadata={"help": "Number of best checkpoints by best_metric to keep in addition."},
+        metadata={
+            "needs": "a save",
+            "help": "Number of best checkpoints by best_metric to keep in addition.",
+        },
     )
     best_metric: str | None = field(
         default=None,
-        metadata={"help": "Name of the metric, among those given to a save, that rates checkpoints."},
+        metadata={
+            "needs": "a save",
+            "help": "Name of the metric, among those given to a save, that rates checkpoints.",
+        },
     )
     best_mode: Literal["min", "max"] = field(
         default="min",
-        metadata={"help": "Whether the smallest or the largest value of best_metric is the best."},
+        metadata={
+            "needs": "best_metric",
+            "help": "Whether the smallest or the largest value of best_metric is the best.",
+        },
     )
     save_every_steps: int | None = field(
         default=None,
-        metadata={"help": "Number of optimizer steps after which save_if_due() saves."},
+        metadata={
+            "needs": "a call of save_if_due()",
+            "help": "Number of optimizer steps after which save_if_due() saves.",
+        },
     )
     save_every_minutes: float | None = field(
         default=None,
-        metadata={"help": "Minutes since the last save after which save_if_due() saves."},
+        metadata={
+            "needs": "a call of save_if_due()",
+            "help": "Minutes since the last save after which save_if_due() saves.",
+        },
     )
     save_on_signals: tuple[str, ...] = field(
         default=("SIGTERM", "SIGUSR1"),
         metadata={
+            "needs": "a call of save_if_due()",
             "help": "Signals on which save_if_due() saves and ends the program with exit code 75, which "
-            "requests a restart."
+            "requests a restart.",
         },
     )
     background: bool = field(
         default=False,
         metadata={
-            "help": "Whether training continues while a checkpoint is written from a copy in host memory."
+            "needs": "a save",
+            "help": "Whether training continues while a checkpoint is written from a copy in host memory.",
         },
     )
     staging: Staging = field(
         default="copy",
         metadata={
+            "needs": "a save",
             "help": "When a background save copies weights and optimizer states: copy before training "
             "continues, overlap while it continues, until the next optimizer step, which alone "
-            "changes them."
+            "changes them.",
         },
     )
     allow_pickle: bool = field(
         default=False,
         metadata={
+            "needs": "a checkpoint",
             "help": "Whether objects of any kind may be saved as pickles, and loaded, which runs code of "
-            "whoever saved them."
+            "whoever saved them.",
         },
     )
     stall_seconds: float = field(
         default=600.0,
-        metadata={"help": "Seconds without a byte written by any rank after which a background save fails."},
+        metadata={
+            "needs": "a save or a call of save_if_due()",
+            "help": "Seconds without a byte written by any rank after which a background save fails.",
+        },
     )
 
     def __post_init__(self) -> None:

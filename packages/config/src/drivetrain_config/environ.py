@@ -107,8 +107,12 @@ def launched() -> RankEnvironment | None:
 
 
 def own_rank() -> None:
-    """Note in the environment that this process is the rank of its variables, so that a child is known as a child."""
-    os.environ[_OWNER] = f"{os.getpid()} {_launch()}"
+    """Note in the environment that this process is the rank of its variables, so that a child is known as a child.
+
+    A rank that is the only one notes nothing: its children wait for no others.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        os.environ[_OWNER] = f"{os.getpid()} {_launch()}"
 
 
 def inherited_from() -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from drivetrain_config.accelerate_file import is_accelerate, translate
 from drivetrain_config.errors import ConfigError
-from drivetrain_config.kinds import MOST_LEVELS, is_too_deep
+from drivetrain_config.kinds import is_too_deep
+from drivetrain_config.regular_file import parse_json, read_text, too_deep
 from drivetrain_config.yaml_file import Lines, read_yaml
 
 
@@ -46,18 +47,7 @@ def read_file(path: Path) -> Contents:
         ConfigError: The file does not exist, has an unknown suffix, does not parse, repeats a key, is nested too
             deeply, or requests something that drivetrain cannot do.
     """
-    try:
-        data, lines = _parse(path)
-    except RecursionError:
-        data, lines = None, {}
-        too_deep = True
-    else:
-        too_deep = is_too_deep(data)
-    if too_deep:
-        raise ConfigError(
-            f"{path}: is nested too deeply: settings go {MOST_LEVELS} levels deep at most; sections hold fields, and "
-            "few fields hold more"
-        )
+    data, lines = _parse(path)
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
@@ -84,14 +74,16 @@ def _parse(path: Path) -> tuple[Any, Lines]:
 
 
 def _text(path: Path) -> str:
-    if not path.is_file():
+    try:
+        return read_text(path)
+    except FileNotFoundError:
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, beside, n=1, cutoff=0.75)
         raise ConfigError(
             f"{path}: no such file{f', did you mean {path.with_name(near[0])}?' if near else ''}"
-        )
-    try:
-        return path.read_text(encoding="utf-8-sig")
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
 
@@ -100,9 +92,14 @@ def _read_toml(path: Path, text: str) -> Any:
     import tomllib
 
     try:
-        return tomllib.loads(text)
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise too_deep(path) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    if is_too_deep(found):
+        raise too_deep(path)
+    return found
 
 
 def _read_json(path: Path, text: str) -> Any:
@@ -128,7 +125,7 @@ def check_json_object(path: Path) -> None:
 
 def _parsed(path: Path, text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook)
+        return parse_json(path, text, object_pairs_hook=object_pairs_hook)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
 

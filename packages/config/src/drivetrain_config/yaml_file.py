@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config.errors import ConfigError
+from drivetrain_config.kinds import MOST_LEVELS
+from drivetrain_config.regular_file import too_deep
 
 Lines = Mapping[tuple[str, ...], int]  # the line of each (section,) or (section, field), from 1
 
@@ -22,8 +24,8 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
     """Parse a document, and find the line of each key.
 
     Raises:
-        ConfigError: The document does not parse, repeats a key, or has a number that YAML versions read differently.
-        RecursionError: The document is nested too deeply.
+        ConfigError: The document does not parse, repeats a key, is nested too deeply, or has a number that YAML
+            versions read differently.
     """
     try:
         import yaml
@@ -32,6 +34,7 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
             f"{path}: YAML needs PyYAML: pip install 'drivetrain-config[yaml]', or write TOML or JSON"
         ) from error
     try:
+        check_levels(path, text)
         loader = yaml.SafeLoader(text)
         root: Any = loader.get_single_node()
         if root is None:
@@ -47,6 +50,22 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+
+
+def check_levels(path: Path, text: str) -> None:
+    """Read a document up to the first level beyond what settings have, which takes no time that grows with the rest.
+
+    Raises:
+        ConfigError: The document is nested too deeply.
+        yaml.YAMLError: The document does not parse.
+    """
+    import yaml
+
+    level = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MOST_LEVELS:
+            raise too_deep(path)
 
 
 def _scalars(root: Any) -> Iterator[Any]:

@@ -14,52 +14,62 @@ class DataSettings:
     even: UnevenPolicy = field(
         default="uneven",
         metadata={
+            "needs": "a prepared loader",
             "help": "Handling of an epoch's tail: distribute it unevenly without repeating a sample, pad it "
-            "with repeats, or drop it."
+            "with repeats, or drop it.",
         },
     )
     strategy: ShardingStrategy = field(
         default="interleaved",
         metadata={
+            "needs": "a prepared loader",
             "help": "Whether ranks take turns over the whole order, or each rank or node reads its own block "
-            "of the data."
+            "of the data.",
         },
     )
     split_batches: bool = field(
         default=False,
         metadata={
-            "help": "Whether a loader's batch size is the sum over ranks instead of the size on each rank."
+            "needs": "a prepared loader",
+            "help": "Whether a loader's batch size is the sum over ranks instead of the size on each rank.",
         },
     )
     dispatch: bool | None = field(
         default=None,
         metadata={
+            "needs": "a prepared loader",
             "help": "Whether one rank reads and distributes the batches; unset: for iterable datasets and "
-            "loaders of other libraries."
+            "loaders of other libraries.",
         },
     )
     seed: int | None = field(
         default=None,
         metadata={
+            "needs": "a prepared loader",
             "help": "Seed of the order of shuffled data and of workers; unset: the run's seed, or torch's "
-            "initial seed."
+            "initial seed.",
         },
     )
     non_blocking: bool = field(
         default=True,
-        metadata={"help": "Whether to copy pinned batches to the device without waiting for the copy."},
+        metadata={
+            "needs": "a prepared loader",
+            "help": "Whether to copy pinned batches to the device without waiting for the copy.",
+        },
     )
     copy_ahead: int = field(
         default=1,
         metadata={
+            "needs": "a prepared loader",
             "help": "Number of batches to copy to an accelerator ahead of the loop; each occupies memory "
-            "there."
+            "there.",
         },
     )
     read_ahead: bool = field(
         default=False,
         metadata={
-            "help": "Whether to send the next batch while ranks compute on the current one, with dispatch."
+            "needs": "dispatch!=False and a prepared loader",
+            "help": "Whether to send the next batch while ranks compute on the current one, with dispatch.",
         },
     )
 

@@ -365,7 +365,7 @@ class Accelerator(
                 stack.callback(self._half_check.finish)
             stack.callback(self._parts.checkpointers.close)
             stack.callback(self._end_schedules)
-            stack.callback(self._tell_unsaved)
+            stack.callback(self._tell_unused)
             stack.callback(self._drop_deferred)
             stack.callback(self._save_deferred)
 

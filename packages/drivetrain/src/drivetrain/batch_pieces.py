@@ -21,7 +21,7 @@ class _Pieces:
         batch: The batch, as the loader counts them.
         num: The number of its micro-batches so far.
         expected: The number of those of the batch before it; 1 before the first.
-        is_told: Whether the program has said of one of them whether it is the last.
+        is_told: Whether the program passed `last=` for one of them.
     """
 
     batch: int

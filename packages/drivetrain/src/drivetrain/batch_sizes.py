@@ -1,7 +1,7 @@
 """The batch size that fits in memory on all ranks, with the global batch kept by accumulation."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from drivetrain.parts import HasParts, Parts
@@ -55,37 +55,39 @@ class BatchSizes(HasParts):
             OtherRankFailedError: At a call, the function failed on another rank.
         """
         steps = self._parts.backend.window.next_num_micro_batches
+        find = partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size=reduce_batch_size,
+            limit_host=limit_host,
+            remembered=self.executable_batch_size,
+        )
+        steps_of = partial(accumulation_steps, starting_batch_size, steps=steps)
+        return SizedFunction(function, lambda sized: partial(self._search, self._try(sized, steps_of), find))
 
-        def searching(sized: Callable[..., Result]) -> Callable[..., Result]:
-            @wraps(sized)
-            def with_accumulation(batch_size: int, *args: Any, **kwargs: Any) -> Result:
-                self._parts.backend.window.resize(
-                    accumulation_steps(starting_batch_size, batch_size, steps=steps)
-                )
-                self._parts.facts[_FACT] = str(batch_size)
-                return sized(batch_size, *args, **kwargs)
+    def _try(self, sized: Callable[..., Result], steps_of: Callable[[int], int]) -> Callable[..., Result]:
+        """Return a function that sets the accumulation for a batch size before it tries that."""
 
-            def search(*args: Any, **kwargs: Any) -> Result:
-                self._recall()
-                is_alone = self.context.topology.world_size == 1
-                tries = None if is_alone else RankTries(self.context, self._release_try)
-                run = find_executable_batch_size(
-                    with_accumulation,
-                    starting_batch_size=starting_batch_size,
-                    reduce_batch_size=reduce_batch_size,
-                    agree=self._alone if tries is None else tries.agree,
-                    remembered=self.executable_batch_size,
-                    limit_host=limit_host,
-                )
-                try:
-                    return run(*args, **kwargs)
-                finally:
-                    if tries is not None:
-                        tries.close()
+        @wraps(sized)
+        def with_accumulation(batch_size: int, *args: Any, **kwargs: Any) -> Result:
+            self._parts.backend.window.resize(steps_of(batch_size))
+            self._parts.facts[_FACT] = str(batch_size)
+            return sized(batch_size, *args, **kwargs)
 
-            return search
+        return with_accumulation
 
-        return SizedFunction(function, searching)
+    def _search(
+        self, tried: Callable[..., Result], find: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Result:
+        """Search, with the tries of all ranks ending together. Called on all ranks."""
+        self._recall()
+        if self.context.topology.world_size == 1:
+            return find(tried, agree=self._alone)(*args, **kwargs)
+        tries = RankTries(self.context, self._release_try)
+        try:
+            return find(tried, agree=tries.agree)(*args, **kwargs)
+        finally:
+            tries.close()
 
     def _recall(self) -> None:
         """Take the batch size of the newest checkpoint, if there is none of a search. Called on all ranks."""

@@ -71,8 +71,11 @@ def compose(
         others,
         backends=registry.names(),
         backend=type(parts.backend).__name__,
-        mode=parts.policy.mode if asked == "auto" else asked,
-        has_trackers=bool(given.run.log_with or trackers),
+        run={
+            "run.mixed_precision": parts.policy.mode if asked == "auto" else asked,
+            "run.nonfinite_gradients": given.run.nonfinite_gradients,
+            "run.log_with": bool(given.run.log_with or trackers),
+        },
     )
     _tell_unread(parts, unread)
     return parts

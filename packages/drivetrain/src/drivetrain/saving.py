@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from torch import nn
@@ -15,7 +16,7 @@ from drivetrain.effective import plan_of, store_plan
 from drivetrain.hooks import CheckpointHook
 from drivetrain.parts import HasParts, Parts
 from drivetrain.registered import Registered, Stateful
-from drivetrain.unread_settings import tell_unsaved
+from drivetrain.unread_settings import find_unused
 from drivetrain_backends import AccumulationWindow
 from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
 from drivetrain_checkpoint.storage.place import Place
@@ -40,7 +41,7 @@ class Saving(HasParts):
         self._registered = Registered()
         self._deferred: list[_DeferredSave] = []
         self._schedule: SaveSchedule | None = None
-        self._has_saved = self._was_asked = False
+        self._has_saved = self._was_asked = self._is_told = False
         self._hooks: list[CheckpointHook] = []
         self._stop_requests: deque[str] = deque()  # other threads append to it
 
@@ -257,15 +258,20 @@ class Saving(HasParts):
             )
             self._deferred = []
 
-    def _tell_unsaved(self) -> None:
-        """Warn once of settings of checkpoints that had no effect, if the run has trained."""
-        is_first = not (self._has_saved and self._was_asked)
-        if is_first and self.context.topology.is_main and self._run_state().step:
-            section = self._parts.resolved["checkpoint"]
-            for one in tell_unsaved(section, has_saved=self._has_saved, was_asked=self._was_asked):
-                if one.said:
-                    logger.warning("%s", one)
-        self._has_saved = self._was_asked = True
+    def _tell_unused(self) -> None:
+        """Warn once of settings that nothing read, if the run has trained."""
+        if not self._is_told and self.context.topology.is_main and self._run_state().step:
+            places = [each.directory for each in self._parts.checkpointers]
+            events = {
+                "a prepared loader": bool(self._parts.prepared.loaders),
+                "a checkpoint": bool(places),
+                "a checkpoint at a URL": any(not isinstance(place, Path) for place in places),
+                "a save": self._has_saved,
+                "a call of save_if_due()": self._was_asked,
+            }
+            for one in find_unused(self._parts.resolved, [name for name, was in events.items() if was]):
+                logger.warning("%s", one)
+        self._is_told = True
 
     def _check_prepared(self, name: str) -> None:
         """Check that the run has something to save or load.

@@ -1,11 +1,28 @@
-"""Settings that someone has said, in any place, and that nothing reads in this run."""
+"""Settings that someone has said, in any place, and that nothing reads in this run.
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+The metadata of a field says what the field needs, `{"needs": CONDITION}`. A condition is of these words, joined by
+" or ", which binds more tightly, and " and ":
+
+- `NAME`, `NAME=VALUE` or `NAME!=VALUE`: another setting of the section, by its text; without a value it must be set.
+- `run.NAME`, with a value or without: a setting of the run that is in force; `run.log_with` stands for any tracker.
+- One of `EVENTS`: something that the run did, which is known at its end.
+"""
+
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from drivetrain_config import Resolved
-from drivetrain_precision.policy import unused_settings
+
+EVENTS = (
+    "a prepared loader",
+    "a checkpoint",
+    "a checkpoint at a URL",
+    "a save",
+    "a call of save_if_due()",
+)
+_SETTING = re.compile(r"([\w.]+)(?:(!?)=(.+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,68 +48,22 @@ class Unread:
         return f"{self.section}: {', '.join(self.said.values())} has no effect, {self.why}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Need:
-    """A condition on which settings have an effect."""
-
-    section: str
-    fields: Collection[str]
-    is_met: Callable[[Any], bool]
-    why: str
-
-
-_NEEDS = (
-    _Need(
-        section="tracking",
-        fields=("token_field", "flops_per_step", "peak_flops"),
-        is_met=lambda tracking: tracking.measures_throughput,
-        why="since nothing measures the throughput; tracking.throughput=True does",
-    ),
-    _Need(
-        section="state",
-        fields=("hang_timeout_seconds", "hang_report_directory"),
-        is_met=lambda state: state.watchdog,
-        why="since state.watchdog is off",
-    ),
-    _Need(
-        section="checkpoint",
-        fields=("best_mode",),
-        is_met=lambda checkpoint: checkpoint.best_metric is not None,
-        why="since no checkpoint.best_metric is named",
-    ),
-    _Need(
-        section="data",
-        fields=("read_ahead",),
-        is_met=lambda data: data.dispatch is not False,
-        why="since data.dispatch is off, and each rank reads for itself",
-    ),
-)
-_OF_TRACKERS = _Need(
-    section="tracking",
-    fields=("on_error", "flush_seconds", "drain_seconds", "record_info"),
-    is_met=lambda _: False,
-    why="since the run has no tracker; run.log_with names one",
-)
-
-
 def find_unread(
     resolved: Mapping[str, Resolved[Any]],
     others: Mapping[str, Resolved[Any]],
     *,
     backends: Collection[str],
     backend: str,
-    mode: str,
-    has_trackers: bool,
+    run: Mapping[str, object],
 ) -> list[Unread]:
-    """Return the settings that were said and that nothing reads.
+    """Return the settings that were said and that nothing reads, as far as it is known when a run begins.
 
     Args:
         resolved: The sections that the run reads, by name.
         others: All other sections that something is said of.
         backends: The names of all backends, which their sections have too.
         backend: The name of the class of the backend that trains.
-        mode: The precision of the run.
-        has_trackers: Whether the run logs to any tracker.
+        run: What is in force of the run, as "run.NAME".
     """
     found: list[Unread] = []
     for section, other in others.items():
@@ -100,39 +71,71 @@ def find_unread(
         if section in backends:
             why = f"since this run uses {backend}; backend={section!r} or --backend {section} uses it"
         found.append(Unread(section=section, said=_said(other, None), why=why))
-    for need in _NEEDS if has_trackers else (*_NEEDS, _OF_TRACKERS):
-        if not need.is_met(resolved[need.section].value):
-            said = _said(resolved[need.section], need.fields)
-            found.append(Unread(section=need.section, said=said, why=need.why))
-    for field, other_mode in unused_settings(mode, resolved["precision"].value).items():
-        said = _said(resolved["precision"], [field])
-        why = f"with mixed_precision={mode!r}: it is for {other_mode!r}"
-        found.append(Unread(section="precision", said=said, why=why))
-    return [each for each in found if each.said]
+    return [one for one in (*found, *_unmet(resolved, run, at_end=False)) if one.said]
 
 
-def tell_unsaved(checkpoint: Resolved[Any], *, has_saved: bool, was_asked: bool) -> Iterable[Unread]:
-    """Return the settings of checkpoints that had no effect in a run.
+def find_unused(resolved: Mapping[str, Resolved[Any]], events: Collection[str]) -> list[Unread]:
+    """Return the settings that were said and that nothing read, for want of an event, once a run has ended.
 
     Args:
-        checkpoint: The `checkpoint` section.
-        has_saved: Whether the run has saved.
-        was_asked: Whether the program has called `save_if_due`.
+        resolved: The sections that the run read, by name.
+        events: Those of `EVENTS` that there were.
     """
-    if not was_asked:
-        said = _said(checkpoint, ("save_every_steps", "save_every_minutes", "save_on_signals"))
-        yield Unread(section="checkpoint", said=said, why="since the program never called save_if_due()")
-    if not has_saved:
-        said = _said(checkpoint, ("keep_last", "keep_every", "keep_best", "background", "staging"))
-        yield Unread(section="checkpoint", said=said, why="since the run saved no checkpoint")
+    return [one for one in _unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
+
+
+def _unmet(
+    resolved: Mapping[str, Resolved[Any]], facts: Mapping[str, object], *, at_end: bool
+) -> list[Unread]:
+    """Return the settings of each condition that does not hold, of those that are known at the end or before."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for section, one in resolved.items():
+        for field in fields(one.value):
+            for condition in filter(None, field.metadata.get("needs", "").split(" and ")):
+                words = condition.split(" or ")
+                is_due = at_end == any(word in EVENTS for word in words)
+                if is_due and not any(_holds(word, one.value, facts) for word in words):
+                    found.setdefault((section, condition), []).append(field.name)
+    return [
+        Unread(
+            section=section,
+            said=_said(resolved[section], names),
+            why=f"since it needs {' or '.join(_shown(word, section) for word in condition.split(' or '))}",
+        )
+        for (section, condition), names in found.items()
+    ]
+
+
+def _holds(word: str, section: Any, facts: Mapping[str, object]) -> bool:
+    if word in EVENTS:
+        return word in facts
+    name, differs, value = _parts(word)
+    actual = facts[name] if name.startswith("run.") else getattr(section, name)
+    if value is None:
+        return actual not in (None, False)
+    return (str(actual) == value) != bool(differs)
+
+
+def _shown(word: str, section: str) -> str:
+    return word if word in EVENTS or word.startswith("run.") else f"{section}.{word}"
+
+
+def _parts(word: str) -> tuple[str, str | None, str | None]:
+    found = _SETTING.fullmatch(word)
+    assert found is not None, word  # a test reads every condition
+    return found[1], found[2], found[3]
 
 
 def _said(section: Resolved[Any], names: Collection[str] | None) -> dict[str, str]:
-    """Return the fields, of some or all, that any source says, each with its value and source."""
+    """Return the fields, of some or all, that any source says, each with its value and source.
+
+    A default in code counts as not said, as everywhere: a section given as its dataclass holds all fields.
+    """
     found: dict[str, str] = {}
     for each in fields(section.value):
-        source = section.sources[each.name]
-        if source.kind != "default" and (names is None or each.name in names):
-            value = "***" if each.metadata.get("secret") else repr(getattr(section.value, each.name))
-            found[each.name] = f"{each.name}={value} ({source})"
+        source, value = section.sources[each.name], getattr(section.value, each.name)
+        is_default = source.kind == "default" or (source.kind == "code" and value == each.default)
+        if not is_default and (names is None or each.name in names):
+            shown = "***" if each.metadata.get("secret") else repr(value)
+            found[each.name] = f"{each.name}={shown} ({source})"
     return found

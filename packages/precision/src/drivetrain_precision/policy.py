@@ -14,11 +14,6 @@ from drivetrain_precision.support import MODES, Support, supported_modes
 
 _BEST_FIRST = ("bf16", "fp16", "no")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# The settings that belong to one mode.
-_OF_MODE: Mapping[str, tuple[str, ...]] = {
-    "fp16": ("initial_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
-    "fp8": ("fp8_recipe", "fp8_fallback", "fp8_exclude", "fp8_skip_ends"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +94,6 @@ def choose_policy(
             f"it can do {', '.join(map(repr, able))}, and 'auto' picks the best of these"
         )
     return _policy(mode, device, settings, support[mode].reason)
-
-
-def unused_settings(mode: str, settings: PrecisionSettings) -> dict[str, str]:
-    """Return the settings that differ from their defaults and belong to another mode, with that mode.
-
-    Args:
-        mode: The mode that was asked for, or that "auto" chose.
-        settings: The section to look at.
-    """
-    default = PrecisionSettings()
-    return {
-        name: other
-        for other, names in _OF_MODE.items()
-        for name in names
-        if other != mode and getattr(settings, name) != getattr(default, name)
-    }
 
 
 def _with_name(settings: PrecisionSettings, recipe: object) -> PrecisionSettings:

@@ -13,17 +13,32 @@ class PrecisionSettings:
     """
 
     initial_scale: float = field(
-        default=65536.0, metadata={"help": "Loss scale of the first step; halved at each overflow."}
+        default=65536.0,
+        metadata={
+            "needs": "run.mixed_precision=fp16",
+            "help": "Loss scale of the first step; halved at each overflow.",
+        },
     )
     growth_factor: float = field(
         default=2.0,
-        metadata={"help": "Factor of the scale after growth_interval steps without overflow."},
+        metadata={
+            "needs": "run.mixed_precision=fp16",
+            "help": "Factor of the scale after growth_interval steps without overflow.",
+        },
     )
     backoff_factor: float = field(
-        default=0.5, metadata={"help": "Factor of the scale after a step that overflowed."}
+        default=0.5,
+        metadata={
+            "needs": "run.mixed_precision=fp16",
+            "help": "Factor of the scale after a step that overflowed.",
+        },
     )
     growth_interval: int = field(
-        default=2000, metadata={"help": "Number of optimizer steps without overflow before the scale grows."}
+        default=2000,
+        metadata={
+            "needs": "run.mixed_precision=fp16",
+            "help": "Number of optimizer steps without overflow before the scale grows.",
+        },
     )
     check_half: bool = field(
         default=False,
@@ -34,25 +49,31 @@ class PrecisionSettings:
     fp8_recipe: str = field(
         default="auto",
         metadata={
+            "needs": "run.mixed_precision=fp8",
             "help": "Recipe of mixed_precision=fp8, such as torchao_rowwise or te_current; auto: the best that the "
-            "device and the installed libraries can run."
+            "device and the installed libraries can run.",
         },
     )
     fp8_fallback: Literal["none", "bf16"] = field(
         default="none",
         metadata={
-            "help": "What to train in where fp8 cannot run: none stops with an error, bf16 goes on in bf16."
+            "needs": "run.mixed_precision=fp8",
+            "help": "What to train in where fp8 cannot run: none stops with an error, bf16 goes on in bf16.",
         },
     )
     fp8_exclude: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Patterns of the names of linear layers that stay in bf16 under fp8, such as *.router."
+            "needs": "run.mixed_precision=fp8",
+            "help": "Patterns of the names of linear layers that stay in bf16 under fp8, such as *.router.",
         },
     )
     fp8_skip_ends: bool = field(
         default=True,
-        metadata={"help": "Whether a model's first and last linear layer stay in bf16 under fp8."},
+        metadata={
+            "needs": "run.mixed_precision=fp8",
+            "help": "Whether a model's first and last linear layer stay in bf16 under fp8.",
+        },
     )
     param_dtype: Literal["fp32", "bf16"] | None = field(
         default=None,
@@ -93,15 +114,17 @@ class PrecisionSettings:
     min_scale: float = field(
         default=1.0,
         metadata={
-            "help": "Smallest loss scale; gradients that overflow at it in two steps one after another end the run."
+            "needs": "run.mixed_precision=fp16",
+            "help": "Smallest loss scale; gradients that overflow at it in two steps one after another end the run.",
         },
     )
     # From 2**16 to the floor are 16 halvings; 64 leave room for a scale that has grown, and for slower backoffs.
     max_skipped_steps: int | None = field(
         default=64,
         metadata={
+            "needs": "run.mixed_precision=fp16 or run.nonfinite_gradients=skip",
             "help": "Optimizer steps skipped one after another, as their gradients are not finite, that end the run; "
-            "unset: any number."
+            "unset: any number.",
         },
     )
     watch_underflow: int | None = field(

@@ -113,11 +113,11 @@ def _own_ranks() -> RankEnvironment | None:
     """
     if (owner := environ.inherited_from()) is None:
         launched = environ.launched()
-        if launched is not None and launched.world_size > 1:
-            environ.own_rank()
+        environ.own_rank()
         return launched
     remedy = (
-        "to run it alone, start it with `drivetrain launch --num-processes 1 SCRIPT`, or without these variables: "
+        "where that only starts others, launch it as `--program python SCRIPT`; to run this one alone, start it "
+        "with `drivetrain launch --num-processes 1 SCRIPT`, or without these variables: "
         "env -u RANK -u LOCAL_RANK -u WORLD_SIZE PROGRAM"
     )
     if multiprocessing.parent_process() is not None:

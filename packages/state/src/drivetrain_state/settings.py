@@ -35,12 +35,16 @@ class StateSettings:
     hang_timeout_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "Seconds without progress after which the watchdog asks every rank for its position."
+            "needs": "watchdog",
+            "help": "Seconds without progress after which the watchdog asks every rank for its position.",
         },
     )
     hang_report_directory: Path | None = field(
         default=None,
-        metadata={"help": "Folder for the stacks of all ranks at a hang; unset: the working directory."},
+        metadata={
+            "needs": "watchdog",
+            "help": "Folder for the stacks of all ranks at a hang; unset: the working directory.",
+        },
     )
     debug: bool = field(
         default=False,

@@ -144,12 +144,13 @@ class JSONLTracker:
         """Write the last line of a run that is finished, and close the file."""
         self.end("finished")
 
-    def end(self, state: RunState) -> None:
-        """Write the last line, which says how the run ended, and close the file."""
+    def end(self, state: RunState | None) -> None:
+        """Write the last line, which says how the run ended, and close the file; None writes no line."""
         if self._spool is None:
             return
-        line: dict[str, Plain] = {"event": "finish", "time": self.now()}
-        self._append(line if state == "finished" else {**line, "state": state})
+        if state is not None:
+            line: dict[str, Plain] = {"event": "finish", "time": self.now()}
+            self._append(line if state == "finished" else {**line, "state": state})
         self._spool.close()
         self._spool = None
 

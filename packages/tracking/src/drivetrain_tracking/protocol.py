@@ -64,11 +64,11 @@ class Tracker(Protocol):
 class StateTracker(Tracker, Protocol):
     """A tracker that also shows how a run ended; without `end`, a run that failed has no `finish`."""
 
-    def end(self, state: RunState) -> None:
+    def end(self, state: RunState | None) -> None:
         """End the run as `finish` does, in place of it.
 
         Args:
-            state: "finished", "failed", or "killed".
+            state: "finished", "failed", or "killed"; None lets go of a run that may go on.
         """
         ...
 

@@ -13,24 +13,30 @@ class TrackingSettings:
     on_error: OnError = field(
         default="raise",
         metadata={
-            "help": "Handling of a failing tracker: raise ends the run, warn logs a warning and continues."
+            "needs": "run.log_with",
+            "help": "Handling of a failing tracker: raise ends the run, warn logs a warning and continues.",
         },
     )
     flush_seconds: float = field(
         default=1.0,
         metadata={
-            "help": "Seconds between flushes of the log to the disk: what a crash of the machine may lose."
+            "needs": "run.log_with",
+            "help": "Seconds between flushes of the log to the disk: what a crash of the machine may lose.",
         },
     )
     drain_seconds: float = field(
         default=30.0,
         metadata={
-            "help": "Seconds that the end of a run waits for platforms to take what is left in the log."
+            "needs": "run.log_with",
+            "help": "Seconds that the end of a run waits for platforms to take what is left in the log.",
         },
     )
     record_info: bool = field(
         default=True,
-        metadata={"help": "Whether the log tells commit and changes, versions, hardware and command line."},
+        metadata={
+            "needs": "run.log_with",
+            "help": "Whether the log tells commit and changes, versions, hardware and command line.",
+        },
     )
 
     throughput: bool = field(
@@ -54,17 +60,24 @@ class TrackingSettings:
     )
     token_field: str = field(
         default="input_ids",
-        metadata={"help": "Field of a batch whose elements are counted as tokens."},
+        metadata={
+            "needs": "throughput or throughput_every_steps or live_line",
+            "help": "Field of a batch whose elements are counted as tokens.",
+        },
     )
     flops_per_step: float | None = field(
         default=None,
         metadata={
-            "help": "Floating point operations of a step on all devices; none: counted in the first step."
+            "needs": "throughput or throughput_every_steps or live_line",
+            "help": "Floating point operations of a step on all devices; none: counted in the first step.",
         },
     )
     peak_flops: float | None = field(
         default=None,
-        metadata={"help": "Peak of one device in FLOP/s; none: from a table of known devices."},
+        metadata={
+            "needs": "throughput or throughput_every_steps or live_line",
+            "help": "Peak of one device in FLOP/s; none: from a table of known devices.",
+        },
     )
 
     @property

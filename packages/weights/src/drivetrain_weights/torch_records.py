@@ -28,7 +28,8 @@ def checked_records(path: Path) -> Generator[None]:
     size of the storage in it. A file that is no archive is left to torch.
 
     Raises:
-        WeightFilesError: A record is none of that; the message names it.
+        WeightFilesError: A record is compressed, there twice, or of another size than its storage; the message names
+            it.
     """
     if not zipfile.is_zipfile(path):
         yield

@@ -13,6 +13,8 @@ import yaml
 from drivetrain_accelerate.errors import NotProvidedError
 from drivetrain_accelerate.plugins.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from drivetrain_config import environ
+from drivetrain_config.regular_file import parse_json, read_text
+from drivetrain_config.yaml_file import check_levels
 
 
 def _cache_home() -> str:
@@ -100,7 +102,7 @@ class BaseConfig:
     def from_json_file(cls, json_file: str | PathLike[str] | None = None) -> Self:
         """Return the configuration of a JSON file, by default the one that is found without a name."""
         path = Path(default_config_file if json_file is None else json_file)
-        return cls._read(path, json.loads(path.read_text(encoding="utf-8")))
+        return cls._read(path, _contents(path, is_json=True))
 
     def to_json_file(self, json_file: str | PathLike[str]) -> None:
         """Write the configuration as JSON."""
@@ -111,7 +113,7 @@ class BaseConfig:
     def from_yaml_file(cls, yaml_file: str | PathLike[str] | None = None) -> Self:
         """Return the configuration of a YAML file, by default the one that is found without a name."""
         path = Path(default_config_file if yaml_file is None else yaml_file)
-        return cls._read(path, yaml.safe_load(path.read_text(encoding="utf-8")))
+        return cls._read(path, _contents(path, is_json=False))
 
     def to_yaml_file(self, yaml_file: str | PathLike[str]) -> None:
         """Write the configuration as YAML."""
@@ -170,6 +172,20 @@ class ClusterConfig(BaseConfig):
                 setattr(self, each.name, {})
 
 
+def _contents(path: Path, *, is_json: bool) -> object:
+    """Read a file of Accelerate's.
+
+    Raises:
+        OSError: There is no such file, or it is no regular one.
+        ValueError: It is no JSON, or nested too deeply.
+    """
+    text = read_text(path)
+    if is_json:
+        return parse_json(path, text)
+    check_levels(path, text)
+    return yaml.safe_load(text)
+
+
 def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterConfig:
     """Return the configuration of a file of Accelerate's, YAML or JSON.
 
@@ -182,14 +198,13 @@ def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterCon
         NotProvidedError: It is for SageMaker.
     """
     path = Path(default_config_file if config_file is None else config_file)
-    if config_file is not None and not path.is_file():
+    if config_file is not None and not path.exists():
         raise FileNotFoundError(
             f"The passed configuration file `{path}` does not exist: pass one that does, or none to use "
             f"{default_config_file}, which `drivetrain accelerate config default` writes"
         )
     is_json = path.suffix == ".json"
-    text = path.read_text(encoding="utf-8")
-    contents: object = json.loads(text) if is_json else yaml.safe_load(text)
+    contents = _contents(path, is_json=is_json)
     said = cast("Mapping[str, object]", contents) if isinstance(contents, Mapping) else {}
     if said.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value:
         raise NotProvidedError(

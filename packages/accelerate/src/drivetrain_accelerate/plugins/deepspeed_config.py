@@ -1,6 +1,6 @@
 """A DeepSpeed configuration that programs ask by dotted names."""
 
-import json
+import errno
 from base64 import urlsafe_b64decode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_accelerate.strictness import is_strict
+from drivetrain_config.regular_file import parse_json, read_text
 
 
 class HfDeepSpeedConfig:
@@ -95,9 +96,9 @@ def _read(given: Any) -> dict[str, Any]:
         )
     text = _text(cast("str | PathLike[str]", given))
     try:
-        read = json.loads(text, object_pairs_hook=_without_repeats)
+        read = parse_json(Path(given), text, object_pairs_hook=_without_repeats)
     except ValueError as error:
-        raise ValueError(f"{given}: is no JSON ({error})") from error
+        raise ValueError(f"{given}: is no JSON that can be used ({error})") from error
     if not isinstance(read, dict):
         raise ValueError(f"{given}: must hold a JSON object, not a {type(read).__name__}")
     return cast("dict[str, Any]", read)
@@ -105,11 +106,11 @@ def _read(given: Any) -> dict[str, Any]:
 
 def _text(given: "str | PathLike[str]") -> str:
     try:
-        path = Path(given)
-        if path.exists():
-            return path.read_text(encoding="utf-8")
-    except OSError:  # base64 is longer than names of files may be
-        pass
+        return read_text(Path(given))
+    except OSError as error:
+        # What names no file may be base64, which is longer than names of files may be.
+        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+            raise ValueError(f"{given}: {error.strerror}") from error
     try:
         return urlsafe_b64decode(str(given)).decode("utf-8")
     except (Base64Error, UnicodeDecodeError, ValueError):

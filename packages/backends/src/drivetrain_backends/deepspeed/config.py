@@ -4,7 +4,6 @@ Every key whose default changes the mathematics is set explicitly: 0.19 clips gr
 `gradient_clipping` is left out.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log2
@@ -15,6 +14,7 @@ from drivetrain_backends.deepspeed.keys import check_keys
 from drivetrain_backends.deepspeed.possible import check_possible
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.settings import DeepSpeedSettings
+from drivetrain_config.regular_file import parse_json, read_text
 from drivetrain_precision.settings import PrecisionSettings
 
 _DEFAULT_STAGE = 2
@@ -107,20 +107,22 @@ def read_given(config: Mapping[str, Any] | Path | None) -> tuple[dict[str, Any],
     """Return a given configuration, and its name for messages.
 
     Raises:
-        EngineConfigError: The file is missing, or holds no JSON object.
+        EngineConfigError: The file is missing or no regular one, or holds no JSON object or too deep a one.
     """
     if config is None:
         return {}, "deepspeed.config"
     if not isinstance(config, Path):
         return dict(config), "deepspeed.config"
     try:
-        read = json.loads(config.read_text(), object_pairs_hook=_no_duplicates)
+        read = parse_json(config, read_text(config), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise EngineConfigError(
             f"deepspeed.config={str(config)!r}: cannot be read ({error.strerror})"
         ) from error
     except ValueError as error:
-        raise EngineConfigError(f"deepspeed.config={str(config)!r}: is no JSON ({error})") from error
+        raise EngineConfigError(
+            f"deepspeed.config={str(config)!r}: is no JSON that can be used ({error})"
+        ) from error
     if not isinstance(read, dict):
         raise EngineConfigError(
             f"deepspeed.config={str(config)!r}: must hold an object, not a {type(read).__name__}"

@@ -20,7 +20,7 @@ def total_of(scheduler: Any) -> int | None:
         return None if last is None else milestones[-1] + last
     if parts:
         return max((total for one in parts if (total := total_of(one)) is not None), default=None)
-    for attribute in ("total_steps", "T_max", "total_iters"):
+    for attribute in ("total_steps", "T_max", "total_iters", "total_num_steps"):  # the last is DeepSpeed's
         if isinstance(total := getattr(scheduler, attribute, None), int | float):
             return ceil(total)
     totals = map(_total_of_function, getattr(scheduler, "lr_lambdas", ()))
@@ -48,6 +48,9 @@ def position_of(scheduler: Any) -> int:
     at = getattr(scheduler, "last_epoch", None)
     if isinstance(at, int):
         return at
+    at = getattr(scheduler, "last_batch_iteration", None)  # DeepSpeed's, which begin at -1
+    if isinstance(at, int):
+        return at + 1
     return max(map(position_of, schedulers_in(scheduler)), default=0)
 
 

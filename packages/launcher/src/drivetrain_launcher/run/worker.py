@@ -50,6 +50,8 @@ def _run(*, launcher: int, parent: int) -> None:
         launcher: The process id of the launcher.
         parent: The process id of the launcher, or of the process that this one was forked off.
     """
+    from drivetrain_config import environ
+
     is_module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[1 + is_module :]
     if isinstance(sys.stdout, TextIOWrapper):
@@ -59,6 +61,7 @@ def _run(*, launcher: int, parent: int) -> None:
     sys.excepthook = recorder.hook
     faulthandler.enable()
     watch_launcher(launcher, parent=parent)
+    environ.own_rank()  # a child of the script is none, also before the script connects
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
     except SystemExit as stop:

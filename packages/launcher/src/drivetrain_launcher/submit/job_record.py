@@ -9,6 +9,7 @@ from pathlib import Path
 
 from drivetrain_config.conversion import ConversionError, convert
 from drivetrain_config.kinds import plain
+from drivetrain_config.regular_file import parse_json, read_text
 from drivetrain_launcher.clusters.protocol import JobRequest
 from drivetrain_launcher.errors import LaunchError
 
@@ -70,6 +71,6 @@ def find_record(job_id: str, log_dir: Path) -> JobRecord:
 
 def _read(path: Path) -> JobRecord:
     try:
-        return convert(json.loads(path.read_text(encoding="utf-8")), JobRecord)
+        return convert(parse_json(path, read_text(path)), JobRecord)
     except (OSError, ValueError, ConversionError) as error:
         raise LaunchError(f"{path}: is no record of a job that can be read: {error}; remove it") from error

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 from drivetrain_memory.batch_size.executable import ExecutableBatchSize, TryOutcome
@@ -117,23 +118,34 @@ class SizedFunction(Generic[Arguments, Result]):
         functools.update_wrapper(self, function)
         self._function: Any = function
         self._searching = searching
-        if callable(function):  # a class method is not, and is looked at when it is bound
+        if callable(function):  # a class method is not, and is looked at when it is called
             self.__signature__ = signature_of_callers(function)
+        self._method = self._as_method()
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Search, with the arguments of the function but for the batch size."""
         if args and isinstance(args[0], type) and self._is_class_method_of(args[0]):
-            return self.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
+            return self._method(*args, **kwargs)
         return self._searching(self._function)(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type[Any] | None = None) -> Any:
-        """Return the search over the bound function."""
-        if not hasattr(self._function, "__get__"):
+        """Return the search over the bound function: a method like any other, which can be pickled."""
+        if isinstance(self._function, staticmethod) or not hasattr(self._function, "__get__"):
             return self
-        bound = self._function.__get__(instance, owner)
-        if bound is self._function and instance is None:
-            return _Unbound(self)
-        return SizedFunction(bound, self._searching)
+        first = owner if isinstance(self._function, classmethod) else instance
+        return self._method if first is None else MethodType(self._method, first)
+
+    def _as_method(self) -> Callable[..., Result]:
+        """Return the function that a class has as its method: its object or class comes first."""
+
+        def method(first: Any, /, *args: Any, **kwargs: Any) -> Result:
+            place = (None, first) if isinstance(self._function, classmethod) else (first, type(first))
+            return self._searching(self._function.__get__(*place))(*args, **kwargs)
+
+        shown = inspect.signature(getattr(self._function, "__func__", self._function))
+        parameters = list(shown.parameters.values())
+        method.__signature__ = shown.replace(parameters=[*parameters[:1], *parameters[2:]])
+        return functools.update_wrapper(method, self._function)
 
     def __reduce__(self) -> str:
         return _name_of(self)  # pickled by name, as a function is
@@ -145,17 +157,6 @@ class SizedFunction(Generic[Arguments, Result]):
             for each in owner.__mro__
             for one in vars(each).values()
         )
-
-
-class _Unbound(Generic[Arguments, Result]):
-    """A method of a class, called with its object as first argument."""
-
-    def __init__(self, function: SizedFunction[Arguments, Result]) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-
-    def __call__(self, instance: object, *args: Any, **kwargs: Any) -> Result:
-        return self._function.__get__(instance, type(instance))(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

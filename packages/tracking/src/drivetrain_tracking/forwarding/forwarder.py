@@ -13,7 +13,6 @@ from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
 from drivetrain_tracking.log_format import RESERVED_NAMES
-from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, StateTracker, Tracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium
 from drivetrain_tracking.run_state import RunState
@@ -140,12 +139,10 @@ class Forwarder:
         if not self._is_started:
             return
         self._is_started = False
-        if isinstance(self._tracker, Platform):
+        if isinstance(self._tracker, StateTracker):
             self._tracker.end(state)
-        elif state is None or not isinstance(self._tracker, StateTracker):
-            self._tracker.finish()
         else:
-            self._tracker.end(state)
+            self._tracker.finish()
 
     def _read(self) -> bool:
         """Read at most a batch, so that a long log is never in memory; return whether records are waiting."""

@@ -165,7 +165,7 @@ class PlatformNames:
         self._told = told
         self._rule = rule
         self._separator = separator
-        self._known: dict[str, str] = {}
+        self._known: dict[str | tuple[str, ...], str] = {}  # the name, or the path of a value that has none
 
     def of(self, given: str) -> str:
         """Return the platform's name of one that was given."""
@@ -173,7 +173,7 @@ class PlatformNames:
         if found is None:
             found = self._known[given] = self._rule.name_of(given)
             if found != given:
-                self._tell(given, found)
+                self._tell(repr(given), found)
         return found
 
     def flat(self, values: Mapping[str, Plain]) -> dict[str, str | int | float | bool | None]:
@@ -191,20 +191,20 @@ class PlatformNames:
             name = self.of(self._separator.join(path))
             if name in named:
                 within = " of ".join(map(repr, reversed(path)))
-                if within not in self._known:
-                    self._known[within] = self._rule.name_of(f"{name}-{mark_of(within)}")
-                    self._tell(within, self._known[within])
-                name = self._known[within]
+                if path not in self._known:
+                    self._known[path] = self._rule.name_of(f"{name}-{mark_of(within)}")
+                    self._tell(within, self._known[path])
+                name = self._known[path]
             named[name] = value
         return named
 
-    def _tell(self, given: str, found: str) -> None:
-        if given in self._told:
+    def _tell(self, shown: str, found: str) -> None:
+        if shown in self._told:
             return
-        self._told.add(given)
+        self._told.add(shown)
         logger.warning(
             "tracker %r does not take the name %s, or has it already, and shows it as %r (told once)",
             self._tracker,
-            repr(given) if not given.startswith("'") else given,
+            shown,
             found,
         )

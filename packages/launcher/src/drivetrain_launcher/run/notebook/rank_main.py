@@ -72,6 +72,7 @@ def _serve(channel: RankChannel, setup: CallSetup, content: IO[bytes]) -> None:
     sys.path[:] = setup.search_path
     environment = {**setup.environment, CHANNEL_VARIABLE: str(channel.fileno())}
     with environ.exported(**to_environment(environ.child_environment(), environment)):
+        environ.own_rank()
         message, answer = _outcome(channel, setup.rank, content)
         sys.stdout.flush()
         sys.stderr.flush()
