@@ -20,9 +20,8 @@ def read_text(path: Path) -> str:
         OSError: The path names a pipe, a folder, a socket or a device, or cannot be read.
         UnicodeDecodeError: The file is not UTF-8.
     """
-    _check_mode(
-        path, os.stat(path).st_mode
-    )  # a socket cannot be opened, and opening a device may do something
+    # A socket cannot be opened, and opening a device may do something.
+    _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     with open(file, encoding="utf-8-sig") as opened:
         _check_mode(path, os.fstat(file).st_mode)  # what is there now is what is read

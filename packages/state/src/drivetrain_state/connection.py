@@ -135,7 +135,9 @@ def _put_gloo_on_loopback(undo: ExitStack) -> None:
     """Have gloo listen on loopback alone, where the ranks have met, unless the user names an interface."""
     names = {name for _, name in if_nameindex()} & {"lo", "lo0"}
     if names and environ.read("GLOO_SOCKET_IFNAME") is None:
-        undo.enter_context(environ.exported(GLOO_SOCKET_IFNAME=names.pop()))  # a later group reads it too
+        # No `exported`: its block would end with the interpreter, in a program that never closes the context.
+        environ.put(GLOO_SOCKET_IFNAME=names.pop())
+        undo.callback(environ.put, GLOO_SOCKET_IFNAME=None)
 
 
 def _topology(launched: RankEnvironment | None) -> Topology:

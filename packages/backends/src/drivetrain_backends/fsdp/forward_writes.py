@@ -1,4 +1,4 @@
-"""Writes that FSDP drops, into gathered parameters; and into shards between a forward and its backward.
+"""Writes that FSDP drops, into gathered parameters; and steps between a forward and its backward.
 
 FSDP gathers parameters anew for each forward and backward. Torch counts the writes to a tensor, and leaves FSDP's own
 gathers out: a count that changes tells of other code.
@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain_backends.compat import as_they_are, version_of
 from drivetrain_backends.errors import UnshardedParameterError, first_of
 from drivetrain_backends.fsdp.compat import (
     call_after_gathering,
@@ -38,24 +37,26 @@ class CountedParameter(nn.Parameter):
 
 
 class ForwardWrites:
-    """The writes of a model's forwards, and of hooks in its backwards.
+    """The writes of a model's forwards, and of hooks in its backwards; and its steps before a backward.
 
     Args:
         sharded: The sharded model.
+
+    Attributes:
+        num_steps: The number of steps that optimizers have taken on the model.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._kind = class_name(sharded.module)
         self._names = {parameter: name for name, parameter in sharded.parameters.items()}
         self._writes: dict[Any, tuple[Tensor | None, Writes]] = {}  # into gathered parameters, by group
-        self._forwarded: dict[
-            Any, tuple[Tensor, int]
-        ] = {}  # a shard of each group, and its count at the forward
+        self.num_steps = 0
+        self._num_at_forward: dict[Any, int] = {}  # the steps before the last forward, by group
         for block in sharded.blocks:
             groups = parameter_groups(block)
             for group in groups:
                 call_after_gathering(group, partial(self._note, group))
-            check_before_backward(block, partial(self._refuse_changed, groups))
+            check_before_backward(block, partial(self._refuse_stepped, groups))
 
     def check(self) -> None:
         """Refuse writes into gathered parameters since the last call.
@@ -72,7 +73,7 @@ class ForwardWrites:
             )
 
     def _note(self, group: Any) -> None:
-        """Count the writes to a group's parameters from its first gather on, and to a shard from each forward on."""
+        """Count the writes to a group's parameters from its first gather on, and the steps from each forward on."""
         first = gathered_parameter(group.fsdp_params[0])
         if group not in self._writes or self._writes[group][0] is not first:
             named = {self._names[p.sharded_param]: gathered_parameter(p) for p in group.fsdp_params}
@@ -81,27 +82,17 @@ class ForwardWrites:
                     parameter.__class__ = CountedParameter
             self._writes[group] = first, Writes(named)
         if is_in_forward(group):
-            with as_they_are():
-                trained = (p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad)
-                # A frozen group may be stepped before it is trained again: what counted then is over.
-                shard = next(trained, None)
-                self._forwarded[group] = None if shard is None else (shard, version_of(shard))
+            self._num_at_forward[group] = self.num_steps
 
-    def _refuse_changed(self, groups: list[Any]) -> None:
-        """Refuse a backward through outputs that were computed with other weights.
+    def _refuse_stepped(self, groups: list[Any]) -> None:
+        """Refuse a backward through outputs that were computed before a step.
 
         Raises:
-            UnshardedParameterError: A shard was written to since its forward.
+            UnshardedParameterError: An optimizer has stepped since the forward.
         """
-        for group in groups:
-            if (forwarded := self._forwarded.get(group)) is None:
-                continue
-            shard, before = forwarded
-            with as_they_are():
-                changed = version_of(shard) != before
-            if changed:
-                raise UnshardedParameterError(
-                    f"{self._names[shard]} of {self._kind} changed between a forward and its backward, as by a step "
-                    "in a hook of the forward: FSDP gathers parameters for both, and gradients of these outputs "
-                    "would be computed with the new weights. Step after accelerator.backward(loss)"
-                )
+        if any(self._num_at_forward.get(group, self.num_steps) != self.num_steps for group in groups):
+            raise UnshardedParameterError(
+                f"{self._kind} was stepped between a forward and its backward, as in a hook of the forward: FSDP "
+                "gathers parameters for both, and gradients of these outputs would be computed with the new "
+                "weights. Step after accelerator.backward(loss)"
+            )

@@ -134,7 +134,10 @@ class FSDPPrepared(TorchPrepared):
                 self._use.adopt()  # converted, and back
             self._writes.check()
         with self._use.paused():
-            return super().step(optimizer)
+            result = super().step(optimizer)
+        for model in self.group.models if result.stepped else ():
+            self._gradients.retained[model].writes.num_steps += 1
+        return result
 
     def clip(
         self,
