@@ -23,7 +23,6 @@ _OF_A_COMMAND = "a command beside what it does"
 FILES_MEANT = {
     "accelerator": "the umbrella's, and that of Accelerate's interface",
     "errors": _ONE_A_PACKAGE,
-    "regular_file": "config's is text and JSON, that of weights bytes to map; neither package knows the other",
     "settings": _ONE_A_PACKAGE,
     "arguments": _ONE_A_PACKAGE,
     "protocol": _ONE_A_PACKAGE,
