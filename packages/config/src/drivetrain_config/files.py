@@ -9,8 +9,8 @@ from typing import Any
 
 from drivetrain_config.accelerate_file import is_accelerate, translate
 from drivetrain_config.errors import ConfigError
+from drivetrain_config.file_text import parse_json, read_text, too_deep
 from drivetrain_config.kinds import is_too_deep
-from drivetrain_config.regular_file import parse_json, read_text, too_deep
 from drivetrain_config.yaml_file import Lines, read_yaml
 
 

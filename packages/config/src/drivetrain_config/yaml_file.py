@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config.errors import ConfigError
+from drivetrain_config.file_text import too_deep
 from drivetrain_config.kinds import MOST_LEVELS
-from drivetrain_config.regular_file import too_deep
 
 Lines = Mapping[tuple[str, ...], int]  # the line of each (section,) or (section, field), from 1
 

@@ -63,7 +63,7 @@ def find_unread(
         others: All other sections that something is said of.
         backends: The names of all backends, which their sections have too.
         backend: The name of the class of the backend that trains.
-        run: The values in force of the run section, as "run.NAME".
+        run: The settings of the run that are in force, by "run.NAME".
     """
     found: list[Unread] = []
     for section, other in others.items():
@@ -79,7 +79,7 @@ def find_unused(resolved: Mapping[str, Resolved[Any]], events: Collection[str]) 
 
     Args:
         resolved: The sections that the run read, by name.
-        events: The names out of `EVENTS` that the run has had.
+        events: The members of `EVENTS` that occurred.
     """
     return [one for one in _unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
 

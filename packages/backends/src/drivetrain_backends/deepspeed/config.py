@@ -14,7 +14,7 @@ from drivetrain_backends.deepspeed.keys import check_keys
 from drivetrain_backends.deepspeed.possible import check_possible
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.settings import DeepSpeedSettings
-from drivetrain_config.regular_file import parse_json, read_text
+from drivetrain_config.file_text import parse_json, read_text
 from drivetrain_precision.settings import PrecisionSettings
 
 _DEFAULT_STAGE = 2

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from drivetrain_config.conversion import ConversionError, convert
+from drivetrain_config.file_text import parse_json, read_text
 from drivetrain_config.kinds import plain
-from drivetrain_config.regular_file import parse_json, read_text
 from drivetrain_launcher.clusters.protocol import JobRequest
 from drivetrain_launcher.errors import LaunchError
 
