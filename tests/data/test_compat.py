@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from drivetrain_data import compat
-from drivetrain_data.compat import ITERATOR_METHODS, collate_with, fingerprint_of, stack_tensors
+from drivetrain_data.compat import ITERATOR_METHODS, fingerprint_of
 
 
 def test_a_loader_makes_its_iterator_by_these_methods() -> None:
@@ -24,19 +22,6 @@ def test_a_loader_makes_its_iterator_by_these_methods() -> None:
     noting = type("Noting", (DataLoader,), {name: noted(name) for name in ITERATOR_METHODS})
     assert [batch.tolist() for batch in noting([1, 2, 3])] == [[1], [2], [3]]
     assert set(called) == ITERATOR_METHODS
-
-
-def test_samples_are_collated_as_by_torch_with_another_function_that_stacks_tensors() -> None:
-    stacked: list[int] = []
-
-    def stack(tensors: Any, **options: Any) -> torch.Tensor:
-        stacked.append(len(tensors))
-        return stack_tensors(tensors, **options)
-
-    samples = [{"x": (torch.ones(2), np.zeros(3)), "n": n, "s": "a"} for n in range(4)]
-    found, expected = collate_with(stack, samples), default_collate(samples)
-    assert stacked == [4, 4]
-    assert str(found) == str(expected)
 
 
 def test_a_dataset_of_hugging_face_tells_by_its_fingerprint_that_its_content_changed() -> None:

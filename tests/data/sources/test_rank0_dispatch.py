@@ -379,7 +379,7 @@ def kept_batches(reverse: bool, ahead: bool) -> list[tuple[int, list[Any]]]:
         read_ahead=ahead,
     )
     kept: list[Any] = []
-    for _ in range(3):  # so that every slot has been lent and lent again
+    for _ in range(3):  # so that every slot is used again
         kept += [(batch, loader.current.replayed) for batch in loader]
     # A later batch does not write over an earlier one that the program still holds.
     return [
@@ -398,7 +398,7 @@ def kept_batches(reverse: bool, ahead: bool) -> list[tuple[int, list[Any]]]:
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize(("reverse", "ahead"), [(False, False), (True, True)])
-def test_batches_that_are_collated_where_they_are_sent_from_arrive_whole_and_stay(
+def test_batches_of_a_stream_that_reuses_its_memory_arrive_whole_and_stay(
     run_ranks, num_processes: int, reverse: bool, ahead: bool
 ) -> None:
     results = run_ranks(kept_batches, reverse, ahead, num_processes=num_processes)

@@ -13,12 +13,8 @@ from drivetrain_data.transport.message import Incoming, Outgoing, take_apart
 from drivetrain_data.transport.shared_memory import SharedMemoryChannel, meet
 
 
-def sent(batch: Any) -> Outgoing:
-    return Outgoing([take_apart("note", batch)], [0], loop=1, with_layout=True)
-
-
 def message(value: int, size: int = 10) -> Outgoing:
-    return sent(torch.full((size,), value))
+    return Outgoing([take_apart("note", torch.full((size,), value))], [0], loop=1, with_layout=True)
 
 
 def value_of(channel: SharedMemoryChannel) -> int:
@@ -79,97 +75,6 @@ def test_an_expected_message_is_taken_before_the_channel_settles(ends: Any) -> N
     receiver.settle()
     sender.send([message(2)], complete=True)
     assert value_of(receiver) == 2
-
-
-def lent_tensor(sender: SharedMemoryChannel, size: int = 10) -> torch.Tensor | None:
-    lent = sender.lend(1)
-    return None if lent is None else lent.tensor(torch.int64, torch.Size((size,)))
-
-
-@pytest.fixture
-def warm(ends: Any) -> Any:
-    """A sender and a receiver of which every slot has held a message."""
-    sender, receiver = SharedMemoryChannel({1: ends[0]}), SharedMemoryChannel({0: ends[1]})
-    for number in range(4):
-        sender.send([message(number)], complete=True)
-        assert value_of(receiver) == number
-    return sender, receiver
-
-
-def test_a_batch_in_lent_memory_is_sent_from_where_it_lies(warm: Any) -> None:
-    sender, receiver = warm
-    for number in range(10, 16):
-        tensor = lent_tensor(sender)
-        assert tensor is not None
-        tensor.fill_(number)
-        sender.send([sent(tensor)], complete=True)
-        address = tensor.data_ptr()
-        tensor.fill_(number + 100)  # seen by the receiver if nothing was copied
-        assert value_of(receiver) == number + 100
-        assert tensor.data_ptr() == address
-
-
-def test_what_lies_in_lent_memory_is_kept_until_it_is_sent_or_dropped(warm: Any) -> None:
-    sender, receiver = warm
-    one, two = lent_tensor(sender), lent_tensor(sender)
-    assert one is not None
-    assert two is not None
-    one.fill_(1)
-    two.fill_(2)
-    assert lent_tensor(sender) is None  # the rest is left to messages that lie nowhere
-    for number in range(3, 9):
-        sender.send([message(number)], complete=True)
-        assert value_of(receiver) == number
-    sender.send([sent(two)], complete=True)
-    sender.send([sent(one)], complete=True)
-    assert (value_of(receiver), value_of(receiver)) == (2, 1)
-
-
-def test_lent_memory_that_is_dropped_is_lent_again(warm: Any) -> None:
-    sender, _ = warm
-    assert all(lent_tensor(sender) is not None for _ in range(9))
-
-
-def test_memory_is_lent_only_while_a_slot_is_free_and_without_waiting(warm: Any) -> None:
-    sender, receiver = warm
-    kept = [lent_tensor(sender), lent_tensor(sender)]
-    sender.send([message(1)], complete=True)
-    sender.send([message(2)], complete=True)
-    kept.clear()
-    kept += [lent_tensor(sender), lent_tensor(sender), lent_tensor(sender)]
-    assert [tensor is None for tensor in kept] == [False, False, True]
-    assert (value_of(receiver), value_of(receiver)) == (1, 2)
-
-
-def test_a_tensor_that_lies_where_another_is_written_arrives_whole(warm: Any) -> None:
-    sender, receiver = warm
-    tensor = lent_tensor(sender)
-    assert tensor is not None
-    tensor.copy_(torch.arange(10))
-    sender.send([sent([torch.full((6,), 5), tensor])], complete=True)
-    incoming = Incoming(receiver.receive())
-    assert incoming.layout is not None
-    first, second = incoming.batch(incoming.layout, 0)
-    assert (first.tolist(), second.tolist()) == ([5] * 6, list(range(10)))
-
-
-def test_memory_is_lent_for_the_dtypes_and_shapes_of_the_last_message_alone(warm: Any) -> None:
-    sender, _ = warm
-    for dtype, size in ((torch.int32, 10), (torch.int64, 11)):
-        lent = sender.lend(1)
-        assert lent is not None
-        assert lent.tensor(dtype, torch.Size((size,))) is None
-
-
-def test_a_receiver_that_has_ended_is_told_by_the_next_message_and_not_while_reading(
-    ends: Any, warm: Any
-) -> None:
-    sender, _ = warm
-    sender.send([message(1)], complete=True)
-    ends[1].close()
-    lent_tensor(sender)
-    with pytest.raises(DispatchError, match="that is handed batches has ended, rank 1 of the group"):
-        sender.send([message(2)], complete=True)
 
 
 def meet_with(obstacle: str, folder: str) -> tuple[bool, list[str]]:

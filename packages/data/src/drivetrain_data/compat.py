@@ -4,11 +4,7 @@ They have no public API. They are the same in torch 2.9 to 2.15 and torchdata 0.
 holds each one to what is relied on, and docs/platforms.md lists them.
 """
 
-from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
-from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 # The methods by which torch's DataLoader makes its iterator: a subclass that has its own reads in another way.
 ITERATOR_METHODS = frozenset({"__iter__", "_get_iterator"})
@@ -26,12 +22,3 @@ def fingerprint_of(dataset: Any) -> str | None:
     """Return a dataset's own fingerprint of its content, as Hugging Face datasets have, or None."""
     found = getattr(dataset, "_fingerprint", None)
     return found if isinstance(found, str) else None
-
-
-def collate_with(stack: Callable[..., Tensor], samples: Any) -> Any:
-    """Collate samples as torch's `default_collate` does, but with another function that stacks tensors."""
-    return collate(samples, collate_fn_map={**default_collate_fn_map, Tensor: stack})
-
-
-# The function by which `default_collate` stacks tensors.
-stack_tensors = collate_tensor_fn

@@ -80,7 +80,7 @@ def shard_loader(
     )  # fmt: skip
     source = _source_of(loader, sharding)
     _check_alike(loader, source, sharding, compare_samples=compare_samples)
-    stage = _dispatch(source, device, read_ahead=read_ahead)
+    stage = _dispatch(sharding, device, read_ahead=read_ahead)
     copies = _copies(device, non_blocking, copy_ahead)
     return ShardedLoader(
         source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
@@ -118,17 +118,14 @@ def _source_of(loader: Any, sharding: DataSharding) -> BatchSource:
 
 
 def _dispatch(
-    source: BatchSource, device: torch.device | str | None, *, read_ahead: bool
+    sharding: DataSharding, device: torch.device | str | None, *, read_ahead: bool
 ) -> Rank0Dispatch | None:
     """Return the stage that hands every rank its batches; None if each rank reads for itself."""
-    sharding = source.sharding
     if not sharding.for_all:
         return None
     assert sharding.group is not None
     place = None if device is None else torch.device(device)
-    stage = Rank0Dispatch(sharding.group, sharding.shard, device=place, read_ahead=read_ahead)
-    source.collate_into(stage.lend)
-    return stage
+    return Rank0Dispatch(sharding.group, sharding.shard, device=place, read_ahead=read_ahead)
 
 
 def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:

@@ -1,7 +1,7 @@
 """The source of a sharded loader's batches: the interface between reading data and looping over it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -11,7 +11,6 @@ from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.state.torchdata_state import TorchdataStates, torchdata_kind
-from drivetrain_data.transport.message import LentMemory
 
 
 class StepOrigin(NamedTuple):
@@ -97,9 +96,6 @@ class BatchSource(ABC):
     @seed.setter
     def seed(self, seed: int) -> None:
         self._seed = seed
-
-    def collate_into(self, _lend: Callable[[int], LentMemory | None]) -> None:  # noqa: B027 few sources can
-        """Collate batches of other shards into memory that a function lends, if this source can."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """Iterable datasets: one fetch reads a step's samples, and the collate function splits them among the shards."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Generator
@@ -26,7 +26,6 @@ from drivetrain_data.state.stream_state import (
     ReadPosition,
     Snapshotter,
 )
-from drivetrain_data.transport.message import LentMemory
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +79,6 @@ class IterableSource(BatchSource):
             f"the order in which {self._name} yields; each rank reads all of it and keeps its part, so that it must "
             "yield the same on every rank"
         )
-
-    def collate_into(self, lend: Callable[[int], LentMemory | None]) -> None:
-        """Collate batches of other shards into memory that a function lends, if they are collated in this process."""
-        if self._reads_here:
-            self._collate.lend = lend
 
     def move_to(self, epoch: int, position: int) -> None:
         """Move to a position; what was saved of another epoch is of no use there."""

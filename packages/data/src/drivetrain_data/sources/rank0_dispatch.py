@@ -19,14 +19,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import Reading, StepOrigin
 from drivetrain_data.transport.channel import open_channel
-from drivetrain_data.transport.message import (
-    Incoming,
-    Layout,
-    LentMemory,
-    Outgoing,
-    SeparatedBatch,
-    take_apart,
-)
+from drivetrain_data.transport.message import Incoming, Layout, Outgoing, SeparatedBatch, take_apart
 
 _NO_WORKER = -1
 _GROUP_BYTES = 2**18  # for each rank; larger messages cost no less per step
@@ -68,9 +61,6 @@ class Rank0Dispatch:
         self._is_reader = dist.get_rank(group) == 0
         self._channel = open_channel(group, device)
         self._shards = _shards_of(group, shard)
-        # The first rank that reads each shard but the reader's own, whose batches go to the program.
-        ranks = {index: rank for rank, index in reversed(list(enumerate(self._shards))) if rank}
-        self._ranks = {index: rank for index, rank in ranks.items() if index != shard.index}
         self._read_ahead = read_ahead
         self._loop = 0  # the number of loops started
         self._sent: list[Layout] = []
@@ -80,10 +70,6 @@ class Rank0Dispatch:
         """Return the origin of the order that one rank reads, as a phrase for users."""
         order = order_source.split("; ")[0]
         return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
-
-    def lend(self, shard: int) -> LentMemory | None:
-        """Lend memory to collate a shard's next batch into; None if it is not sent from there."""
-        return self._channel.lend(self._ranks[shard]) if shard in self._ranks else None
 
     def dispatched(self, open_source: Callable[[], Iterator[Reading]]) -> Iterator[Reading]:
         """Read on the first rank, and receive on the others.

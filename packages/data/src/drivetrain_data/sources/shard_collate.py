@@ -1,23 +1,17 @@
 """Collate the samples of a step that is read for all shards into one batch for each shard."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import get_worker_info
 
-from drivetrain_data.compat import collate_with, stack_tensors
 from drivetrain_data.errors import stop_let_out
 from drivetrain_data.sampling.partition import tail_counts
 from drivetrain_data.sampling.sample_signature import Place, Signature, signature_of, spaced
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import StepOrigin
 from drivetrain_data.state.stream_state import PLACEHOLDER, Snapshotter
-from drivetrain_data.transport.message import LentMemory
 
 # The first steps of a loop of which samples are described, and the samples of a step. Both steps are read before a
 # loop has its first batch.
@@ -48,10 +42,6 @@ class ShardCollate:
         batch_size: The number of samples in a batch on each shard; None for datasets that yield batches themselves.
         sharding: The division of the samples; padding repeats the tail's own samples.
         snapshotter: The taker of snapshots of the dataset's state.
-
-    Attributes:
-        lend: A function that lends memory to collate a shard's batch into, or returns None; None for none. It is used
-            by torch's own collate function, in steps in which every shard has a batch of its own.
     """
 
     def __init__(
@@ -66,7 +56,6 @@ class ShardCollate:
         self._num_unsigned = _NUM_SIGNED if sharding.compares_streams else 0
         self._sharding = replace(sharding, group=None)  # which a worker could not be sent
         self._snapshotter = snapshotter
-        self.lend: Callable[[int], LentMemory | None] | None = None
 
     def __call__(self, samples: list[Any]) -> CollatedStep:
         """Split and collate the samples of a step."""
@@ -78,16 +67,13 @@ class ShardCollate:
         size, even = self._batch_size or 1, self._sharding.even
         counts = tail_counts(len(samples), self._sharding.shard.count, size, even)
         batches: list[Any] = []
-        readers = self._sharding.readers(counts)
-        lend = self.lend if self._collate is default_collate and len(readers) == len(counts) else None
-        for shard in readers:
+        for shard in self._sharding.readers(counts):
             if even == "pad":
                 chosen = [samples[(shard * size + i) % len(samples)] for i in range(size)]
             else:
                 begin = sum(counts[:shard])
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
-            lent = None if lend is None or self._batch_size is None else lend(shard)
-            batches.append(self._collated(chosen[0] if self._batch_size is None else chosen, lent))
+            batches.append(self._collated(chosen[0] if self._batch_size is None else chosen))
         # Take the snapshot last, since collating may draw from the generators too.
         return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches, signatures)
 
@@ -98,20 +84,8 @@ class ShardCollate:
         chosen = spaced(len(samples), _NUM_SAMPLES)
         return tuple(((worker, self._num_unsigned, at), signature_of(samples[at])) for at in chosen)
 
-    def _collated(self, chosen: Any, lent: LentMemory | None) -> Any:
+    def _collated(self, chosen: Any) -> Any:
         try:
-            return self._collate(chosen) if lent is None else collate_with(partial(_stack_in, lent), chosen)
+            return self._collate(chosen)
         except StopIteration as error:
             raise stop_let_out("the collate function") from error
-
-
-def _stack_in(lent: LentMemory, samples: Sequence[Tensor], **options: Any) -> Tensor:
-    """Stack samples in lent memory if they are plain and have a place there, else as torch does."""
-    first, out = samples[0], None
-    if first.layout is torch.strided and first.device.type == "cpu" and not first.is_nested:
-        alike = set(map(_kind, samples)) == {(Tensor, first.dtype, False)}
-        out = lent.tensor(first.dtype, torch.Size((len(samples), *first.shape))) if alike else None
-    return stack_tensors(samples, **options) if out is None else torch.stack(list(samples), out=out)
-
-
-_kind = attrgetter("__class__", "dtype", "requires_grad")

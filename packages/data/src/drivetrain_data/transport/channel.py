@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from drivetrain_data.transport.message import Bytes, LentMemory, Outgoing
+from drivetrain_data.transport.message import Bytes, Outgoing
 from drivetrain_data.transport.scatter import ScatterChannel, transport_device
 from drivetrain_data.transport.shared_memory import meet
 
@@ -19,10 +19,6 @@ class Channel(Protocol):
     """
 
     name: str
-
-    def lend(self, rank: int) -> LentMemory | None:
-        """Lend memory for a rank's next batch, or None, without waiting. Called on the first rank."""
-        ...
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
         """Start sending messages. Called on the first rank.

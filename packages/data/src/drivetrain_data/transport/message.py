@@ -2,10 +2,10 @@
 
 import ctypes
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ _NUM_FIELDS = 6
 _ALIGNMENT = 16
 
 Bytes = npt.NDArray[np.uint8]
-# The offset of a tensor in a message, its dtype and its shape.
-Place: TypeAlias = tuple[int, torch.dtype, torch.Size]
 
 
 class TensorPlace:
@@ -116,7 +114,6 @@ class Outgoing:
 
     Attributes:
         used: The size of the message in bytes.
-        addresses: The addresses of the tensors of the first step.
     """
 
     def __init__(
@@ -129,23 +126,9 @@ class Outgoing:
         self._objects = pickle.dumps([step.objects for step in steps]) if steps[0].objects else b""
         self._begin = HEADER_BYTES + _aligned(8 * len(steps))
         self.used = self._begin + len(steps) * steps[0].num_bytes + len(self._objects) + len(self._layout)
-        self.addresses = [tensor.data_ptr() for tensor in steps[0].tensors]
-
-    def places(self) -> list[Place]:
-        """Return where the tensors of a message of one step lie in it; an empty list for any other message."""
-        if len(self._steps) > 1:
-            return []
-        return [(offset, tensor.dtype, tensor.shape) for offset, tensor in self._placed()]
-
-    def _placed(self) -> Iterator[tuple[int, torch.Tensor]]:
-        offset = self._begin
-        for step in self._steps:
-            for tensor in step.tensors:
-                yield offset, tensor
-                offset += _aligned(tensor.nbytes)
 
     def write(self, into: Bytes, *, longest: int) -> None:
-        """Write the message, but for tensors that lie in their places in the buffer already.
+        """Write the message.
 
         Args:
             into: The buffer to write to, at least `used` bytes.
@@ -155,38 +138,15 @@ class Outgoing:
         header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest, self._loop)
         into[: 8 * _NUM_FIELDS].view(np.int64)[:] = header
         into[HEADER_BYTES : HEADER_BYTES + 8 * len(steps)].view(np.int64)[:] = self._tags
-        address = into.ctypes.data
-        buffer = range(address, address + len(into))
-        placed = [(offset, _clear_of(buffer, tensor, address + offset)) for offset, tensor in self._placed()]
-        for offset, tensor in placed:
-            on_cpu = (tensor if _is_plain(tensor) else _plain(tensor)).cpu()
-            if on_cpu.data_ptr() != address + offset:
+        address, offset = into.ctypes.data, self._begin
+        for step in steps:
+            for tensor in step.tensors:
+                on_cpu = (tensor if _is_plain(tensor) else _plain(tensor)).cpu()
                 ctypes.memmove(address + offset, on_cpu.data_ptr(), on_cpu.nbytes)
-        offset = self._begin + len(steps) * steps[0].num_bytes
+                offset += _aligned(on_cpu.nbytes)
         for text in (objects, layout):
-            ctypes.memmove(address + offset, text, len(text))
+            into[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
             offset += len(text)
-
-
-class LentMemory:
-    """Memory of the next message, for a batch to be collated into, so that its tensors need not be copied there.
-
-    Args:
-        memory: The memory, which the tensors made of it keep alive.
-        places: The places of the tensors of the last message, which the next ones take if they are alike.
-    """
-
-    def __init__(self, memory: Bytes, places: Iterable[Place]) -> None:
-        self._memory = memory
-        self._places = iter(places)
-
-    def tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor | None:
-        """Return a tensor in the next place of this dtype and shape; None if there is none."""
-        for offset, its_dtype, its_shape in self._places:
-            if (its_dtype, its_shape) == (dtype, shape) and shape.numel():
-                flat = torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=offset)
-                return flat.view(shape)
-        return None
 
 
 def longest_bytes(header: Bytes) -> int:
@@ -267,12 +227,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values in contiguous memory, with lazy negation and conjugation resolved."""
     return tensor.detach().resolve_neg().resolve_conj().contiguous()
-
-
-def _clear_of(buffer: range, tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """Copy a tensor that lies elsewhere in a buffer than in its place, where writing others could overwrite it."""
-    address = tensor.data_ptr()
-    return tensor.clone() if address in buffer and address != place else tensor
 
 
 def _aligned(size: int) -> int:

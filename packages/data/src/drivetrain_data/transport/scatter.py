@@ -38,9 +38,6 @@ class ScatterChannel:
         self._rest: tuple[torch.Tensor, int] | None = None
         self._expected: tuple[Any, torch.Tensor] | None = None
 
-    def lend(self, rank: int) -> None:
-        """Lend nothing: a scatter sends rows of one buffer."""
-
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
         """Start sending messages. Called on the first rank.
 

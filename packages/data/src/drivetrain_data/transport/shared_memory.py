@@ -1,9 +1,8 @@
 """A channel on one machine, through memory that the sender shares with each receiver.
 
-Each receiver has four slots. Over a socket, the sender announces which slot holds a message, and the receiver replies
-once it has copied the message; two messages may wait for that. Two more slots may be lent to batches that are read
-ahead, which are then collated where they are sent from. Neither slots nor sockets have a name in the file system, so
-that a killed process leaves nothing behind, and the processes that wait for it notice its exit.
+Each receiver has two slots, written in turn. Over a socket, the sender announces which slot holds a message, and the
+receiver replies once it has copied the message. Neither slots nor sockets have a name in the file system, so that a
+killed process leaves nothing behind, and the processes that wait for it notice its exit.
 """
 
 import os
@@ -11,7 +10,6 @@ import socket
 import struct
 import tempfile
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from mmap import mmap
@@ -21,22 +19,17 @@ import numpy as np
 import torch.distributed as dist
 
 from drivetrain_data.errors import DispatchError
-from drivetrain_data.transport.message import Bytes, LentMemory, Outgoing, Place
+from drivetrain_data.transport.message import Bytes, Outgoing
 
 # The slot, the bytes of its message, and whether a descriptor of new memory for the slot is attached.
 _NOTICE = struct.Struct("=qq?")
 _RANK = struct.Struct("=q")
 _COPIED = b"."
 _SMALLEST_SLOT = 2**16
-_MOST_WAITING = 2
-_MOST_LENT = 2
-_NUM_SLOTS = (
-    _MOST_WAITING + _MOST_LENT
-)  # so that a message that lies in none always finds one, however many are lent
 
 
 class SharedMemoryChannel:
-    """A channel of slots and a socket for each receiver. Create it with `meet`.
+    """A channel of two slots and a socket for each receiver. Create it with `meet`.
 
     Args:
         connections: The sockets to the other ranks, by rank; on a receiver only the socket to the sender, as rank 0.
@@ -48,10 +41,6 @@ class SharedMemoryChannel:
         self._lines = {rank: _Line(rank, connection) for rank, connection in connections.items()}
         self._is_expected = False
         weakref.finalize(self, _close, list(connections.values()))
-
-    def lend(self, rank: int) -> LentMemory | None:
-        """Lend memory for a rank's next batch, or None, without waiting. Called on the first rank."""
-        return self._lines[rank].lend()
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
         """Write each message to a slot of its rank, waiting for a slot whose message has not been copied yet."""
@@ -79,41 +68,21 @@ class SharedMemoryChannel:
 
 
 class _Line:
-    """The connection between the sender and a receiver, with its slots, as seen from either side."""
+    """The connection between the sender and a receiver, with its two slots, as seen from either side."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self._rank = rank
         self._connection = connection
-        self._slots: list[Bytes] = [np.empty(0, dtype=np.uint8)] * _NUM_SLOTS
-        self._free = deque(range(_NUM_SLOTS))
-        self._waiting = deque[int]()  # the slots of messages that have not been copied yet
-        self._lent: dict[int, weakref.ref[Bytes]] = {}  # the slots that batches are collated into
-        self._places: list[Place] = []
-        self._used = 0  # the bytes of the last message
-
-    def lend(self) -> LentMemory | None:
-        for slot in [
-            slot for slot, memory in self._lent.items() if memory() is None
-        ]:  # dropped, and never sent
-            del self._lent[slot]
-            self._free.append(slot)
-        while self._waiting and self._is_copied(socket.MSG_DONTWAIT):
-            pass
-        if not (self._places and self._free) or len(self._lent) == _MOST_LENT:
-            return None
-        slot = self._free[0]
-        if len(self._slots[slot]) < self._used:
-            return None
-        memory = self._slots[slot][:]  # an array of its own, which lives as long as the tensors in it
-        self._lent[self._free.popleft()] = weakref.ref(memory)
-        return LentMemory(memory, self._places)
+        self._slots: list[Bytes] = [np.empty(0, dtype=np.uint8)] * 2
+        self._turn = 0
+        self._num_in_use = 0
 
     def send(self, message: Outgoing) -> None:
+        slot, self._turn = self._turn, 1 - self._turn
         try:
-            if len(self._waiting) == _MOST_WAITING and not self._is_copied():
-                raise self._ended()
-            slot = self._slot_for(message)
-            self._waiting.append(slot)
+            if self._num_in_use == len(self._slots):
+                self._wait_until_copied()
+            self._num_in_use += 1
             if message.used <= len(self._slots[slot]):
                 message.write(self._slots[slot], longest=message.used)
                 self._connection.send(_NOTICE.pack(slot, message.used, False))
@@ -121,26 +90,11 @@ class _Line:
                 self._send_in_new_memory(slot, message)
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
-        self._places, self._used = message.places(), message.used
 
-    def _slot_for(self, message: Outgoing) -> int:
-        """Return the lent slot that tensors of the message lie in, else a free one."""
-        for slot in self._lent:
-            begin = self._slots[slot].ctypes.data
-            if any(begin <= address < begin + len(self._slots[slot]) for address in message.addresses):
-                del self._lent[slot]
-                return slot
-        return self._free.popleft()
-
-    def _is_copied(self, flags: int = 0) -> bool:
-        """Return whether the oldest message has been copied, as far as the receiver has said or still can."""
-        try:
-            if self._connection.recv(len(_COPIED), flags) != _COPIED:
-                return False
-        except (BlockingIOError, ConnectionResetError):
-            return False
-        self._free.append(self._waiting.popleft())
-        return True
+    def _wait_until_copied(self) -> None:
+        if self._connection.recv(len(_COPIED)) != _COPIED:
+            raise self._ended()
+        self._num_in_use -= 1
 
     def _send_in_new_memory(self, slot: int, message: Outgoing) -> None:
         descriptor = os.memfd_create("drivetrain-batches")
