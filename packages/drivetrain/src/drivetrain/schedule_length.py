@@ -132,7 +132,7 @@ def tell_unreached(schedulers: Iterable[PreparedScheduler]) -> None:
         if total is not None and isinstance(at, int) and 0 < at < total:
             logger.warning(
                 "training ended at step %s of a schedule of %s (%s), before its last learning rates. A schedule "
-                "counts optimizer steps, and an epoch has fewer of them on more ranks; "
+                "counts optimizer steps, whose number in an epoch depends on ranks, batch size and accumulation; "
                 "accelerator.num_steps(loader, epochs=...) returns their number",
                 at,
                 total,
