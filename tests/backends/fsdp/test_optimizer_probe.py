@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import SGD, Optimizer
 
 from drivetrain_backends import FSDPBackend
@@ -274,9 +275,11 @@ class Rows(nn.Module):
 
 def refused_parameters() -> list[str]:
     said: list[str] = []
-    for sparse, dtype in ((True, torch.float32), (False, torch.complex64)):
+    for sparse, dtype in ((True, torch.float32), (False, torch.complex64), (False, torch.float32)):
         backend = fsdp()
         model = Rows(sparse=sparse, dtype=dtype)
+        if not sparse and dtype is torch.float32:
+            register_multi_grad_hook(list(model.parameters()), lambda _: None)
         before = model.table.weight
         with pytest.raises(ValueError, match="use backend='ddp'") as caught:
             backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
@@ -287,6 +290,7 @@ def refused_parameters() -> list[str]:
 
 
 def test_parameters_that_cannot_be_divided_are_refused_by_name(run_ranks) -> None:
-    for sparse, of_complex in run_ranks(refused_parameters):
+    for sparse, of_complex, hooked in run_ranks(refused_parameters):
         assert "Rows: table.weight gets sparse gradients (Embedding(sparse=True))" in sparse
         assert "Rows: factor is complex (complex64)" in of_complex
+        assert "Rows: factor has a hook of register_multi_grad_hook, which would never run" in hooked

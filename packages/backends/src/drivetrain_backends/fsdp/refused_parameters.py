@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
 from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.wrap_policy import class_name
@@ -14,8 +15,9 @@ def check_trainable(model: nn.Module) -> None:
     """Refuse a model with trainable parameters whose gradients cannot be sharded, or with weights packed in floats.
 
     Raises:
-        ValueError: A parameter is complex, gets sparse gradients, or is packed in a floating dtype; the message names
-            it; or a module writes into its parameters, or gets them at its first forward.
+        ValueError: A parameter is complex, gets sparse gradients, has a hook that would never run, or is packed in a
+            floating dtype; the message names it; or a module writes into its parameters, or gets them at its first
+            forward.
     """
     check_not_lazy(model)
     check_no_renormalising(model, "FSDP drops what is written into gathered parameters")
@@ -34,6 +36,12 @@ def check_trainable(model: nn.Module) -> None:
                 raise ValueError(
                     f"{class_name(model)}: {name} gets sparse gradients ({type(module).__name__}(sparse=True)), "
                     "which FSDP does not reduce: say sparse=False, or use backend='ddp'"
+                )
+            if any(hook.startswith("register_multi_grad_hook.") for hook in names_of_hooks(parameter)):
+                raise ValueError(
+                    f"{class_name(model)}: {name} has a hook of register_multi_grad_hook, which would never run, as "
+                    "FSDP lets gradients come to gathered parameters: set a hook on each by "
+                    "parameter.register_hook, or use backend='ddp'"
                 )
 
 
