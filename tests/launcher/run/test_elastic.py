@@ -24,7 +24,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ranks_get_torchruns_variables_one_of_ours_and_their_arguments_and_log_files(
+def test_ranks_get_torchruns_variables_two_of_ours_and_their_arguments_and_log_files(
     drivetrain: Callable, script: Callable, tmp_path: Path
 ) -> None:
     file = script(
@@ -40,7 +40,8 @@ def test_ranks_get_torchruns_variables_one_of_ours_and_their_arguments_and_log_f
     done = drivetrain(*given, environment={"TMPDIR": str(scratch)})
     assert done.returncode == 0, done.stderr
     lines = [
-        f"{rank} {rank} 2 2 0 1 ['DRIVETRAIN_CONFIG'] {list(rest)} {file.parent} __main__" for rank in (0, 1)
+        f"{rank} {rank} 2 2 0 1 ['DRIVETRAIN_CONFIG', 'DRIVETRAIN_RANK_OWNER'] {list(rest)} {file.parent} __main__"
+        for rank in (0, 1)
     ]
     assert sorted(done.stdout.splitlines()) == [lines[0], f"[rank 1] {lines[1]}"]
     files = sorted((tmp_path / "logs").rglob("stdout.log"))
