@@ -78,3 +78,22 @@ def test_an_accelerator_of_a_class_of_the_users_ends_too() -> None:
     assert isinstance(accelerator, Mine)
     with pytest.raises(RuntimeError, match=r"^log\(\) after end_training\(\)"):
         accelerator.log_loss(1.0)
+
+
+# What reads back, ends, or asks for nothing of the run.
+STAY = set(
+    "autocast clear clip_grad_norm_ clip_grad_value_ end_training free_memory get_state_dict get_tracker has_prepared "
+    "load_loss_scale_state loss_scale_state num_steps on_last_process on_local_main_process on_main_process "
+    "on_process prepared_of print profile record_autocast skip_first_batches split_between_processes "
+    "unregister_from_checkpointing unwrap_model wait_for_save".split()
+)
+
+
+def test_every_method_is_refused_after_the_end_or_is_known_to_stay() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.end_training()
+    methods = {name for name in dir(Accelerator) if not name.startswith("_")}
+    methods = {name for name in methods if callable(getattr(Accelerator, name, None))}
+    assert methods >= STAY
+    for name in methods - STAY:
+        assert name in said_by(getattr(accelerator, name))

@@ -51,10 +51,10 @@ class ReplicatedWeights:
         )
 
     def refuse(self, told: str) -> NoReturn:
-        """Raise the error with a result of `explain`.
+        """Raise the error of replicas that differ, with a message that `explain` has returned.
 
         Raises:
-            DriftedReplicasError: Always.
+            DriftedReplicasError: Raised by every call, on the rank that calls it.
         """
         raise DriftedReplicasError(told)
 
