@@ -81,12 +81,13 @@ def test_an_accelerator_of_a_class_of_the_users_ends_too() -> None:
 
 
 # What reads back, ends, or asks for nothing of the run.
-STAY = set(
-    "autocast clear clip_grad_norm_ clip_grad_value_ end_training free_memory get_state_dict get_tracker has_prepared "
-    "load_loss_scale_state loss_scale_state num_steps on_last_process on_local_main_process on_main_process "
-    "on_process prepared_of print profile record_autocast skip_first_batches split_between_processes "
-    "unregister_from_checkpointing unwrap_model wait_for_save".split()
-)
+STAY = {
+    "autocast", "clear", "clip_grad_norm_", "clip_grad_value_", "end_training", "free_memory", "get_state_dict",
+    "get_tracker", "has_prepared", "load_loss_scale_state", "loss_scale_state", "num_steps", "on_last_process",
+    "on_local_main_process", "on_main_process", "on_process", "prepared_of", "print", "profile",
+    "record_autocast", "skip_first_batches", "split_between_processes", "unregister_from_checkpointing",
+    "unwrap_model", "wait_for_save",
+}  # fmt: skip
 
 
 def test_every_method_is_refused_after_the_end_or_is_known_to_stay() -> None:

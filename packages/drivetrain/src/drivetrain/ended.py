@@ -9,8 +9,8 @@ _NEED_THE_RUN = (
     "find_executable_batch_size", "gather", "gather_for_metrics", "gathered", "init_trackers",
     "join_uneven_inputs", "load_model", "load_state", "local_main_process_first", "log", "main_process_first",
     "no_sync", "pad_across_processes", "prepare", "prepare_evaluation", "prepare_loader", "reduce",
-    "register_checkpoint_hook", "register_for_checkpointing", "request_stop", "save_if_due", "save_model", "save_state", "set_trigger",
-    "wait_for_everyone",
+    "register_checkpoint_hook", "register_for_checkpointing", "request_stop", "save_if_due", "save_model",
+    "save_state", "set_trigger", "wait_for_everyone",
 )  # fmt: skip
 
 
