@@ -327,6 +327,7 @@ def _destroy(groups: list[Callable[[], Any]]) -> None:
 
 def _serve(file: str, accelerated: str = "") -> None:
     """A pool's worker: join the group, then answer calls until the pool hangs up."""
+    import torch
     import torch.distributed as dist
 
     connection = Connection(int(file))
@@ -354,6 +355,7 @@ def _serve(file: str, accelerated: str = "") -> None:
             _destroy(left_groups)
             gc.collect()  # their threads end with them
         output = io.StringIO()
+        torch.manual_seed(0)  # ranks draw the same numbers, whatever the calls before drew
         try:
             with redirect_stdout(output), redirect_stderr(output):
                 result = getattr(_load(path, module), name)(*pickle.loads(args))

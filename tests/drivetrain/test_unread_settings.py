@@ -86,6 +86,8 @@ def test_a_setting_whose_condition_holds_and_a_default_in_code_are_not_told(capl
 @pytest.mark.parametrize("by", ["code", "file"])
 @pytest.mark.parametrize("uses", [False, True])
 def test_what_a_run_had_no_use_for_is_told_once_at_its_end(by: str, uses: bool, tmp_path, caplog) -> None:
+    if uses:
+        pytest.importorskip("upath")
     said: dict[str, dict[str, Any]] = {
         "data": {"even": "pad", "copy_ahead": 3, "split_batches": True, "seed": 3},
         "checkpoint": {"allow_pickle": True, "stall_seconds": 5.0, "storage_options": {"auto_mkdir": True}},
