@@ -185,15 +185,16 @@ class RankPool:
     Args:
         num_processes: How many.
         pythons: The programs that start them, in turn.
-        accelerated: Whether they have the accelerator of `accelerator/device.py`; one process has no group then.
+        device: The device that they have beside the CPU, by its name in `hardware/devices.py`; one process has no
+            group then.
     """
 
     def __init__(
-        self, num_processes: int, *, pythons: Sequence[str] = (sys.executable,), accelerated: bool = False
+        self, num_processes: int, *, pythons: Sequence[str] = (sys.executable,), device: str = ""
     ) -> None:
         self.num_processes = num_processes
         self._pythons = pythons
-        self._arguments = ("accelerated",) if accelerated else ()
+        self._device = device
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._num_groups = 0
@@ -228,13 +229,12 @@ class RankPool:
         port = free_port()
         for rank in range(self.num_processes):
             # A pool waits between tests as long as it takes: that is no hang.
-            environment = rank_environment(
-                rank, self.num_processes, port, {"DRIVETRAIN_STATE__WATCHDOG": "false"}
-            )
+            extra = {"DRIVETRAIN_STATE__WATCHDOG": "false", "TEST_DEVICE": self._device}
+            environment = rank_environment(rank, self.num_processes, port, extra)
             ours, theirs = socket.socketpair()
             with theirs:  # a rank that ends before it is joined is heard at once
                 file = theirs.fileno()
-                command = [self._pythons[rank % len(self._pythons)], __file__, str(file), *self._arguments]
+                command = [self._pythons[rank % len(self._pythons)], __file__, str(file)]
                 self._processes.append(
                     subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[file])
                 )
@@ -325,18 +325,29 @@ def _destroy(groups: list[Callable[[], Any]]) -> None:
     groups.clear()
 
 
-def _serve(file: str, accelerated: str = "") -> None:
+def _share_device() -> None:
+    """Where ranks have to share a device, let each be the only one of a node of its own, which takes the first."""
+    from hardware.devices import here
+
+    if here().num_devices() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+
+
+def _serve(file: str) -> None:
     """A pool's worker: join the group, then answer calls until the pool hangs up."""
     import torch
     import torch.distributed as dist
 
     connection = Connection(int(file))
-    if accelerated:
-        from accelerator import device
+    if not os.environ["TEST_DEVICE"]:
+        dist.init_process_group("gloo")
+    else:
+        from hardware.devices import here
 
-        device.make()
-    if not accelerated or os.environ["WORLD_SIZE"] != "1":
-        dist.init_process_group(f"cpu:gloo,{device.NAME}:hccl" if accelerated else "gloo")
+        here().prepare()
+        if os.environ["WORLD_SIZE"] != "1":
+            _share_device()
+            dist.init_process_group(here().collectives())
     joined = dist.is_initialized()
     connection.send_bytes(pickle.dumps((False,)))
     left_groups = _noted_groups()

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from accelerator import device
 from dispatch.models import (
     WIDTH,
     Checkpointed,
@@ -46,6 +45,7 @@ from drivetrain_dispatch import (
     remove_hooks,
 )
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
+from hardware.simulated import device
 
 toy = device.make()
 FIRST, SECOND = (torch.device(device.NAME, index) for index in range(2))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerator.device import CAN_BE_MADE
+from hardware.simulated.device import CAN_BE_MADE
 
 CHECKS = Path(__file__).with_name("accelerator_checks.py")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerator.device import CAN_BE_MADE
+from hardware.simulated.device import CAN_BE_MADE
 
 PROGRAMS = Path(__file__).with_name("programs")
 TESTS = Path(__file__).parents[2]

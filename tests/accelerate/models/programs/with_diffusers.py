@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerator import device
+from hardware.simulated import device
 
 device.make()
 library = torch.library.Library("aten", "IMPL")

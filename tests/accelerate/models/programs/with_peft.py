@@ -13,7 +13,7 @@ import torch
 
 ON_ACCELERATOR = sys.argv[2:] == ["npu"]
 if ON_ACCELERATOR:
-    from accelerator import device
+    from hardware.simulated import device
 
     device.make()
 from peft import LoraConfig, PeftModel, get_peft_model

@@ -80,8 +80,9 @@ class _TrainedModel:
             )
 
     def values(self) -> list[float]:
-        """Return the norm of each parameter."""
-        return [float(norm) for norm in foreach_norm([p.detach() for p in self.parameters])]
+        """Return the norm of each parameter that a step could change, which packed integers are not."""
+        norms = iter(foreach_norm([p.detach() for p in self.parameters if p.is_floating_point()]))
+        return [float(next(norms)) if p.is_floating_point() else 0.0 for p in self.parameters]
 
     def check_unwritten(self, before: list[float]) -> None:
         """Refuse parameters that the first backward has written.

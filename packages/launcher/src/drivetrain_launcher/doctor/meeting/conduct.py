@@ -134,7 +134,7 @@ def _follow(
             meeting.post(f"ready/{backend}", "")
             linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
             if meeting.rank in linked:
-                found = measure_links(checked, linked, meeting.rank, backend, program)
+                found = measure_links(meeting, linked, backend, program)
                 meeting.post(f"pairs/{backend}", found)
     end = meeting.hear("end", seconds=_START_SECONDS + PAIR_SECONDS * 3)
     meeting.post("bye", "")
@@ -223,13 +223,12 @@ def _check_together(
         else:
             progress(f"measuring {backend} between {len(linked)} hosts")
             program = program if backend == "gloo" else start_pairs(checked.environment)
-            verdict = _links(checked, meeting, linked, labels, backend, program)
+            verdict = _links(meeting, linked, labels, backend, program)
         found.append(report_of(f"{backend} between hosts", verdict))
     return found
 
 
 def _links(
-    checked: CheckedRun,
     meeting: HostMeeting,
     linked: Sequence[int],
     labels: Mapping[int, str],
@@ -242,7 +241,7 @@ def _links(
     ready = sorted(meeting.collect(f"ready/{backend}", linked, seconds=_START_SECONDS))
     late, linked = [rank for rank in linked if rank not in ready], ready
     meeting.tell(f"linked/{backend}", linked)
-    meeting.post(f"pairs/{backend}", measure_links(checked, linked, 0, backend, program))
+    meeting.post(f"pairs/{backend}", measure_links(meeting, linked, backend, program))
     told = meeting.collect(f"pairs/{backend}", linked, seconds=_REACH_SECONDS)
     verdict = judge_hosts(merge(backend, told, linked), [labels[rank] for rank in linked])
     if not late:

@@ -4,32 +4,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from drivetrain_launcher.doctor.checked_run import CheckedRun
 from drivetrain_launcher.doctor.links.pair_order import PairOrder, PairProgram
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult
+from drivetrain_launcher.doctor.meeting.join import HostMeeting
 
 PAIR_SECONDS = 45.0
 _MOST_ROUNDS = 32
 
 
 def measure_links(
-    checked: CheckedRun, ranks: Sequence[int], rank: int, backend: str, program: PairProgram
+    meeting: HostMeeting, ranks: Sequence[int], backend: str, program: PairProgram
 ) -> dict[str, Any]:
     """Measure the pairs of this host that it is the lower rank of; return them as plain data. On all of `ranks`.
 
     Args:
-        checked: The run that would start.
+        meeting: The meeting of the hosts, at whose store the group forms.
         ranks: The hosts that take part, in order.
-        rank: The rank of this host.
         backend: "gloo" or "nccl".
         program: The program that measures them, which has no order yet; it is closed.
     """
     order = PairOrder(
         backend=backend,
         world_size=len(ranks),
-        ranks=(ranks.index(rank),),
-        store_host=checked.master_addr if rank else "127.0.0.1",
-        store_port=checked.master_port,
+        ranks=(ranks.index(meeting.rank),),
+        store_host=meeting.store_host,
+        store_port=meeting.store_port,
         prefix=f"doctor/{backend}",
         most_rounds=_MOST_ROUNDS,
         at_once=True,

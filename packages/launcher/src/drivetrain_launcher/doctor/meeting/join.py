@@ -38,12 +38,16 @@ class HostMeeting:
         rank: The rank of this host.
         num_hosts: The number of hosts that the run is to have.
         seconds: The time that it took to reach the store.
+        store_host: The address at which this host reaches the store; rank 0 listens on its own address alone.
+        store_port: The port of the store.
     """
 
     def __init__(self, store: TCPStore, *, rank: int, num_hosts: int, seconds: float) -> None:
         self.rank = rank
         self.num_hosts = num_hosts
         self.seconds = seconds
+        self.store_host = store.host
+        self.store_port = store.port
         self._server = store
         self._store = PrefixStore(_PREFIX, store)
 

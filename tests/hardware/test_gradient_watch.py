@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from accelerator import device
 from drivetrain_precision import watch_gradients
+from hardware.devices import here
 
 
 def step(model: nn.Module, x: torch.Tensor) -> None:
     """A forward and backward in fp16."""
-    with torch.autocast(device.NAME, dtype=torch.float16):
+    with torch.autocast(here().name, dtype=torch.float16):
         output = model(x)
     output.float().mean().backward()
 
@@ -17,20 +17,20 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
 def watched() -> tuple[list[str], str, str]:
     """Where the host waited in the second of two watched steps, the first value that is not finite, and the table."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(device.NAME)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(here().name)
     with torch.no_grad():
         model[1].weight.fill_(6e4)
-    x = torch.full((2, 4), 10.0, device=device.NAME)
+    x = torch.full((2, 4), 10.0, device=here().name)
     with watch_gradients(model) as watch:
         step(model, x)
-        with device.synchronisations() as found:
+        with here().waits() as found:
             step(model, x)
     report = watch.report()
     return found, str(report.first_nonfinite), report.table()
 
 
-def test_a_watched_step_does_not_wait_for_the_device(on_accelerators) -> None:
-    ((waited, first, table),) = on_accelerators(watched)
+def test_a_watched_step_does_not_wait_for_the_device(on_device) -> None:
+    ((waited, first, table),) = on_device(watched)
     assert waited == []
     assert first == "the output of 1 (Linear, float16), whose inputs were finite"
     assert table.startswith("layer ")

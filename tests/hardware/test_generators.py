@@ -62,13 +62,13 @@ def _by_rank(numbers: list[float]) -> list[list[float]]:
 
 
 def test_the_devices_generator_is_seeded_and_restored(
-    on_accelerators: Callable[..., list[object]], tmp_path: Path
+    on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
-    on_accelerators(seeds_and_restores)
-    on_accelerators(resumes, tmp_path)
+    on_device(seeds_and_restores)
+    on_device(resumes, tmp_path)
 
 
 def test_ranks_draw_apart_or_alike_and_resume_each_its_own(
-    on_accelerators: Callable[..., list[object]], tmp_path: Path
+    on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
-    on_accelerators(agrees, tmp_path, num_processes=2)
+    on_device(agrees, tmp_path, num_processes=2)

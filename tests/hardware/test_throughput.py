@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerator import device
 from drivetrain import Accelerator
 from drivetrain.device_clock import DeviceClock, make_clock
+from hardware.devices import here
 
 NUM_WARM = 2
 
@@ -29,7 +29,7 @@ def train_and_measure(backend: str) -> tuple[list[str], float, int]:
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(data, batch_size=4, pin_memory=True)
     )
-    with device.synchronisations() as found:
+    with here().waits() as found:
         for number, (x,) in enumerate(loader):
             if number == NUM_WARM + 1:  # the first gather asks for the ranks' hosts
                 found.clear()
@@ -45,12 +45,12 @@ def train_and_measure(backend: str) -> tuple[list[str], float, int]:
     return waits, round(total.samples_per_second * total.seconds, 3), total.num_steps
 
 
-def test_one_process_measures_without_waiting(on_accelerators: Callable[..., list[object]]) -> None:
-    assert on_accelerators(train_and_measure, "single") == [([], 64, 16)]
+def test_one_process_measures_without_waiting(on_device: Callable[..., list[object]]) -> None:
+    assert on_device(train_and_measure, "single") == [([], 64, 16)]
 
 
-def test_ranks_measure_without_waiting(on_accelerators: Callable[..., list[object]]) -> None:
-    assert on_accelerators(train_and_measure, "ddp", num_processes=2) == [([], 64, 8)] * 2
+def test_ranks_measure_without_waiting(on_device: Callable[..., list[object]]) -> None:
+    assert on_device(train_and_measure, "ddp", num_processes=2) == [([], 64, 8)] * 2
 
 
 def phases_of_ranks(num_micro_batches: int) -> dict[str, float]:
@@ -64,7 +64,7 @@ def phases_of_ranks(num_micro_batches: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(4 * 2 * 8, 6))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
-    with device.synchronisations() as found:
+    with here().waits() as found:
         for number, (x,) in enumerate(loader):
             if number == NUM_WARM * num_micro_batches:
                 found.clear()
@@ -82,9 +82,9 @@ def phases_of_ranks(num_micro_batches: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_the_device_tells_the_time_of_each_phase_and_of_the_wait_inside_backward(
-    on_accelerators: Callable[..., list[object]], num_micro_batches: int
+    on_device: Callable[..., list[object]], num_micro_batches: int
 ) -> None:
-    for seconds in on_accelerators(phases_of_ranks, num_micro_batches, num_processes=2):
+    for seconds in on_device(phases_of_ranks, num_micro_batches, num_processes=2):
         assert isinstance(seconds, dict)
         for phase in ("data", "forward", "backward", "communication", "optimizer"):
             assert seconds[phase] > 0, (phase, seconds)
@@ -107,8 +107,8 @@ def moments_of_left_work() -> tuple[bool, bool, float]:
 
 
 def test_moments_of_the_device_are_known_once_it_has_come_so_far(
-    on_accelerators: Callable[..., list[object]],
+    on_device: Callable[..., list[object]],
 ) -> None:
-    ((before, after, seconds),) = on_accelerators(moments_of_left_work)
+    ((before, after, seconds),) = on_device(moments_of_left_work)
     assert (before, after) == (False, True)
     assert 0 < seconds < 60

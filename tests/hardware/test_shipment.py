@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from accelerator import device
 from drivetrain_launcher.run.notebook.rank_channel import view_content
 from drivetrain_launcher.run.notebook.shipment import pack, unpack
 
 
 def ships_a_model_through_the_cpu() -> None:
-    device.make()
     layer = torch.nn.Linear(2, 2)
     weight = layer.weight.detach().clone()
     layer = layer.to(torch.accelerator.current_accelerator())
@@ -28,5 +26,5 @@ def ships_a_model_through_the_cpu() -> None:
     assert layer.weight.device.type != "cpu"  # the notebook keeps its own
 
 
-def test_a_model_on_a_device_arrives_on_the_cpu(on_accelerators: Callable[..., list[object]]) -> None:
-    on_accelerators(ships_a_model_through_the_cpu, num_processes=1)
+def test_a_model_on_a_device_arrives_on_the_cpu(on_device: Callable[..., list[object]]) -> None:
+    on_device(ships_a_model_through_the_cpu, num_processes=1)

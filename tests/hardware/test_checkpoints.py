@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accelerator import device
 from drivetrain import Accelerator
+from hardware.devices import here
 
 
 def saves(folder: Path, backend: str, staging: str) -> None:
@@ -26,7 +26,7 @@ def saves(folder: Path, backend: str, staging: str) -> None:
     for background in (True, False, True):
         step()
         expected = weights(accelerator, model)
-        with device.synchronisations() as found:
+        with here().waits() as found:
             accelerator.save_state(background=background)
         if background and staging == "overlap":
             of_training = [
@@ -50,30 +50,28 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tenso
 
 
 def stages_in_pinned_memory(folder: Path) -> None:
-    extension = device.make()
     accelerator = Accelerator(project_dir=folder)
     model = accelerator.prepare(nn.Linear(300, 300))
-    before = extension.counts()
-    with device.synchronisations() as found:
-        accelerator.save_state(background=True)
-    accelerator.wait_for_save()
-    after = extension.counts()
-    assert after["to_pinned"] - before["to_pinned"] >= 2  # weight and bias
+    with here().copies() as copies:
+        with here().waits() as found:
+            accelerator.save_state(background=True)
+        accelerator.wait_for_save()
+    assert copies.to_pinned >= 2  # weight and bias
     assert sum("stage" in wait for wait in found) == 1, "\n".join(found)  # one wait for all of them
     del model
     accelerator.end_training()
 
 
 def test_what_is_written_has_arrived_from_the_device(
-    on_accelerators: Callable[..., list[object]], tmp_path: Path
+    on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
     for staging in ("copy", "overlap"):
-        on_accelerators(saves, tmp_path / staging, "single", staging)
-    on_accelerators(stages_in_pinned_memory, tmp_path / "b")
+        on_device(saves, tmp_path / staging, "single", staging)
+    on_device(stages_in_pinned_memory, tmp_path / "b")
 
 
 def test_ranks_save_what_each_has_on_its_device(
-    on_accelerators: Callable[..., list[object]], tmp_path: Path
+    on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
     for backend, staging in (("ddp", "copy"), ("ddp", "overlap"), ("fsdp", "overlap")):
-        on_accelerators(saves, tmp_path / backend / staging, backend, staging, num_processes=2)
+        on_device(saves, tmp_path / backend / staging, backend, staging, num_processes=2)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from accelerator import device
 from drivetrain import Accelerator
+from hardware.devices import here
 
 
 def logs(folder: str) -> None:
@@ -15,14 +15,14 @@ def logs(folder: str) -> None:
     accelerator.init_trackers("device")
     rank, place = accelerator.process_index, accelerator.device
     weight = torch.ones((), device=place)
-    with device.synchronisations() as found:
+    with here().waits() as found:
         for step in range(12):
             loss = weight * step + rank
             half = loss.half()
             accelerator.log({"loss": loss, "nested": {"half": half}, "lr": 0.5, "same": loss}, step=step)
     assert not found, "\n".join(found)
     if accelerator.num_processes > 1:
-        with device.synchronisations() as found:
+        with here().waits() as found:
             for reduce in ("mean", "sum", "max", "min", "per_rank"):
                 accelerator.log({"loss": weight * 4 + rank, "lr": 0.5}, reduce=reduce)
             accelerator.log({"loss": weight + rank}, reduce="mean", count=weight * (1 - rank))
@@ -40,9 +40,9 @@ def lines(folder: Path) -> list[dict[str, object]]:
 
 
 def test_numbers_on_a_device_are_logged_without_a_wait(
-    on_accelerators: Callable[..., list[object]], tmp_path: Path
+    on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
-    on_accelerators(logs, str(tmp_path))
+    on_device(logs, str(tmp_path))
     logged = lines(tmp_path)
     assert [line["step"] for line in logged] == list(range(40))
     for step, line in enumerate(logged):
@@ -51,9 +51,9 @@ def test_numbers_on_a_device_are_logged_without_a_wait(
 
 
 def test_numbers_of_several_devices_are_reduced_without_a_wait(
-    on_accelerators: Callable[..., list[object]], tmp_path: Path
+    on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
-    on_accelerators(logs, str(tmp_path), num_processes=2)
+    on_device(logs, str(tmp_path), num_processes=2)
     mean, total, most, least, each, weighed = lines(tmp_path)[12:18]
     assert [one["loss"] for one in (mean, total, most, least, weighed)] == [4.5, 9.0, 5.0, 4.0, 1.0]
     assert (each["loss/rank_0"], each["loss/rank_1"]) == (4.0, 5.0)

@@ -48,9 +48,10 @@ def by_hand() -> None:
         losses("nvfp4", cpu=False)
 
 
+@pytest.mark.only_on("simulated", why="a card has the units")
 def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
-    on_accelerators: Callable[..., list[object]],
+    on_device: Callable[..., list[object]],
 ) -> None:
     pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
-    on_accelerators(refused)
-    on_accelerators(by_hand)
+    on_device(refused)
+    on_device(by_hand)

@@ -12,7 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hardware.devices import Copies
 
 NAME = "npu"
 _NUM_DEVICES = 2
@@ -105,6 +107,51 @@ def _device_module(extension: Any) -> ModuleType:
         synchronize=torch.accelerator.synchronize,
     )
     return module
+
+
+class SimulatedDevice:
+    """The device as the bodies of tests see it; see `hardware.devices.Device`."""
+
+    name = NAME
+    scale = 1
+
+    def prepare(self) -> None:
+        """Have this process know the device."""
+        make()
+
+    def num_devices(self) -> int:
+        """Two."""
+        return _NUM_DEVICES
+
+    def collectives(self) -> str:
+        """The backends of a group, as `init_process_group` takes them."""
+        return f"cpu:gloo,{NAME}:hccl"
+
+    def waits(self) -> AbstractContextManager[list[str]]:
+        """Inside, list where the host waits for the device."""
+        return synchronisations()
+
+    @contextmanager
+    def copies(self) -> Generator[Copies]:
+        """Inside, count the copies to and from the device."""
+        before, found = make().counts(), Copies()
+        yield found
+        after = make().counts()
+        found.beside = after["deferred"] - before["deferred"]
+        found.to_pinned = after["to_pinned"] - before["to_pinned"]
+
+    def bytes_in_use(self) -> int:
+        """The bytes of the tensors that are on the device."""
+        return make().counts()["in_use"]
+
+    @contextmanager
+    def limited(self, further_bytes: int) -> Generator[None]:
+        """Inside, the device has room for so many bytes more."""
+        make().set_capacity(self.bytes_in_use() + further_bytes)
+        try:
+            yield
+        finally:
+            make().set_capacity(2**62)
 
 
 def _collectives(extension: Any) -> Any:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerator import device
 from drivetrain import Accelerator
+from hardware.devices import here
 
 NUM_WARM = 2  # steps in which optimizers and wrappers make what they keep
 NUM_STEPS = 6
@@ -71,7 +71,7 @@ def train(case: Case, backend: str, cpu: bool) -> tuple[dict[str, Tensor], list[
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     losses: list[Tensor] = []
     num_windows = 0
-    with device.synchronisations() as found:
+    with here().waits() as found:
         for number, (x, y) in enumerate(loader):
             if number == NUM_WARM * case.accumulation:
                 found.clear()
@@ -150,15 +150,13 @@ MORE = [
 ]
 
 
-def test_one_process_waits_for_nothing_but_an_overflow(on_accelerators: Callable[..., list[object]]) -> None:
-    on_accelerators(compare_all, CASES, "single")
+def test_one_process_waits_for_nothing_but_an_overflow(on_device: Callable[..., list[object]]) -> None:
+    on_device(compare_all, CASES, "single")
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_ranks_wait_for_nothing_but_an_overflow(
-    backend: str, on_accelerators: Callable[..., list[object]]
-) -> None:
-    on_accelerators(compare_all, CASES, backend, num_processes=2)
+def test_ranks_wait_for_nothing_but_an_overflow(backend: str, on_device: Callable[..., list[object]]) -> None:
+    on_device(compare_all, CASES, backend, num_processes=2)
 
 
 DIVIDED = [
@@ -178,10 +176,10 @@ REPLICATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
-def test_no_way_to_train_waits(backend: str, on_accelerators: Callable[..., list[object]]) -> None:
+def test_no_way_to_train_waits(backend: str, on_device: Callable[..., list[object]]) -> None:
     own = {"ddp": REPLICATED, "fsdp": DIVIDED}.get(backend, [])
     num_processes = 1 if backend == "single" else 2
-    on_accelerators(compare_all, [*MORE, *own], backend, num_processes=num_processes, timeout_seconds=500)
+    on_device(compare_all, [*MORE, *own], backend, num_processes=num_processes, timeout_seconds=500)
 
 
 def train_in_bf16(update: str, cpu: bool) -> dict[str, Tensor]:
@@ -210,8 +208,8 @@ def train_in_bf16(update: str, cpu: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("update", ["kahan", "stochastic"])
-def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(on_accelerators, update: str) -> None:
-    (found,) = on_accelerators(train_in_bf16, update, False)
-    (expected,) = on_accelerators(train_in_bf16, update, True)
+def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(on_device, update: str) -> None:
+    (found,) = on_device(train_in_bf16, update, False)
+    (expected,) = on_device(train_in_bf16, update, True)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=2.0**-6, atol=2e-2, msg=name)

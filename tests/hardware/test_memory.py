@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerator import device
 from drivetrain_memory import (
     LeakDetector,
     MemoryTracker,
@@ -16,12 +15,13 @@ from drivetrain_memory import (
     memory_breakdown,
     record_peak,
 )
+from hardware.devices import first, here
 
 MB = 2**20
 
 
 def measures() -> None:
-    place = torch.device(device.NAME, 0)
+    place = torch.device(first())
     with record_peak() as memory:
         before = memory.device_before_bytes
         assert before is not None
@@ -38,10 +38,10 @@ def measures() -> None:
 
 
 def tracks() -> None:
-    place = torch.device(device.NAME, 0)
-    name = f"{device.NAME}:0"
+    place = torch.device(first())
+    name = f"{here().name}:0"
     model = nn.Linear(512, 512, bias=False).to(place)
-    with device.synchronisations() as waits, MemoryTracker(None, interval_seconds=0.01) as tracker:
+    with here().waits() as waits, MemoryTracker(None, interval_seconds=0.01) as tracker:
         with tracker.phase("forward") as peak:
             block = torch.ones(3 * MB, dtype=torch.uint8, device=place)
             del block
@@ -62,34 +62,35 @@ def tracks() -> None:
     del beside
 
 
+def train_once(batch_size: int) -> None:
+    """Take batch_size x scale x 0.5 MB for a forward, beside 8 MB for weights and their gradients."""
+    model = nn.Linear(1024, 1024).to(first())
+    model(torch.ones(batch_size * 64 * here().scale, 1024, device=first())).sum().backward()
+
+
 def searches() -> None:
-    extension = device.make()
-    place = torch.device(device.NAME, 0)
+    train_once(1)  # what libraries keep for good is there
     gc.collect()
-    before = extension.counts()["in_use"]
+    before = here().bytes_in_use()
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=64)
     def train(batch_size: int) -> int:
         tried.append(batch_size)
-        assert extension.counts()["in_use"] == before  # nothing is left of the try before
-        model = nn.Linear(1024, 1024).to(place)
-        model(torch.ones(batch_size * 64, 1024, device=place)).sum().backward()
+        assert here().bytes_in_use() == before  # nothing is left of the try before
+        train_once(batch_size)
         return batch_size
 
-    extension.set_capacity(before + 18 * MB)
-    try:
+    with here().limited(18 * here().scale * MB):
         assert train() == 16
-    finally:
-        extension.set_capacity(2**62)
     assert tried == [64, 32, 16]
     free_memory()
-    assert extension.counts()["in_use"] == before
+    assert here().bytes_in_use() == before
 
 
 def leaks_pinned_memory() -> list[tuple[str, str | None, str | None]]:
     """Train with batches that are copied from pinned memory, of which a list keeps each one; return the findings."""
-    place = torch.device(device.NAME, 0)
+    place = torch.device(first())
     model = nn.Linear(256, 256).to(place)
     kept: list[torch.Tensor] = []
     detector = LeakDetector(on_leak=lambda report: None)
@@ -104,24 +105,24 @@ def leaks_pinned_memory() -> list[tuple[str, str | None, str | None]]:
     return [] if detector.report is None else [(o.kind, o.holder, o.line) for o in detector.report.leaks]
 
 
-def test_peaks_are_those_of_the_device(on_accelerators: Callable[..., list[object]]) -> None:
-    on_accelerators(measures)
+def test_peaks_are_those_of_the_device(on_device: Callable[..., list[object]]) -> None:
+    on_device(measures)
 
 
 def test_a_batch_size_that_fits_is_found_and_nothing_is_left_of_the_others(
-    on_accelerators: Callable[..., list[object]],
+    on_device: Callable[..., list[object]],
 ) -> None:
-    on_accelerators(searches)
+    on_device(searches)
 
 
 def test_a_tracker_sees_the_device_without_waiting_for_it(
-    on_accelerators: Callable[..., list[object]],
+    on_device: Callable[..., list[object]],
 ) -> None:
-    on_accelerators(tracks)
+    on_device(tracks)
 
 
-def test_pinned_buffers_that_are_kept_are_named(on_accelerators: Callable[..., list[Any]]) -> None:
-    (found,) = on_accelerators(leaks_pinned_memory)
+def test_pinned_buffers_that_are_kept_are_named(on_device: Callable[..., list[Any]]) -> None:
+    (found,) = on_device(leaks_pinned_memory)
     ((kind, holder, line),) = found
     assert (kind, holder) == ("objects", "kept (local of leaks_pinned_memory)")
     assert line.endswith("batch = torch.randn(64, 256).pin_memory()")

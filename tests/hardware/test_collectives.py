@@ -11,7 +11,7 @@ from drivetrain import Accelerator
 def talks() -> None:
     accelerator = Accelerator()
     rank, place = accelerator.process_index, accelerator.device
-    assert place.index == rank
+    assert place.index == accelerator.local_process_index
     mine = torch.full((2,), float(rank), device=place)
     nested = accelerator.gather({"x": mine, "flag": mine > 0, "half": mine.half()})
     assert {value.device for value in nested.values()} == {place}
@@ -44,5 +44,5 @@ def talks() -> None:
     accelerator.end_training()
 
 
-def test_ranks_talk_about_what_is_on_their_devices(on_accelerators: Callable[..., list[object]]) -> None:
-    on_accelerators(talks, num_processes=2)
+def test_ranks_talk_about_what_is_on_their_devices(on_device: Callable[..., list[object]]) -> None:
+    on_device(talks, num_processes=2)

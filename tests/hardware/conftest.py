@@ -1,0 +1,80 @@
+"""The tests of what touches a device: each body runs on the simulated device, and on CUDA where there is a card.
+
+`tools/cuda/run.py` runs this folder alone, with nothing but torch and pytest: no test here imports more at its top.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardware.simulated.device import CAN_BE_MADE, compiled
+from processes import RankPool
+
+_KINDS = [
+    pytest.param(
+        "simulated", marks=pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
+    ),
+    *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []),
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of this folder time to compile the simulated device."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.costly)
+
+
+@pytest.fixture(scope="package", params=_KINDS)
+def device(request: pytest.FixtureRequest) -> str:
+    """The device that the test's bodies have, by its name in `devices.py`."""
+    if request.param == "simulated":
+        compiled()
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def only_on(request: pytest.FixtureRequest) -> None:
+    """Skip a test that is marked `only_on(KIND, why=...)` on every other device, with the reason."""
+    marker = request.node.get_closest_marker("only_on")
+    if marker is None:
+        return
+    (kind,) = marker.args
+    kinds = (
+        [request.getfixturevalue("device")]
+        if "device" in request.fixturenames
+        else ["cuda" if torch.cuda.is_available() else ""]
+    )
+    if kind not in kinds:
+        pytest.skip(f"only on {kind}: {marker.kwargs['why']}")
+
+
+@pytest.fixture(scope="package")
+def device_pools(device: str) -> Iterator[dict[int, RankPool]]:
+    """The processes with the device, by how many there are; each pool is started at its first use."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_device(
+    device: str, device_pools: dict[int, RankPool], pythons: tuple[str, ...]
+) -> Callable[..., list[object]]:
+    """Call a module-level function on every rank of processes with the device; see `run_ranks`.
+
+    Rank 0 computes on the first device, rank 1 on the second, or both on the first if there is no second. One process
+    has no group.
+    """
+
+    def run(
+        function: Callable[..., object], *args: object, num_processes: int = 1, timeout_seconds: float = 120
+    ) -> list[object]:
+        pool = device_pools.setdefault(num_processes, RankPool(num_processes, pythons=pythons, device=device))
+        return pool.call(function, *args, timeout_seconds=timeout_seconds)
+
+    return run

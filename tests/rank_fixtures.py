@@ -1,0 +1,94 @@
+"""The fixtures of tests on several ranks: pools of connected processes, and scripts that run once a rank."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from preloaded import PreloadedPython
+from processes import Completed, RankPool, rank_environment, run_script
+
+
+@pytest.fixture(scope="session")
+def pythons() -> Iterator[tuple[str, ...]]:
+    """Programs that stand for `python` and have imported torch before they start; see preloaded.py.
+
+    Two, since what one forks has one hash seed: ranks that walk a set in the order of its hashes must not agree here.
+    """
+    if sys.platform != "linux":  # they hand open files on as /proc lists them, and wait by pidfd
+        yield (sys.executable,)
+        return
+    preloaded = [PreloadedPython(rank_environment(0, 1, 0, {})) for _ in range(2)]
+    yield tuple(each.executable for each in preloaded)
+    for each in preloaded:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def python(pythons: tuple[str, ...]) -> str:
+    """One of `pythons`, to take in place of `sys.executable`."""
+    return pythons[0]
+
+
+@pytest.fixture(scope="session")
+def all_rank_pools() -> Iterator[dict[int, RankPool]]:
+    """The pools of this session by their number of processes; each is started at its first use."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def rank_pools(all_rank_pools: dict[int, RankPool]) -> Iterator[dict[int, RankPool]]:
+    """The pools for the tests of a file; the next file may be one that needs none."""
+    yield all_rank_pools
+    for pool in all_rank_pools.values():
+        pool.rest()
+
+
+@pytest.fixture
+def run_ranks(rank_pools: dict[int, RankPool], pythons: tuple[str, ...]) -> Callable[..., list[object]]:
+    """Call a module-level function on every rank of a gloo group of long-lived processes.
+
+    `run_ranks(function, *args, num_processes=2, timeout_seconds=60)` returns the ranks' results in rank order.
+    A rank that raises, dies or hangs fails the test with every rank's output and traceback.
+    """
+
+    def run(
+        function: Callable[..., object], *args: object, num_processes: int = 2, timeout_seconds: float = 60
+    ) -> list[object]:
+        pool = rank_pools.setdefault(num_processes, RankPool(num_processes, pythons=pythons))
+        return pool.call(function, *args, timeout_seconds=timeout_seconds)
+
+    return run
+
+
+@pytest.fixture
+def run_ranks_script(tmp_path: Path, pythons: tuple[str, ...]) -> Callable[..., list[Completed]]:
+    """Run Python source as a process of its own per rank (torchrun's variables set), for tests that kill or hang.
+
+    `fresh` ranks also end as Python ends, with all that modules hold.
+    """
+
+    def run(
+        source: str,
+        *args: str,
+        num_processes: int = 2,
+        timeout_seconds: float = 90,
+        environment: dict[str, str] | None = None,
+        fresh: bool = False,
+    ) -> list[Completed]:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        return run_script(
+            script,
+            *args,
+            num_processes=num_processes,
+            timeout_seconds=timeout_seconds,
+            environment=environment or {},
+            pythons=(sys.executable,) if fresh else pythons,
+        )
+
+    return run
