@@ -1,6 +1,6 @@
 """Every check of the repository behind one command: `uv run python tools/check.py [NAME ...]`.
 
-Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
+Without a name the fast checks run. `--list` says what each one looks at. `cuda --dry` plays what runs on a card. `alone` takes packages' names too:
 `tools/check.py alone state data`. `test --changed` runs the tests that the changes since the last commit can reach by
 imports, `test --changed main` those since main. The exit code is 1 if anything was found.
 """
@@ -13,7 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from checks import alone, english, floors, lint, names, oldest, site, sizes, suite, transformer_engine, types
+from checks import (
+    alone,
+    cuda,
+    english,
+    floors,
+    lint,
+    names,
+    oldest,
+    site,
+    sizes,
+    suite,
+    transformer_engine,
+    types,
+)
 from checks.findings import Finding
 from checks.workspace import read_packages
 
@@ -66,6 +79,12 @@ CHECKS = (
         name="oldest", run=oldest.check, looks_at="the fast tests on the oldest torch we support", slow=True
     ),
     Check(
+        name="cuda",
+        run=cuda.check,
+        looks_at="tests and benchmarks on a CUDA device; with --dry, what of them can be played without one",
+        slow=True,
+    ),
+    Check(
         name="te",
         run=transformer_engine.check,
         looks_at="the tests with Transformer Engine, in envs/te, which compiles it once",
@@ -86,13 +105,17 @@ def main(arguments: Sequence[str]) -> int:
         metavar="COMMIT",
         help="with `test`: only the tests that the changes since a commit can reach (the last one by default)",
     )
+    parser.add_argument("--dry", action="store_true", help="with `cuda`: play what needs no card")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(_described(check) for check in CHECKS))
         return 0
     try:
         chosen = choose(
-            options.names, known_packages=tuple(read_packages(ROOT)), changed_since=options.changed
+            options.names,
+            known_packages=tuple(read_packages(ROOT)),
+            changed_since=options.changed,
+            dry=options.dry,
         )
     except ValueError as error:
         parser.error(str(error))
@@ -102,14 +125,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def choose(
-    names: Sequence[str], *, known_packages: Sequence[str], changed_since: str | None = None
+    names: Sequence[str],
+    *,
+    known_packages: Sequence[str],
+    changed_since: str | None = None,
+    dry: bool = False,
 ) -> tuple[Check, ...]:
     """The checks that the words of the command line ask for, in the order of CHECKS.
 
-    Words that name packages narrow `alone` down to these; a commit narrows `test` down to the changes since.
+    Words that name packages narrow `alone` down to these; a commit narrows `test` down to the changes since; `dry`
+    has `cuda` play what needs no card.
 
     Raises:
-        ValueError: A word is neither, or packages are named without `alone`, or a commit without `test`.
+        ValueError: A word is neither, or packages are named without `alone`, a commit without `test`, or `dry`
+            without `cuda`.
     """
     by_name = {check.name: check for check in CHECKS}
     packages = tuple(name for name in names if name in known_packages)
@@ -120,9 +149,12 @@ def choose(
         raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
     if changed_since is not None and "test" not in names:
         raise ValueError("--changed is for `test`: tools/check.py test --changed")
+    if dry and "cuda" not in names:
+        raise ValueError("--dry is for `cuda`: tools/check.py cuda --dry")
     if not names:
         return tuple(check for check in CHECKS if not check.slow)
     by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages))
+    by_name["cuda"] = replace(by_name["cuda"], run=partial(cuda.check, dry=dry))
     by_name["test"] = replace(by_name["test"], run=partial(suite.check, base=changed_since))
     return tuple(check for name, check in by_name.items() if name in names)
 

@@ -1,0 +1,60 @@
+"""The plugin of a test run on a card: its order, its end, and what has passed.
+
+Tests that have never passed on a card come first. `passed_on_card.txt` beside this file names those that have; a run
+writes its own list into its folder, to be added there.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PASSED = Path(__file__).with_name("passed_on_card.txt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the folder of a run, and its minutes."""
+    parser.addoption("--card-out", type=Path, required=True, help="folder of logs and lists")
+    parser.addoption("--card-minutes", type=float, required=True, help="after which no further test begins")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the run's order, end and list."""
+    out: Any = config.getoption("--card-out")
+    minutes: Any = config.getoption("--card-minutes")
+    config.pluginmanager.register(_CardSession(out, minutes=minutes))
+
+
+class _CardSession:
+    """A run's order, end and list.
+
+    Args:
+        out: The folder.
+        minutes: After these no further test begins.
+    """
+
+    def __init__(self, out: Path, *, minutes: float) -> None:
+        self._list = out / "passed.txt"
+        self._list.write_text("")
+        self._minutes = minutes
+        self._end = time.monotonic() + 60 * minutes
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Put first what has never passed on a card; the tests of a file stay together, as they share processes."""
+        passed = set(PASSED.read_text().split("\n")) if PASSED.exists() else set[str]()
+        files = {item.path for item in items if item.nodeid not in passed}
+        items.sort(key=lambda item: (item.path not in files, item.nodeid in passed))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Begin no test after the end."""
+        if time.monotonic() > self._end:
+            raise pytest.skip.Exception(f"{self._minutes:g} minutes are over", _use_item_location=True)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note what has passed on CUDA, at once."""
+        if report.when == "call" and report.passed and "cuda" in report.keywords:
+            with self._list.open("a") as file:
+                file.write(f"{report.nodeid}\n")
