@@ -1,8 +1,9 @@
 """Every check of the repository behind one command: `uv run python tools/check.py [NAME ...]`.
 
-Without a name the fast checks run. `--list` says what each one looks at. `cuda --dry` plays what runs on a card. `alone` takes packages' names too:
+Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
 `tools/check.py alone state data`. `test --changed` runs the tests that the changes since the last commit can reach by
-imports, `test --changed main` those since main. The exit code is 1 if anything was found.
+imports, `test --changed main` those since main; `cuda --dry` what a card's tests and benchmarks show without a card.
+The exit code is 1 if anything was found.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a file that needs a library which is not installed, by the library's name; what is ours is always there."""
+    """Skip a file that needs a library which is not installed, by its name; what is ours is always there."""
     report = yield
     missing = re.search(r"ModuleNotFoundError: No module named '([^'.]+)", str(report.longrepr))
     if report.failed and missing and not missing[1].startswith(("drivetrain", "hardware")):
