@@ -35,6 +35,7 @@ class Bench:
         seconds: For all rounds that count.
         rounds: The most rounds.
         results: The folder of the tables.
+        disk: An empty folder, for what is saved and offloaded.
         options: The script's own arguments.
         note: What stands above the tables.
         failures: Contestants of ours, and plain torch, that could not be measured.
@@ -46,6 +47,7 @@ class Bench:
     seconds: float
     rounds: int
     results: Path
+    disk: Path
     options: argparse.Namespace
     note: str
     tables: list[Table] = field(default_factory=list[Table])
@@ -125,9 +127,11 @@ class Bench:
         return there
 
     def leave_out(self, name: str, why: str) -> None:
-        """Name what is not measured, in the log and above the tables."""
-        print(f"left out: {name} ({why})", flush=True)
-        self.tell(f"Left out: {name} ({why}).")
+        """Name what is not measured, once, in the log and above the tables."""
+        text = f"Left out: {name} ({why})."
+        if text not in self.note:
+            print(f"left out: {name} ({why})", flush=True)
+            self.tell(text)
 
     @contextmanager
     def attempt(self, name: str, *, ours: bool) -> Generator[None]:
@@ -170,6 +174,7 @@ def begin(description: str, *, rounds: int, more: Callable[[argparse.ArgumentPar
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--name", default=Path(sys.argv[0]).stem)
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--disk", type=Path, required=True, help="an empty folder")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rounds that count")
@@ -184,7 +189,7 @@ def begin(description: str, *, rounds: int, more: Callable[[argparse.ArgumentPar
     torch.manual_seed(0)
     return Bench(
         name=options.name, device=device, dry=options.dry, seconds=options.seconds,
-        rounds=1 if options.dry else options.rounds, results=options.results, options=options,
+        rounds=1 if options.dry else options.rounds, results=options.results, disk=options.disk, options=options,
         note=f"Measured on: {describe(device)}.",
     )  # fmt: skip
 

@@ -6,7 +6,8 @@
 
 The second measures two tables alone; the third plays every script at tiny sizes. The packages must be importable:
 installed, or on PYTHONPATH. FOLDER gets a log and a file of tables for each script, written as they come, and a
-summary. The exit code is 1 if a script failed or ran out of its time, and 2 where there is no card.
+summary. What the scripts save and offload is on the disk of temporary files, which TMPDIR names. The exit code is 1
+if a script failed or ran out of its time, and 2 where there is no card.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from plan import ALL_SECONDS, SCRIPTS, Script, choose, limit_of
 
@@ -111,9 +113,9 @@ def run(script: Script, flags: Sequence[str], out: Path, left_seconds: float) ->
     if limit is None:
         return Outcome(script=script)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(HERE / script.file), *script.arguments(limit), *flags]
     log, begin = out / f"{script.name}.log", time.monotonic()
-    with log.open("w") as file:
+    with log.open("w") as file, TemporaryDirectory(ignore_cleanup_errors=True) as disk:
+        command = [sys.executable, str(HERE / script.file), *script.arguments(limit), *flags, "--disk", disk]
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
@@ -135,5 +137,11 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
+def interrupt(*_: object) -> None:
+    """End this program as Ctrl+C does, so that the script that runs is ended too."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main(sys.argv[1:]))

@@ -1,18 +1,16 @@
-"""How long a save of 4 GB of weights and AdamW's state holds training, beside the time until it is on the disk.
+"""How long a save of 4 GB of weights and AdamW's state holds training, beside the time until it is written.
 
 Held is what a step takes longer that follows the begin of a save, to its end on the device. With `staging="overlap"`
-that step's forward and backward run while the state is copied. The state is saved beside the last one, which is then
+that step's forward and backward run while the state is copied. A save is written beside the last one, which is then
 deleted.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench import Bench, Goal, Measured, Table, begin
 from plain_files import Raw
@@ -39,7 +37,7 @@ class HeldSaves:
 
     Attributes:
         held: Seconds of each save.
-        written: Seconds of each until it was on the disk.
+        written: Seconds of each until it was written, by its library's measure.
     """
 
     def __init__(self, bench: Bench, save: Save, batch: torch.Tensor) -> None:
@@ -83,7 +81,7 @@ def by_dcp(folder: Path, **sizes: Any) -> Save:
 
     def save() -> None:
         state = dcp_state(run)
-        pending.append(dcp.async_save(state, checkpoint_id=target.begin(), process_group=dist.group.WORLD))
+        pending.append(dcp.async_save(state, checkpoint_id=target.begin()))
 
     def wait() -> None:
         pending.pop().result()
@@ -112,8 +110,9 @@ def disk_rate(folder: Path) -> float:
     return DISK_BYTES / (time.perf_counter() - start)
 
 
-def makers(bench: Bench, root: Path, sizes: Mapping[str, Any]) -> dict[str, Callable[[], Save]]:
+def makers(bench: Bench, sizes: Mapping[str, Any]) -> dict[str, Callable[[], Save]]:
     """Return what makes the contestants."""
+    root = bench.disk
     found: dict[str, Callable[[], Save]] = {
         "drivetrain, copy": lambda: by_drivetrain(root / "copy", "copy", **sizes),
         "drivetrain, overlap": lambda: by_drivetrain(root / "overlap", "overlap", **sizes),
@@ -123,14 +122,14 @@ def makers(bench: Bench, root: Path, sizes: Mapping[str, Any]) -> dict[str, Call
     return {**found, "torch's async_save": lambda: by_dcp(root, **sizes)}
 
 
-def measure(bench: Bench, root: Path) -> None:
+def measure(bench: Bench) -> None:
     """Have the contestants save in turns, and tell what each held and wrote."""
-    rate = disk_rate(root)
+    rate = disk_rate(bench.disk)
     layers, width = bench.sized((affordable_layers(rate, bench.seconds), WIDTH), (2, 64))
     sizes: dict[str, Any] = {"layers": layers, "width": width, "device": bench.device}
     batch = torch.ones(bench.sized(ITEMS, 4), width, device=bench.device)
     saves: dict[str, HeldSaves] = {}
-    for name, make in makers(bench, root, sizes).items():
+    for name, make in makers(bench, sizes).items():
         with bench.attempt(name, ours=name.startswith("drivetrain")):
             contestant = HeldSaves(bench, make(), batch)
             contestant.turn()  # it takes its memory
@@ -144,23 +143,21 @@ def measure(bench: Bench, root: Path) -> None:
     def rows(held: Measured) -> Measured:
         shown: dict[str, Sequence[float]] = {}
         for name, seconds in held.items():
-            shown[f"{name}: on the disk"] = saves[name].written[-len(seconds) :]
+            shown[f"{name}: write"] = saves[name].written[-len(seconds) :]
             shown[f"{name}: held"] = seconds
         return shown
 
     title = f"A save of {layers * width**2 * 12 / 1e9:.2g} GB"
-    goals = [Goal(of=f"{name}: held", beside=f"{name}: on the disk", most=MOST_HELD) for name in OURS]
+    goals = [Goal(of=f"{name}: held", beside=f"{name}: write", most=MOST_HELD) for name in OURS]
     goals.append(Goal(of="drivetrain, overlap: held", beside="Accelerate: held", most=1.0))
     table = Table(title=title, unit="s", measured={}, goals=goals, digits=3)
     bench.measure(table, {name: each.turn for name, each in saves.items()}, rows=rows, warmup=0)
 
 
 def main() -> None:
-    """Save into a folder beside the tables."""
+    """Save, in turns."""
     bench = begin(__doc__ or "", rounds=7)
-    bench.results.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=bench.results) as folder:
-        measure(bench, Path(folder))
+    measure(bench)
     bench.finish()
 
 
