@@ -163,13 +163,15 @@ class Bench:
             sys.exit(f"failed: {', '.join(self.failures)}")
 
 
-def begin(description: str, *, rounds: int, more: Callable[[argparse.ArgumentParser], object] = id) -> Bench:
+def begin(
+    description: str, *, rounds: int, more: Callable[[argparse.ArgumentParser], object] | None = None
+) -> Bench:
     """Read the arguments of a script.
 
     Args:
         description: Its docstring.
         rounds: The most rounds that count.
-        more: Adds arguments of its own.
+        more: A function that adds arguments of its own.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--name", default=Path(sys.argv[0]).stem)
@@ -179,7 +181,8 @@ def begin(description: str, *, rounds: int, more: Callable[[argparse.ArgumentPar
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rounds that count")
     parser.add_argument("--rounds", type=int, default=rounds, help="the most rounds that count")
-    more(parser)
+    if more is not None:
+        more(parser)
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":

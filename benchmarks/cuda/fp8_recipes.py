@@ -17,7 +17,7 @@ def main() -> None:
         bench.finish()
         return
     full = Layers(width=4096, depth=BLOCKS, tokens=16_384, device=bench.device, compiler="inductor")
-    layers = bench.sized(full, Layers(width=64, depth=BLOCKS, tokens=32))
+    layers = bench.sized(full, Layers(width=64, depth=BLOCKS, tokens=32, device=bench.device))
     steps = bench.made(dict(contestants(layers)))
     bench.tell(NOTE)
     table = Table(

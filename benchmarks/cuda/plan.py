@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 ALL_SECONDS = 480.0
 LEAST_SECONDS = 15.0  # what importing the libraries takes
+DRY_SLACK = 4.0  # a dry run's limits end what hangs, also on a machine that does much else
 MEASURED_SHARE = 0.5  # of a limit; the rest is for imports, weights and rounds that do not count
 
 
@@ -57,6 +58,12 @@ def choose(only: Collection[str]) -> tuple[Script, ...]:
     return tuple(script for script in SCRIPTS if not only or script.name in only)
 
 
-def limit_of(script: Script, left_seconds: float) -> float | None:
-    """Return what a script may take of the time that is left; None where it is not worth to begin."""
-    return None if left_seconds < LEAST_SECONDS else min(script.limit_seconds, left_seconds)
+def limit_of(script: Script, left_seconds: float, *, slack: float = 1.0) -> float | None:
+    """Return what a script may take of the time that is left; None if that is too little to begin.
+
+    Args:
+        script: The script.
+        left_seconds: The time that is left for all.
+        slack: A factor on the script's own limit.
+    """
+    return None if left_seconds < LEAST_SECONDS else min(script.limit_seconds * slack, left_seconds)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan import ALL_SECONDS, SCRIPTS, Script, choose, limit_of
+from plan import ALL_SECONDS, DRY_SLACK, SCRIPTS, Script, choose, limit_of
 
 HERE = Path(__file__).resolve().parent
 LAST_LINES = 12  # of the log of a script that failed
@@ -85,9 +85,11 @@ def main(words: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     flags = ["--results", str(out), "--device", "cpu" if card is None else "cuda"]
     flags += ["--dry"] if options.dry else []
+    slack = DRY_SLACK if options.dry else 1.0
     outcomes: list[Outcome] = []
     for script in choose(options.only):
-        outcomes.append(run(script, flags, out, options.seconds - (time.monotonic() - begin)))
+        left = options.seconds * slack - (time.monotonic() - begin)
+        outcomes.append(run(script, flags, out, left, slack=slack))
         print(outcomes[-1], flush=True)
         (out / "summary.md").write_text("\n".join([f"# {card or 'no card'}", "", *map(str, outcomes), ""]))
     return 1 if any(outcome.failed for outcome in outcomes) else 0
@@ -100,16 +102,18 @@ def find_card() -> str | None:
         RuntimeError: torch could not be asked.
     """
     asked = subprocess.run(
-        [sys.executable, str(HERE / "card.py")], capture_output=True, text=True, check=False
+        [sys.executable, str(HERE / "card.py")], capture_output=True, text=True, timeout=120, check=False
     )
     if asked.returncode not in (0, 3):
         raise RuntimeError(f"{sys.executable} could not ask torch for a card:\n{asked.stderr}")
     return asked.stdout.strip() if asked.returncode == 0 else None
 
 
-def run(script: Script, flags: Sequence[str], out: Path, left_seconds: float) -> Outcome:
+def run(
+    script: Script, flags: Sequence[str], out: Path, left_seconds: float, *, slack: float = 1.0
+) -> Outcome:
     """Run one script under its limit, with its output in its log."""
-    limit = limit_of(script, left_seconds)
+    limit = limit_of(script, left_seconds, slack=slack)
     if limit is None:
         return Outcome(script=script)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
