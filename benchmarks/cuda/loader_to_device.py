@@ -109,7 +109,7 @@ def main() -> None:
     sample, items, num_batches = bench.sized((SAMPLE, ITEMS, BATCHES), ((3, 8, 8), 4, 3))
     data = Slices(torch.ones(num_batches * items, *sample, dtype=torch.uint8))
     makers, computing = libraries(bench), product(bench)
-    on_card, workers = bench.device.type == "cuda", bench.sized(NUM_WORKERS, 0)
+    on_card, workers = bench.device.type != "cpu", bench.sized(NUM_WORKERS, 0)
     cases: list[tuple[str, bool, int, Callable[[Tensor], object]]] = [
         ("pinned", on_card, 0, lambda batch: batch),
         ("pageable", False, 0, lambda batch: batch),
@@ -122,8 +122,10 @@ def main() -> None:
         turns: dict[str, Callable[[], float]] = {}
         for name, make in makers.items():
             with bench.attempt(name, ours=name != "Accelerate"):
-                turns[name] = epoch(bench, make(DataLoader(data, batch_size=items, **options)), compute)
-                turns[name]()
+                batches = make(DataLoader(data, batch_size=items, **options))
+                if {batch.device for batch in batches()} != {bench.device}:
+                    raise ValueError(f"batches of {name} are not on {bench.device}")
+                turns[name] = epoch(bench, batches, compute)
         if compute is computing:
             on_device = [torch.empty(items, *sample, dtype=torch.uint8, device=bench.device)] * num_batches
             turns[ALONE] = epoch(bench, lambda found=on_device: found, compute)

@@ -75,7 +75,7 @@ def by_accelerate(bench: Bench, case: Case) -> nn.Module:
 def plain_copy(bench: Bench, parts: int) -> Callable[[], None]:
     """Copy as many layers from pinned memory, into the same memory of the device each time."""
     on_host = [parameter.detach() for parameter in list(stack(bench).parameters())[:parts]]
-    sources = [one.pin_memory() for one in on_host] if bench.device.type == "cuda" else on_host
+    sources = [one.pin_memory() for one in on_host] if bench.device.type != "cpu" else on_host
     target = torch.empty_like(sources[0], device=bench.device)
 
     def call() -> None:
@@ -152,7 +152,7 @@ def main() -> None:
     """Measure a model of twice its budget, then one that is on the host."""
     bench = begin(__doc__ or "", rounds=9)
     size_bytes = sum(parameter.nbytes for parameter in stack(bench).parameters())
-    computing, beyond = (0, "cpu") if bench.device.type == "cuda" else ("cpu", "disk")
+    computing, beyond = (0, "cpu") if bench.device.type != "cpu" else ("cpu", "disk")
     budgets = {computing: size_bytes // 2, beyond: 4 * size_bytes}
     half = Case(title="A model of twice its budget", budgets=budgets)
     whole = Case(title="A model on the host", budgets=None)
