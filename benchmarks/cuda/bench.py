@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class Bench:
         options: The script's own arguments.
         note: What stands above the tables.
         failures: Contestants of ours, and plain torch, that could not be measured.
+        begun: When the script began, by `time.perf_counter`.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Bench:
     note: str
     tables: list[Table] = field(default_factory=list[Table])
     failures: list[str] = field(default_factory=list[str])
+    begun: float = field(default_factory=time.perf_counter)
 
     def sized(self, full: Size, dry: Size) -> Size:
         """Return one of two sizes."""
@@ -145,9 +148,15 @@ class Bench:
                 self.failures.append(name)
 
     def made(self, makers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Make the contestants and let each do its work once; those that raise are left out."""
+        """Make the contestants and let each do its work once, which may compile it.
+
+        Those that raise are left out, and those that are not begun in the time that the rounds are given too.
+        """
         found: dict[str, Any] = {}
         for name, make in makers.items():
+            if time.perf_counter() - self.begun > self.seconds:
+                self.leave_out(name, "the time to make it was over")
+                continue
             with self.attempt(name, ours=name.partition(",")[0] not in PEERS):
                 call = make()
                 call()

@@ -40,7 +40,7 @@ SCRIPTS = (
     Script(name="loader_to_device", file="loader_to_device.py", limit_seconds=50),
     Script(name="memory_peaks", file="memory_peaks.py", limit_seconds=45),
     Script(name="gpt_fsdp", file="gpt_step.py", limit_seconds=50, flags=("--how", "fsdp")),
-    Script(name="fp8_recipes", file="fp8_recipes.py", limit_seconds=90),
+    Script(name="fp8_recipes", file="fp8_recipes.py", limit_seconds=120),
     Script(name="gpt_compiled", file="gpt_step.py", limit_seconds=120, flags=("--how", "compiled")),
 )
 
