@@ -77,8 +77,10 @@ def test_what_is_done_in_the_time_is_shown_as_a_rate(rounds: ModuleType) -> None
 
 def test_rounds_end_when_their_time_is_over_and_each_is_told(rounds: ModuleType) -> None:
     told: list[int] = []
-    seconds = rounds.take_turns(
-        {"a": lambda: 1.0}, rounds=9, within_seconds=0.0, on_round=lambda found: told.append(len(found["a"]))
-    )
+
+    def on_round(measured: dict[str, list[float]]) -> None:
+        told.append(len(measured["a"]))
+
+    seconds = rounds.take_turns({"a": lambda: 1.0}, rounds=9, within_seconds=0.0, on_round=on_round)
     assert seconds == {"a": [1.0]}
     assert told == [1]
