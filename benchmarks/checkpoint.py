@@ -34,6 +34,7 @@ from drivetrain_memory import record_peak
 
 WIDTH, LAYERS = 2048, 36  # 151 million parameters: 604 MB, with AdamW 1.8 GB
 STEP_WIDTH, STEP_ITEMS = 256, 256  # of the training that goes on meanwhile
+CPU = torch.device("cpu")
 HELD_ITEMS = 64  # of the micro-batch between an overlapped save and the next step
 
 
@@ -45,24 +46,35 @@ class Run:
         folder: For its checkpoints.
         like: A run of which the tensors are used again, for the sake of memory.
         staging: When drivetrain's saves in the background copy.
+        layers: Of the model, of 16.8 MB each; with AdamW three times as much.
+        width: Of a layer.
+        device: Where the tensors are.
     """
 
     def __init__(
-        self, library: str, folder: Path, *, like: "Run | None" = None, staging: str = "copy"
+        self,
+        library: str,
+        folder: Path,
+        *,
+        like: "Run | None" = None,
+        staging: str = "copy",
+        layers: int = LAYERS,
+        width: int = WIDTH,
+        device: torch.device = CPU,
     ) -> None:
         torch.manual_seed(0)
         if library == "accelerate":
             from accelerate import Accelerator as Peer
 
-            self.accelerator: Any = Peer(cpu=True)
+            self.accelerator: Any = Peer(cpu=device == CPU)
         else:
             self.accelerator = Accelerator(
-                cpu=True,
+                cpu=device == CPU,
                 project_dir=folder,
-                sections={"checkpoint": {"keep_last": 1, "staging": staging}},
+                sections={"checkpoint": {"keep_last": 1, "staging": staging}, "run": {"show_plan": False}},
             )
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
+        optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False, fused=device != CPU)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

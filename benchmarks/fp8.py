@@ -1,9 +1,8 @@
-"""Training in fp8: speed and memory of each recipe beside bf16, and what the conversion of a model costs.
+"""Training in fp8 on a CPU: what a step takes beside bf16, torchao alone and Accelerate, and what conversion takes.
 
     uv run --group bench python benchmarks/fp8.py
 
-On a CUDA device speed and peak memory of a decoder's layers; on a CPU, which computes fp8 by products in fp32, what a
-step takes beside torchao alone and Accelerate, and what conversion takes.
+A CPU computes fp8 by products in fp32; `cuda/fp8_recipes.py` measures the same contestants on a card.
 """
 
 import sys
@@ -11,20 +10,24 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
-from rounds import Table, installed, parse_arguments, report, take_turns
+from rounds import Table, installed, parse_arguments, repeated, report, take_turns
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from drivetrain import Accelerator
-from drivetrain_precision import LayerFilter, TorchaoRecipe, convert_model, load_recipe, recipe_names
+from drivetrain_precision import (
+    Fp8Recipe,
+    LayerFilter,
+    TorchaoRecipe,
+    convert_model,
+    load_recipe,
+    recipe_names,
+)
 
 ALL = LayerFilter(skip_first=False, skip_last=False)
-ON_CUDA = torch.cuda.is_available()
-# A decoder of 1.2 billion parameters on a GPU; on a CPU the smallest that keeps both cores busy.
-WIDTH, DEPTH, TOKENS, STEPS = (2048, 24, 8192, 10) if ON_CUDA else (256, 4, 512, 2)
 NOTE = (
     "Every contestant computes under autocast to bf16 what it does not compute in fp8. For comparison, torchtitan's "
     "commit 7a04053 states for Llama 3 8B on H100 with torch.compile: 5,760 tokens a second and GPU in bf16, 6,412 "
@@ -33,104 +36,129 @@ NOTE = (
 Step = Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """What is trained: by default the smallest that keeps two cores busy.
+
+    Attributes:
+        width: Features.
+        depth: Blocks.
+        tokens: Rows of a batch.
+        device: Where.
+        compiler: The backend of torch.compile, for all that is meant to be compiled; None for none.
+    """
+
+    width: int = 256
+    depth: int = 4
+    tokens: int = 512
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    compiler: str | None = None
+
+    def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the blocks and their optimizer, on the device."""
+        with self.device:
+            built = nn.Sequential(*(Block(self.width) for _ in range(self.depth)))
+        return built, torch.optim.AdamW(built.parameters(), lr=1e-4)
+
+    def compiled(self, built: Any, *, wanted: bool = True) -> Any:
+        """Return the blocks, compiled if that is wanted."""
+        return torch.compile(built, backend=self.compiler) if self.compiler and wanted else built
+
+    def batch(self) -> Tensor:
+        """Return the inputs, (tokens, width)."""
+        return torch.randn(self.tokens, self.width, device=self.device)
+
+
 class Block(nn.Module):
     """The two products of a feed-forward layer, around a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the hidden states with the layer's contribution."""
         return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
 
 
-def model() -> nn.Module:
-    """The layers."""
-    return nn.Sequential(*(Block() for _ in range(DEPTH)))
-
-
-def accelerated(accelerator: Any, built: nn.Module) -> Step:
+def accelerated(accelerator: Any, layers: Layers, *, compiled: bool = True) -> Step:
     """The loop that Accelerate documents, and drivetrain too."""
-    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4)
-    built, optimizer = accelerator.prepare(built, optimizer)
-    if ON_CUDA:
-        built = torch.compile(built)
-    inputs = torch.randn(TOKENS, WIDTH, device=accelerator.device)
+    built, optimizer = accelerator.prepare(*layers.made())
+    built, inputs = layers.compiled(built, wanted=compiled), layers.batch()
 
     def step() -> None:
-        for _ in range(STEPS):
-            accelerator.backward(built(inputs).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        accelerator.backward(built(inputs).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
 
-def in_drivetrain(**options: Any) -> Step:
+def in_drivetrain(layers: Layers, *, compiled: bool = True, **options: Any) -> Step:
     """Drivetrain in a precision."""
-    return accelerated(
-        Accelerator(cpu=not ON_CUDA, sections={"run": {"show_plan": False}}, **options), model()
+    accelerator = Accelerator(
+        cpu=layers.device.type == "cpu", sections={"run": {"show_plan": False}}, **options
     )
+    return accelerated(accelerator, layers, compiled=compiled)
 
 
-def by_torchao() -> Step:
+def by_torchao(layers: Layers) -> Step:
     """Torchao alone, under autocast to bf16 as the others."""
-    device = torch.device("cuda" if ON_CUDA else "cpu")
-    built = model().to(device)
+    from torchao.float8 import convert_to_float8_training
+
+    built, _ = layers.made()
     convert_to_float8_training(built)
-    if ON_CUDA:
-        built = torch.compile(built)
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4)
-    inputs = torch.randn(TOKENS, WIDTH, device=device)
+    built, inputs = layers.compiled(built), layers.batch()
 
     def step() -> None:
-        for _ in range(STEPS):
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = built(inputs).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        with torch.autocast(layers.device.type, torch.bfloat16):
+            loss = built(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
 
-def by_accelerate() -> Step:
+def by_accelerate(layers: Layers) -> Step:
     """Accelerate with its recipe for torchao."""
     from accelerate.utils import AORecipeKwargs
 
     from accelerate import Accelerator as Other
 
-    handler = AORecipeKwargs(module_filter_func=lambda module, _: isinstance(module, nn.Linear))
-    return accelerated(Other(cpu=not ON_CUDA, mixed_precision="fp8", kwargs_handlers=[handler]), model())
+    def is_linear(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.Linear)
+
+    handler = AORecipeKwargs(module_filter_func=is_linear)
+    on_cpu = layers.device.type == "cpu"
+    return accelerated(Other(cpu=on_cpu, mixed_precision="fp8", kwargs_handlers=[handler]), layers)
 
 
-def contestants() -> Iterator[tuple[str, Callable[[], Step]]]:
+def contestants(layers: Layers) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yield what trains, by name; bf16 first, to which the others are compared."""
-    yield "bf16", lambda: in_drivetrain(mixed_precision="bf16")
-    device = torch.device("cuda" if ON_CUDA else "cpu")
+    yield "bf16", lambda: in_drivetrain(layers, mixed_precision="bf16")
     for name in recipe_names():
         recipe = load_recipe(name)
-        if recipe.support(device).level != "none" and isinstance(recipe, TorchaoRecipe):
-            given = TorchaoRecipe(scaling=recipe.scaling, layers=ALL)
-            yield name, lambda given=given: in_drivetrain(mixed_precision="fp8", fp8_recipe=given)
-    yield "torchao alone, tensorwise", by_torchao
-    if installed("accelerate"):
-        yield "Accelerate, tensorwise", by_accelerate
+        if recipe.support(layers.device).level != "none":
+            yield name, lambda given=recipe: in_fp8(layers, of_all_layers(given))
+    if installed("torchao"):
+        yield "torchao, tensorwise", lambda: by_torchao(layers)
+        if installed("accelerate"):
+            yield "Accelerate, tensorwise", lambda: by_accelerate(layers)
 
 
-def timed(step: Step) -> Callable[[], float]:
-    """Return a turn that gives the seconds of a step."""
+def of_all_layers(recipe: Fp8Recipe) -> Fp8Recipe:
+    """Return a recipe that leaves no layer out."""
+    options: dict[str, Any] = {"layers": ALL}
+    return replace(cast("Any", recipe), **options)
 
-    def turn() -> float:
-        begin = time.perf_counter()
-        step()
-        if ON_CUDA:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / STEPS
 
-    return turn
+def in_fp8(layers: Layers, recipe: Fp8Recipe) -> Step:
+    """Drivetrain by a recipe, compiled where its library is meant to be."""
+    wanted = recipe.requirements.wants_compile
+    return in_drivetrain(layers, compiled=wanted, mixed_precision="fp8", fp8_recipe=recipe)
 
 
 def conversion(convert: Callable[[nn.Module], object]) -> Callable[[], float]:
@@ -146,7 +174,9 @@ def conversion(convert: Callable[[nn.Module], object]) -> Callable[[], float]:
 
 
 def main() -> None:
-    """Time conversions and steps, and on CUDA measure memory."""
+    """Time conversions and steps."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     arguments = parse_arguments(__doc__ or "", rounds=7)
     recipe = TorchaoRecipe(scaling="tensorwise", layers=ALL)
     converted = {
@@ -160,21 +190,13 @@ def main() -> None:
             measured=take_turns(converted, rounds=arguments.rounds),
         )
     ]
-    steps: dict[str, Step] = {}
-    peaks: dict[str, float] = {}
-    for name, make in contestants():
+    layers = Layers()
+    turns: dict[str, Callable[[], float]] = {}
+    for name, make in contestants(layers):
         with left_out(name):
-            steps[name] = make()
-            if ON_CUDA:
-                torch.cuda.reset_peak_memory_stats()
-                steps[name]()
-                peaks[name] = torch.cuda.max_memory_allocated()
-    turns = {name: timed(step) for name, step in steps.items()}
-    title = f"A step of {DEPTH} layers of {WIDTH} features, {TOKENS} tokens"
+            turns[name] = repeated(make(), times=2)
+    title = f"A step of {layers.depth} layers of {layers.width} features, {layers.tokens} tokens"
     tables.append(Table(title=title, unit="ms", measured=take_turns(turns, rounds=arguments.rounds)))
-    if peaks:
-        measured = {name: [peak] for name, peak in peaks.items()}
-        tables.append(Table(title="Peak memory", unit="MB", measured=measured))
     report("fp8", tables, arguments, note=NOTE)
 
 

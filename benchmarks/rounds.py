@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import statistics
@@ -9,12 +10,40 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "accelerate", "lightning-fabric")  # whose versions a table names
+PACKAGES = ("torch", "accelerate", "lightning-fabric", "lightning")  # whose versions a table names
+SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "MB": 1e-6}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A limit for a contestant beside another, within the rounds of a table. A table tells it, nothing asserts it.
+
+    Attributes:
+        of: The contestant.
+        beside: The other one.
+        most: The largest ratio of the two; where `added`, the largest difference, in seconds or bytes.
+        added: Whether it limits the difference.
+    """
+
+    of: str
+    beside: str
+    most: float
+    added: bool = False
+
+    def judge(self, measured: Mapping[str, Sequence[float]], unit: str) -> str:
+        """Return the goal and what became of it, in one line."""
+        scale, word = (SCALES[unit], f" {unit} more than") if self.added else (1.0, " x")
+        goal = f"Goal: {self.of}: at most {self.most * scale:.3g}{word} {self.beside}"
+        if not (measured.get(self.of) and measured.get(self.beside)):
+            return f"{goal}: not measured"
+        pairs = zip(measured[self.of], measured[self.beside], strict=True)
+        found = statistics.median(own - other if self.added else own / other for own, other in pairs)
+        return f"{goal}: {found * scale:.4g}, {'met' if found <= self.most else '**missed**'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +54,28 @@ class Table:
         title: What is measured.
         unit: "us", "ms" or "s", what seconds are shown in; or "MB", what bytes are shown in.
         measured: Seconds or bytes of each contestant, one a round; the others are held against the first contestant.
+        rates: What is done in the measured seconds, by the unit of the rate; each makes a column.
+        goals: Limits that are told below the table.
+        digits: Of a ratio, behind the point.
     """
 
     title: str
     unit: str
     measured: Mapping[str, Sequence[float]]
+    rates: Mapping[str, float] = field(default_factory=dict[str, float])
+    goals: Sequence[Goal] = ()
+    digits: int = 2
 
     def __str__(self) -> str:
-        scale = {"us": 1e6, "ms": 1e3, "s": 1.0, "MB": 1e-6}[self.unit]
+        scale = SCALES[self.unit]
         base, *_ = self.measured.values()
         base_name, *_ = self.measured
         lines = [
             f"**{self.title}**",
             "",
-            f"| | median, {self.unit} | added, {self.unit} | ratio |",
-            "|---|---:|---:|---:|",
+            f"| | median, {self.unit} | added, {self.unit} | ratio |"
+            + "".join(f" {r} |" for r in self.rates),
+            "|---|---:|---:|---:|" + "---:|" * len(self.rates),
         ]
         for name, times in self.measured.items():
             median = statistics.median(times) * scale
@@ -47,13 +83,21 @@ class Table:
             pairs = list(zip(times, base, strict=True))
             added = statistics.median(own - other for own, other in pairs) * scale
             ratio = statistics.median(own / other for own, other in pairs)
-            compared = "| |" if name == base_name else f"{_short(added)} | {ratio:.2f} |"
-            lines.append(f"| {name} | {_short(median)} | {compared}")
-        return "\n".join(lines)
+            compared = "| |" if name == base_name else f"{_short(added)} | {ratio:.{self.digits}f} |"
+            rates = "".join(f" {_short(amount * scale / median)} |" for amount in self.rates.values())
+            lines.append(f"| {name} | {_short(median)} | {compared}{rates}")
+        goals = [goal.judge(self.measured, self.unit) for goal in self.goals]
+        return "\n".join([*lines, *([""] if goals else []), *(f"- {goal}" for goal in goals)])
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1, shown: bool = True
+    contestants: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    shown: bool = True,
+    within_seconds: float = math.inf,
+    on_round: Callable[[Mapping[str, Sequence[float]]], object] | None = None,
 ) -> dict[str, list[float]]:
     """Run every contestant once a round, each round beginning with another one.
 
@@ -62,13 +106,18 @@ def take_turns(
         rounds: Rounds that count.
         warmup: Rounds before them that do not.
         shown: Whether each turn is shown on stderr as it ends.
+        within_seconds: Once they have passed, no other round begins; one counts always.
+        on_round: Called after each round that counts, with what was measured so far.
 
     Returns:
         The seconds of each contestant, one a round, in the contestants' order.
     """
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    begin = time.perf_counter()
     for number in range(warmup + rounds):
+        if number > warmup and time.perf_counter() - begin > within_seconds:
+            break
         start = number % len(names)
         for name in names[start:] + names[:start]:
             taken = contestants[name]()
@@ -80,11 +129,17 @@ def take_turns(
                 )
             if number >= warmup:
                 seconds[name].append(taken)
+        if number >= warmup and on_round is not None:
+            on_round(seconds)
     return seconds
 
 
 def repeated(
-    call: Callable[[], object], *, times: int, before: Callable[[], object] | None = None
+    call: Callable[[], object],
+    *,
+    times: int,
+    before: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
 ) -> Callable[[], float]:
     """A turn: the seconds of one call, over many.
 
@@ -92,6 +147,7 @@ def repeated(
         call: What is timed.
         times: Calls in one turn.
         before: Called first and not timed, such as a barrier where ranks take the turn together.
+        after: Called last and timed, such as the wait for a device to do what it was given.
     """
 
     def turn() -> float:
@@ -100,6 +156,8 @@ def repeated(
         start = time.perf_counter()
         for _ in range(times):
             call()
+        if after is not None:
+            after()
         return (time.perf_counter() - start) / times
 
     return turn
@@ -107,11 +165,16 @@ def repeated(
 
 def report(name: str, tables: Sequence[Table], arguments: argparse.Namespace, *, note: str = "") -> None:
     """Print the tables, and write them to `arguments.results` with what they were measured on."""
+    print(write(name, tables, arguments, note=note))
+
+
+def write(name: str, tables: Sequence[Table], arguments: argparse.Namespace, *, note: str = "") -> str:
+    """Write the tables to `arguments.results` with what they were measured on, and return the text."""
     heading = f"# {name}\n\n{_conditions(arguments)}\n" + (f"\n{note}\n" if note else "")
     text = "\n".join([heading, *(f"{table}\n" for table in tables)])
-    print(text)
     arguments.results.mkdir(parents=True, exist_ok=True)
     (arguments.results / f"{name}.md").write_text(text)
+    return text
 
 
 def parse_arguments(description: str, *, rounds: int, only: str | None = None) -> argparse.Namespace:
