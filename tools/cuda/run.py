@@ -109,6 +109,7 @@ def run_half(half: str, out: Path, variables: Mapping[str, str], *, minutes: flo
         }
     else:
         own = [str(ROOT / "benchmarks" / "cuda" / "run.py"), "--out", str(out / "benchmarks")]
+        own += ["--seconds", f"{60 * minutes:g}"]
         own += ["--device", "cpu", "--dry"] if dry else ["--device", "cuda"]
     begin = time.monotonic()
     with (out / f"{half}.log").open("w") as log:
