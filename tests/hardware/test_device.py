@@ -1,10 +1,13 @@
 """The device itself shows the mistakes that the tests beside this one look for."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from drivetrain_state import connect
 from hardware.devices import first, here
 
 
@@ -43,3 +46,26 @@ def test_it_shows_whoever_does_not_wait_and_whoever_does(
     on_device: Callable[..., list[object]],
 ) -> None:
     on_device(shows_mistakes)
+
+
+def adopts_gloo() -> str:
+    """Adopt a group that moves the device's tensors by gloo; what is logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("drivetrain_state").addHandler(handler)
+    dist.init_process_group(f"cpu:gloo,{here().name}:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with connect(device=here().name) as context:
+        assert not context.owns_group
+        assert context.device == torch.device(first())
+    logging.getLogger("drivetrain_state").removeHandler(handler)
+    dist.destroy_process_group()
+    (line,) = said
+    return line
+
+
+def test_a_group_that_copies_through_the_host_is_adopted_with_a_warning(
+    on_device: Callable[..., list[object]],
+) -> None:
+    (line,) = on_device(adopts_gloo)
+    assert "tensors through gloo, which copies them through host memory: for " in str(line)

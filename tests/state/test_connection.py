@@ -173,7 +173,7 @@ except GroupMismatchError as error:
         assert "has world size 1, but the launcher's variables say 2" in each.stdout, each
 
 
-def test_a_group_with_another_backend_is_refused_naming_both() -> None:
+def test_a_group_without_a_backend_for_the_device_is_refused_naming_both() -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(
@@ -182,6 +182,26 @@ def test_a_group_with_another_backend_is_refused_naming_both() -> None:
             connect(CPU)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_with_an_unusual_backend_is_adopted_with_one_warning(run_ranks_script) -> None:
+    source = (
+        SCRIPT
+        + """
+def gloo(store, rank, size, timeout):
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+dist.Backend.register_backend("own", gloo, devices=["cpu"])
+dist.init_process_group("cpu:own")
+first, second = connect(settings), connect(settings)
+print(first.owns_group, reduce(second, torch.tensor(2.0)).item())
+dist.destroy_process_group()
+"""
+    )
+    first, second = run_ranks_script(source)
+    assert first.stdout == second.stdout == "False 4.0\n", (first, second)
+    warning = "the process group that exists moves cpu tensors through own: for gloo, create it with"
+    assert first.stderr.count(warning) == 1, first
+    assert warning not in second.stderr, second
 
 
 def test_a_port_in_use_is_said(run_ranks_script) -> None:
