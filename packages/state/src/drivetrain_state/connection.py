@@ -45,10 +45,10 @@ def connect(
 ) -> Context:
     """Connect this process to the other ranks, and return its ranks, device and mesh. Must be called on all ranks.
 
-    An existing torch process group is adopted if it is suitable, with a warning on rank 0 if its backend for the device
-    is not the usual one, such as gloo for CUDA. Otherwise one is created from the launcher's environment variables, and
-    the context owns it: `close`, or the end of the process, destroys the group. A single process gets no group, unless
-    `parallelism` requires a mesh or `needs_group` is set.
+    An existing torch process group is adopted if it is suitable; rank 0 warns of an unusual backend, such as gloo for
+    CUDA. Otherwise one is created from the launcher's environment variables, and the context owns it: `close`, or the
+    end of the process, destroys the group. A single process gets no group, unless `parallelism` requires a mesh or
+    `needs_group` is set.
 
     Args:
         settings: The `state` section; None reads it from the command line, environment and file.
@@ -59,8 +59,7 @@ def connect(
 
     Raises:
         DeviceError: If there is no such device, or the node has fewer devices than processes.
-        GroupMismatchError: If a process group exists and its world size or rank differs, or it has no backend for
-            the device's kind.
+        GroupMismatchError: If the existing process group has another world size or rank, or no backend for the device.
         ConnectError: If the ranks cannot connect, or torch has no collectives for the device.
     """
     kind, index = _asked(device)
