@@ -59,7 +59,7 @@ def connect(
 
     Raises:
         DeviceError: If there is no such device, or the node has fewer devices than processes.
-        GroupMismatchError: If the existing process group has another world size or rank, or no backend for the device.
+        GroupMismatchError: If the existing group has another world size or rank, or no backend for the device.
         ConnectError: If the ranks cannot connect, or torch has no collectives for the device.
     """
     kind, index = _asked(device)
