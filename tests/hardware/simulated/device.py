@@ -90,6 +90,7 @@ def _device_module(extension: Any) -> ModuleType:
     vars(module).update(
         Event=torch.Event,
         Stream=torch.Stream,
+        _initialized=True,  # read by torch.utils.checkpoint
         _is_in_bad_fork=lambda: False,
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,
