@@ -16,4 +16,5 @@ def test_accelerate_unscales_gradients_of_fp16() -> None:
     scaled = given.weight.grad.item()
     accelerator.unscale_gradients(optimizer)
     assert given.weight.grad.item() < scaled
-    accelerator.free_memory()
+    accelerator.end_training()
+    type(accelerator.state)._reset_state(reset_partial_state=True)  # the class keeps it for the process
