@@ -28,7 +28,7 @@ class Way:
         backend: The backend.
         mode: The precision.
         sections: Further settings.
-        places: The functions that wait, equally often in each step.
+        places: The functions that wait, each at most three times a step.
         torch_waits: Whether torch waits as well, in its own backward.
     """
 
@@ -83,7 +83,8 @@ def waits(way: Way, folder: Path) -> None:
     if way.torch_waits:
         found = [wait for wait in found if " < " in wait]  # those with lines of others than torch
     counts = [sum(f" {place} " in f"{wait} " for wait in found) for place in way.places]
-    assert all(count and count % NUM_STEPS == 0 for count in counts), "\n".join(found)
+    of_step = [count / NUM_STEPS for count in counts]
+    assert {*of_step} <= {1, 2, 3}, "\n".join(found)  # fewer than parameters
     assert len(found) == sum(counts), "\n".join(found)
 
 
