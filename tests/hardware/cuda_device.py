@@ -46,8 +46,13 @@ class CudaDevice:
         def note(message: Any, *_: object, **__: object) -> None:
             if _A_WAIT not in str(message):
                 return
-            frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-            lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-1]]
+            not_ours = ("/torch/", "/warnings.py", __file__)
+            frames = [
+                frame
+                for frame in traceback.extract_stack()
+                if not any(part in frame.filename for part in not_ours)
+            ]
+            lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
             found.append(" < ".join(["a synchronizing operation", *reversed(lines[-4:])]))
 
         before = torch.cuda.get_sync_debug_mode()

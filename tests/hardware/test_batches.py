@@ -1,8 +1,12 @@
 """Batches on their way to the device."""
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
@@ -41,3 +45,74 @@ def test_each_rank_has_its_own_batches_on_its_own_device(
     on_device: Callable[..., list[object]],
 ) -> None:
     on_device(reads_every_batch, True, 1, num_processes=2)
+
+
+def reads_nested_batches(num_workers: int) -> None:
+    """Read two epochs of nested batches, with workers that stay, if any."""
+    accelerator = Accelerator(data={"copy_ahead": 2}, sections={"run": {"show_plan": False}})
+    samples: Any = [
+        {"x": torch.full((3,), float(i)), "y": {"number": i, "pair": (torch.tensor(i), torch.tensor(-i))}}
+        for i in range(24)
+    ]
+    given = DataLoader(
+        samples, batch_size=4, pin_memory=True, num_workers=num_workers, persistent_workers=num_workers > 0
+    )
+    loader = accelerator.prepare(given)
+    mine = torch.arange(24).view(-1, 4)[accelerator.process_index :: accelerator.num_processes].flatten()
+    for _ in range(2):
+        with here().copies() as copies, here().waits() as found:
+            got = [
+                (batch["x"] * 2, batch["y"]["number"] + 0, *(each + 0 for each in batch["y"]["pair"]))
+                for batch in loader
+            ]
+        assert found == []
+        columns = [torch.cat(column).cpu() for column in zip(*got, strict=True)]
+        assert all(value.device == accelerator.device for batch in got for value in batch)
+        assert torch.equal(columns[0], 2.0 * mine[:, None].expand(-1, 3))
+        assert torch.equal(torch.stack(columns[1:]), torch.stack([mine, mine, -mine]))
+        assert copies.beside == 4 * len(got)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nested_batches_are_copied_ahead_leaf_by_leaf(
+    on_device: Callable[..., list[object]], num_workers: int
+) -> None:
+    for num_processes in (1, 2):
+        on_device(reads_nested_batches, num_workers, num_processes=num_processes)
+
+
+def copies_while_it_computes() -> int:
+    """Compute long on small batches of large samples; how many of their copies ran beside a kernel."""
+    from hardware.cuda_device import kineto_events
+
+    accelerator = Accelerator(data={"copy_ahead": 2}, sections={"run": {"show_plan": False}})
+    samples = TensorDataset(torch.ones(24, 2**20))
+    loader = accelerator.prepare(DataLoader(samples, batch_size=4, pin_memory=True))
+    square = torch.randn(4096, 4096, device=accelerator.device)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for (x,) in loader:
+            x.sum()
+            for _ in range(8):  # tens of milliseconds, in which the host collates and copies the next ones
+                square @ square
+        torch.cuda.synchronize()
+    accelerator.end_training()
+    events = [
+        (each.name(), each.device_resource_id(), each.start_ns(), each.start_ns() + each.duration_ns())
+        for each in kineto_events(trace)
+        if each.device_type() == DeviceType.CUDA
+    ]
+    kernels = [each[1:] for each in events if not each[0].startswith(("Memcpy", "Memset"))]
+    copies = [each[1:] for each in events if each[0].startswith("Memcpy HtoD (Pinned")]
+    assert len(copies) == len(loader)
+    return sum(
+        any(stream != of_kernel and start < end and begin < stop for of_kernel, begin, end in kernels)
+        for stream, start, stop in copies
+    )
+
+
+@pytest.mark.only_on("cuda", why="the simulated device computes in the host's own time")
+def test_copies_run_while_the_device_computes(on_device: Callable[..., list[Any]]) -> None:
+    (num_beside,) = on_device(copies_while_it_computes)
+    assert num_beside >= 2

@@ -1,10 +1,14 @@
-"""The device itself shows the mistakes that the tests beside this one look for."""
+"""The device itself: it shows the mistakes that other tests look for, is detected, and is connected."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from drivetrain_config import environ
+from drivetrain_state import DeviceError, connect, detect_devices
 from hardware.devices import first, here
 
 
@@ -43,3 +47,58 @@ def test_it_shows_whoever_does_not_wait_and_whoever_does(
     on_device: Callable[..., list[object]],
 ) -> None:
     on_device(shows_mistakes)
+
+
+def adopts_gloo() -> str:
+    """Adopt a group that moves the device's tensors by gloo; what is logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("drivetrain_state").addHandler(handler)
+    dist.init_process_group(f"cpu:gloo,{here().name}:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with connect(device=here().name) as context:
+        assert not context.owns_group
+        assert context.device == torch.device(first())
+    logging.getLogger("drivetrain_state").removeHandler(handler)
+    dist.destroy_process_group()
+    (line,) = said
+    return line
+
+
+def test_a_group_that_copies_through_the_host_is_adopted_with_a_warning(
+    on_device: Callable[..., list[object]],
+) -> None:
+    (line,) = on_device(adopts_gloo)
+    assert "tensors through gloo, which copies them through host memory: for " in str(line)
+
+
+def detects() -> None:
+    found = detect_devices()[0]
+    assert len(found.names) == found.count == here().num_devices()
+    assert found.ability.fp16
+    if here().name == "cuda":
+        assert all(size > 2**30 for size in found.memory_bytes)
+        assert len(found.memory_bytes) == found.count
+
+
+def test_a_device_tells_its_name_and_memory(on_device: Callable[..., list[object]]) -> None:
+    on_device(detects)
+
+
+def counts_processes() -> None:
+    count = here().num_devices()
+    variables = {
+        **{name: str(count) for name in ("RANK", "LOCAL_RANK")},
+        **{name: str(count + 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+    }
+    with (
+        environ.exported(**variables),
+        pytest.raises(DeviceError, match=f"this process sees {count} {here().name} device"),
+    ):
+        connect(device=here().name)
+
+
+def test_more_processes_than_devices_is_an_error_with_the_count(
+    on_device: Callable[..., list[object]],
+) -> None:
+    on_device(counts_processes)

@@ -1,11 +1,15 @@
 """Tensors of a device in what a notebook sends to its ranks."""
 
+import io
 from collections.abc import Callable
+from contextlib import redirect_stderr
 
 import torch
 
+from drivetrain_launcher import debug_launcher
 from drivetrain_launcher.run.notebook.rank_channel import view_content
 from drivetrain_launcher.run.notebook.shipment import pack, unpack
+from hardware.devices import first, here
 
 
 def ships_a_model_through_the_cpu() -> None:
@@ -28,3 +32,25 @@ def ships_a_model_through_the_cpu() -> None:
 
 def test_a_model_on_a_device_arrives_on_the_cpu(on_device: Callable[..., list[object]]) -> None:
     on_device(ships_a_model_through_the_cpu, num_processes=1)
+
+
+def launches_while_the_device_is_in_use() -> tuple[list[tuple[str, str]], str]:
+    """Call a function that holds a tensor of the device on two ranks, which return tensors of their own device."""
+    held = torch.ones(1, device=first())
+
+    def where() -> tuple[str, torch.Tensor]:
+        here().prepare()
+        return str(held.device), torch.ones(1, device=first())
+
+    said = io.StringIO()
+    with redirect_stderr(said):
+        results = debug_launcher(where, num_processes=2)
+    return [(of_held, str(made.device)) for of_held, made in results], said.getvalue()
+
+
+def test_an_accelerator_may_be_in_use_and_its_tensors_arrive_on_the_cpu(
+    on_device: Callable[..., list[object]],
+) -> None:
+    ((places, said),) = on_device(launches_while_the_device_is_in_use)
+    assert places == [("cpu", "cpu")] * 2
+    assert "reaches the ranks on the CPU" in said

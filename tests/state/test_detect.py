@@ -70,11 +70,3 @@ def test_one_device_has_no_link() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without an NVIDIA driver")
 def test_without_a_driver_the_link_is_not_known() -> None:
     assert nvidia_link(["GPU-0", "GPU-1"]) is None
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
-def test_a_cuda_device_tells_its_name_and_memory() -> None:
-    found = detect_devices()[0]
-    assert len(found.names) == len(found.memory_bytes) == found.count == torch.cuda.device_count()
-    assert found.ability.fp16

@@ -101,21 +101,6 @@ def test_a_scaler_of_the_program() -> None:
         accelerator.scaler = torch.amp.GradScaler("cpu")
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="scales no loss on the CPU")
-def test_the_real_one_unscales() -> None:
-    """`unscale_gradients` under fp16"""
-    accelerator = SIDES[0]("accelerate.Accelerator")(mixed_precision="fp16")
-    given = nn.Linear(1, 1, bias=False)
-    model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
-    accelerator.backward(model(torch.ones(1, 1, device="cuda")).mean())
-    assert given.weight.grad is not None
-    scaled = given.weight.grad.item()
-    accelerator.unscale_gradients(optimizer)
-    assert given.weight.grad.item() < scaled
-    accelerator.end_training()
-
-
 def test_dataclasses() -> None:
     """`send_to_device` of dataclasses"""
     found: list[str] = []

@@ -415,6 +415,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
     library.impl("record_stream", &record_stream);
     library.impl("resize_", &at::native::resize_);
+    library.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
     library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
     library.impl("as_strided", &at::native::as_strided_tensorimpl);
     library.impl("_reshape_alias", &at::native::_reshape_alias);

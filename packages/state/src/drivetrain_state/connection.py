@@ -7,6 +7,8 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
+from logging import getLogger
 from socket import gethostname, if_nameindex
 from time import sleep
 from typing import cast
@@ -31,6 +33,8 @@ from drivetrain_state.topology import Topology, topology_from_hosts
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 _LETTING_GO_SECONDS = 0.02
 
+logger = getLogger(__name__)
+
 
 def connect(
     settings: StateSettings | None = None,
@@ -41,9 +45,10 @@ def connect(
 ) -> Context:
     """Connect this process to the other ranks, and return its ranks, device and mesh. Must be called on all ranks.
 
-    An existing torch process group is adopted if it is suitable. Otherwise one is created from the launcher's
-    environment variables, and the context owns it: `close`, or the end of the process, destroys the group. A single
-    process gets no group, unless `parallelism` requires a mesh or `needs_group` is set.
+    An existing torch process group is adopted if it is suitable; rank 0 warns of an unusual backend, such as gloo for
+    CUDA. Otherwise one is created from the launcher's environment variables, and the context owns it: `close`, or the
+    end of the process, destroys the group. A single process gets no group, unless `parallelism` requires a mesh or
+    `needs_group` is set.
 
     Args:
         settings: The `state` section; None reads it from the command line, environment and file.
@@ -54,7 +59,7 @@ def connect(
 
     Raises:
         DeviceError: If there is no such device, or the node has fewer devices than processes.
-        GroupMismatchError: If a process group exists and its world size, rank or backend differs.
+        GroupMismatchError: If the existing group has another world size or rank, or no backend for the device.
         ConnectError: If the ranks cannot connect, or torch has no collectives for the device.
     """
     kind, index = _asked(device)
@@ -237,16 +242,31 @@ def group_backend(kind: str) -> str:
 
 
 def _check_group(kind: str) -> None:
-    """Raise GroupMismatchError if the existing group lacks the expected backend for a kind of device."""
+    """Raise GroupMismatchError if the existing group has no backend for a kind of device; warn of an unusual one."""
     if dist.get_world_size() == 1 and kind not in _BACKENDS:
         return
-    ours = group_backend(kind)
-    wanted, existing = f"{kind}:{_BACKENDS[kind]}", str(dist.get_backend_config())
-    if wanted not in existing.split(","):
+    ours, usual, existing = group_backend(kind), _BACKENDS[kind], str(dist.get_backend_config())
+    found = dict(part.split(":") for part in existing.split(",")).get(kind)
+    if found is None:
         raise GroupMismatchError(
-            f"device={kind!r} needs a process group with {wanted!r}, but the one that exists has {existing!r}: "
+            f"device={kind!r} needs a process group with '{kind}:{usual}', but the one that exists has {existing!r}: "
             f"create it with init_process_group({ours!r}), let connect() create it, or choose a device it supports"
         )
+    if found != usual and dist.get_rank() == 0:
+        _warn_of_unusual_backend(kind, found)
+
+
+@cache  # one line, however many contexts adopt the group
+def _warn_of_unusual_backend(kind: str, found: str) -> None:
+    logger.warning(
+        "the process group that exists moves %s tensors through %s%s: for %s, create it with "
+        "init_process_group(%r), or let connect() create it",
+        kind,
+        found,
+        ", which copies them through host memory" if found == "gloo" else "",
+        _BACKENDS[kind],
+        group_backend(kind),
+    )
 
 
 def _form_group(

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from drivetrain_launcher import LaunchError, debug_launcher, notebook_launcher
 
@@ -141,20 +140,6 @@ debug_launcher(wait_for_each_other)
 def test_a_number_of_processes_that_is_none_is_refused(launch: Callable, number: object) -> None:
     with pytest.raises(LaunchError, match=f"num_processes={number!r}: must be an integer of at least 1"):
         launch(print, num_processes=number)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two CUDA devices")
-def test_an_accelerator_may_be_in_use_and_its_tensors_arrive_on_the_cpu(run_source: Callable) -> None:
-    source = """
-held = torch.ones(1, device="cuda")
-def where():
-    return str(held.device), torch.ones(1, device=f"cuda:{os.environ['LOCAL_RANK']}")
-print([(held, str(made.device)) for held, made in notebook_launcher(where, num_processes=2)])
-"""
-    done = run_source(NOTEBOOK + source)
-    assert done.stdout == "[('cpu', 'cpu'), ('cpu', 'cpu')]\n", done.stderr
-    assert "1 tensor of cuda:0 reaches the ranks on the CPU" in done.stderr
 
 
 @pytest.fixture

@@ -59,7 +59,11 @@ def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device)
     dtype = torch.float32 if dtype.itemsize < 4 else dtype
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
-    stacked = torch.stack([norm.to(device, dtype) for norm in norms(filled, norm_type)])
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for found in norms(filled, norm_type):
+        by_device[found.device].append(found.to(dtype))
+    # One copy for all that are offloaded: the host waits for each.
+    stacked = torch.cat([torch.stack(found).to(device) for found in by_device.values()])
     return stacked.max() if norm_type == torch.inf else (stacked**norm_type).sum()
 
 

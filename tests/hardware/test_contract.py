@@ -1,0 +1,99 @@
+"""Every backend passes its contract on the device: each step is that of a plain loop on the host."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drivetrain_backends import (
+    BackendContract,
+    DDPBackend,
+    DeepSpeedSettings,
+    FSDPBackend,
+    FSDPSettings,
+    SingleBackend,
+)
+from drivetrain_state import StateSettings, connect
+from hardware.devices import here
+
+
+class SingleContract(BackendContract):
+    backend = SingleBackend
+
+
+class DDPContract(BackendContract):
+    backend = DDPBackend
+
+
+class FSDPContract(BackendContract):
+    backend = FSDPBackend
+    settings = FSDPSettings()
+
+
+class ByBlockContract(FSDPContract):
+    settings = FSDPSettings(wrap=("Linear",))
+
+
+class OffloadedContract(FSDPContract):
+    settings = FSDPSettings(offload=True)
+
+
+FSDP = {"whole": FSDPContract, "by block": ByBlockContract, "offloaded": OffloadedContract}
+
+
+def check(name: str) -> list[str]:
+    """Run every check of a contract of this module; the names of those that ran."""
+    contract = getattr(sys.modules[__name__], name)
+    settings = StateSettings(device=here().name, watchdog=False)
+    with connect(settings, needs_group=contract.backend is not SingleBackend) as context:
+        return contract().check_all(context)
+
+
+def test_single_passes_the_contract(on_device: Callable[..., list[object]]) -> None:
+    (ran,) = on_device(check, "SingleContract")
+    assert set(BackendContract.cases) < set(ran)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ddp_passes_the_contract(on_device: Callable[..., list[object]], num_processes: int) -> None:
+    for ran in on_device(check, "DDPContract", num_processes=num_processes):
+        assert set(BackendContract.cases) < set(ran)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("contract", FSDP.values(), ids=FSDP)
+def test_fsdp_passes_the_contract(
+    on_device: Callable[..., list[object]], contract: type[BackendContract], num_processes: int
+) -> None:
+    for ran in on_device(check, contract.__name__, num_processes=num_processes):
+        assert set(BackendContract.cases) < set(ran)
+
+
+def check_deepspeed(stage: int) -> list[str]:
+    """Run every check of the contract under a stage of DeepSpeed; the names of those that ran."""
+    from drivetrain_backends.deepspeed.backend import DeepSpeedBackend
+
+    class DeepSpeedContract(BackendContract):
+        backend = DeepSpeedBackend
+        dtype = torch.float32  # DeepSpeed has no float64
+        tolerance = 1e-5
+        trains_models_together = False
+        settings = DeepSpeedSettings(
+            stage=stage,
+            config={"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else None,
+        )
+
+    with connect(StateSettings(device=here().name, watchdog=False), needs_group=True) as context:
+        return DeepSpeedContract().check_all(context)
+
+
+@pytest.mark.only_on("cuda", why="DeepSpeed has no accelerator for the simulated device")
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_passes_the_contract(
+    on_device: Callable[..., list[object]], stage: int, num_processes: int
+) -> None:
+    pytest.importorskip("deepspeed", reason="an extra of drivetrain-backends brings it")
+    for ran in on_device(check_deepspeed, stage, num_processes=num_processes):
+        assert {"tied weights", "frozen layer", "check_resume", "check_gan"} < set(ran)
