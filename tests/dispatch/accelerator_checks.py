@@ -38,10 +38,8 @@ from drivetrain_dispatch import (
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
-    offload_stats,
     remove_hooks,
 )
-from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from hardware.simulated import device
 
 toy = device.make()
@@ -170,25 +168,6 @@ def test_inputs_follow_and_outputs_come_back() -> None:
     assert found["number"] == 3
 
 
-def test_a_checkpoint_goes_straight_to_where_its_budget_lets_it() -> None:
-    with torch.no_grad():
-        plain, path = Large(), folder()
-        save_file(plain.state_dict(), path / "model.safetensors")
-        with init_empty_weights():
-            model = Large()
-        budgets = {0: 5 * LAYER, "cpu": 3 * LAYER, "disk": "1GB"}
-        device_map = infer_auto_device_map(model, budgets, rates=Bandwidths(to_device=1e9, from_disk=1e9))
-        assert set(device_map.values()) == {0, "cpu", "disk"}
-        toy.reset_most()
-        before = toy.counts()
-        load_checkpoint_and_dispatch(model, path, device_map)
-        assert toy.counts()["most"] - before["in_use"] <= 5 * LAYER
-        assert sorted(path.iterdir()) == [path / "model.safetensors"]
-        x = torch.randn(2, 512)
-        for _ in range(2):
-            assert torch.equal(model(x), on_device(plain)(x.to(FIRST)).cpu())
-
-
 def without_room(act: Callable[[], object], kind: type[Exception], room: int) -> str:
     """What an error says that comes where the device has so many bytes left."""
     gc.collect()
@@ -286,45 +265,6 @@ def test_a_whole_model_with_a_hook_is_freed_at_once() -> None:
         hook.offload()
     finally:
         gc.enable()
-
-
-def test_quantised_weights_come_as_they_are_packed() -> None:
-    torchao = pytest.importorskip("torchao.quantization")
-    model, x = Large(4), torch.randn(2, 512)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    expected = model(x)
-    dispatch_model(model, {"": "cpu"}, main_device=0)
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.allclose(model(x), expected)
-    stats = offload_stats(model)
-    assert stats.num_missed == 0
-    assert stats.bytes_fetched < 2 * 4 * LAYER / 3  # a quarter of fp32, and scales
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk", 0])
-def test_weights_that_are_kept_in_fp8_come_as_they_are(place: Any) -> None:
-    def kept() -> Stack:
-        torch.manual_seed(0)
-        model = Stack(2)
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                values = layer.weight.detach().to(torch.float8_e4m3fn)
-                scales = torch.full((1, 1), 0.5)
-                layer.weight = nn.Parameter(
-                    BlockScaledTensor(values, scales, torch.float32), requires_grad=False
-                )
-        return model
-
-    model, plain = kept(), kept()
-    inputs = torch.randn(2, WIDTH)
-    with torch.no_grad():
-        wanted = plain(inputs)
-    dispatch_model(model, {"": place}, main_device=FIRST, offload_dir=folder())
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(model(inputs.to(FIRST)).cpu(), wanted)
-    remove_hooks(model)
 
 
 class Mixture(nn.Module):

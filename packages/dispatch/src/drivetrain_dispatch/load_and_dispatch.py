@@ -89,8 +89,12 @@ def load_checkpoint_and_dispatch(
             layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers
         )
     report = load_tensors(layout, opened, device_map, options, EachRank())
-    return model if device_map is None else dispatch_model(
-        model, {**device_map, **dict.fromkeys(report.computed, "cpu")}, offload_dir=offload_folder,
+    if device_map is None:
+        return model
+    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
+    device_map = DeviceMap({**device_map, **dict.fromkeys(report.computed, "cpu")}, window_bytes=windows)
+    return dispatch_model(
+        model, device_map, offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
         dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
