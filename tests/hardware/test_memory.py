@@ -1,7 +1,9 @@
 """The device's memory: its peak is measured, and batches that do not fit are found."""
 
 import gc
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,12 @@ from drivetrain_memory import (
     free_memory,
     is_out_of_memory,
     memory_breakdown,
+    read_summaries,
     record_peak,
     release_memory,
+    write_page,
 )
+from drivetrain_memory.cli.watch import WatchArguments, run
 from drivetrain_memory.usage.nvidia import open_nvidia
 from hardware.devices import first, here
 
@@ -170,6 +175,34 @@ def records_allocations() -> None:
     assert len(held) == 2
 
 
+def draws_a_page(folder: Path) -> tuple[str, dict[str, float]]:
+    """The page of a run that took 3 MB of the device, and the peaks that its summary has."""
+    with MemoryTracker(folder, interval_seconds=0.01) as tracker:
+        block = torch.ones(3 * MB, dtype=torch.uint8, device=first())
+        tracker.step()
+    del block  # the last sample is taken at the end
+    merged = read_summaries(folder)
+    page = write_page(folder / "memory.html", merged, title="a run").read_text()
+    (summary,) = merged.ranks
+    return page, {name: peak.value for name, peak in summary.peaks.items()}
+
+
+def is_drawn(folder: Path) -> None:
+    page, peaks = draws_a_page(folder)
+    assert first() in page
+    assert peaks[f"{first()}/allocated_bytes"] >= 3 * MB
+
+
+def is_drawn_with_the_driver(folder: Path) -> None:
+    page, peaks = draws_a_page(folder)
+    assert torch.cuda.get_device_name(0) in page
+    assert peaks["nvidia:0/used_bytes"] > 3 * MB
+    assert peaks["nvidia:0/power_watts"] > 10
+    code = run(WatchArguments(target=sys.executable, command=("-c", "pass"), out=str(folder / "watched")))
+    assert code == 0
+    assert torch.cuda.get_device_name(0) in (folder / "watched" / "memory.html").read_text()
+
+
 def asks_the_driver() -> None:
     """Compute until the driver tells that the card was in use, which it measures over a second."""
     driver = open_nvidia()
@@ -248,3 +281,15 @@ def test_allocations_have_stacks_and_pinned_memory_is_counted(
 def test_the_driver_tells_power_temperature_and_use(on_device: Callable[..., list[object]]) -> None:
     pytest.importorskip("pynvml", reason="an extra of drivetrain-memory brings it")
     on_device(asks_the_driver)
+
+
+def test_the_page_of_a_run_has_its_device(on_device: Callable[..., list[object]], tmp_path: Path) -> None:
+    on_device(is_drawn, tmp_path)
+
+
+@pytest.mark.only_on("cuda", why="it asks NVIDIA's driver")
+def test_the_page_of_a_run_has_what_the_driver_tells(
+    on_device: Callable[..., list[object]], tmp_path: Path
+) -> None:
+    pytest.importorskip("pynvml", reason="an extra of drivetrain-memory brings it")
+    on_device(is_drawn_with_the_driver, tmp_path)
