@@ -166,7 +166,8 @@ def keeps_fp8(place: Any, folder: Path) -> None:
     dispatch_model(model, {"": place}, main_device=first(), offload_dir=folder)
     with torch.no_grad():
         for _ in range(2):
-            torch.testing.assert_close(model(tokens.to(first())).cpu(), wanted, rtol=1e-3, atol=1e-3)
+            found = model(tokens.to(first())).cpu()
+            assert (found - wanted).norm() < 1e-3 * wanted.norm()  # of the host's products
     remove_hooks(model)
 
 
@@ -190,10 +191,10 @@ def overlaps(place: str, folder: Path) -> None:
     dispatch_model(model, {"": place}, main_device=first(), offload_dir=folder)
     with torch.no_grad():
         model(x)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             model(x)
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
     events = [event for event in kineto_events(trace) if event.device_type() == DeviceType.CUDA]
     spans = [(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
     kernels = [span for span in spans if not span[0].startswith(("Memcpy", "Memset"))]
@@ -217,10 +218,10 @@ def takes_as_long_as_planned(folder: Path) -> str:
     taken: list[float] = []
     with torch.no_grad():
         for _ in range(5):
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             start = time.perf_counter()
             model(x)
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             taken.append(time.perf_counter() - start)
     measured = min(taken[1:])
     told = f"planned {plan.seconds * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms"

@@ -213,7 +213,7 @@ def asks_the_driver() -> None:
             break
         for _ in range(10):
             torch.mm(block, block)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         reading = driver.read()[0]
     driver.close()
     total = torch.cuda.get_device_properties(0).total_memory
