@@ -3,7 +3,6 @@
 import copy
 import gc
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from dispatch.models import (
     WIDTH,
-    Checkpointed,
     Coder,
     Converts,
     Gate,
@@ -35,16 +33,13 @@ from drivetrain_dispatch import (
     Bandwidths,
     DeviceMapError,
     LoadError,
-    apply_layerwise_casting,
     cpu_offload_with_hook,
     dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
-    offload_stats,
     remove_hooks,
 )
-from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from hardware.simulated import device
 
 toy = device.make()
@@ -90,28 +85,6 @@ def test_every_placement_computes_the_same(tree: Tree, data: st.DataObject) -> N
     assert {type(parameter) for parameter in tree.parameters()} == {nn.Parameter}
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-@pytest.mark.parametrize("build", [Stack, Checkpointed])
-def test_training_gives_the_same_gradients(build: Callable[[], nn.Module], place: str) -> None:
-    model = build()
-    plain, x = on_device(model), torch.randn(3, WIDTH)
-    dispatch_model(model, {"": place}, main_device=0, offload_dir=folder())
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
-    for _ in range(3):
-        losses = [model(x).square().sum(), plain(x.to(FIRST)).square().sum()]
-        assert torch.equal(losses[0].cpu(), losses[1].cpu())
-        for loss in losses:
-            loss.backward()
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert own.grad.device.type == "cpu"
-            assert torch.equal(own.grad, other.grad.cpu())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(own, other.cpu())
-
-
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_layer_may_be_converted_in_a_forward_to_what_it_is(context: Callable[[], Any]) -> None:
     plain = Converts(torch.float32)
@@ -137,56 +110,6 @@ class Large(nn.Module):
 
 
 LAYER = 512 * 512 * 4
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_weights_come_from_pinned_memory_and_few_are_there(place: str) -> None:
-    """Each once a forward, all of them on a stream beside, a bounded number at a time."""
-    model, x = Large(), torch.randn(2, 512)
-    plain = on_device(model)
-    before = toy.counts()
-    expected = plain(x.to(FIRST)).cpu()
-    alone = toy.counts()["from_pageable"] - before["from_pageable"]
-    del plain
-    gc.collect()
-    dispatch_model(model, {"": place}, main_device=0, offload_dir=folder())
-    for _ in range(2):
-        toy.reset_most()
-        before = toy.counts()
-        with torch.no_grad():
-            assert torch.equal(model(x), expected)
-        after = toy.counts()
-        assert after["from_pageable"] - before["from_pageable"] == alone  # of operations, and the input
-        assert after["deferred"] - before["deferred"] == len(model.layers)
-        assert after["used_elsewhere"] - before["used_elsewhere"] == len(model.layers)
-        assert after["most"] - before["in_use"] < 5 * LAYER  # in use, two ahead, and an operation's own
-    assert offload_stats(model).num_missed == 0
-    gc.collect()
-    assert toy.counts()["in_use"] <= before["in_use"]
-
-
-def test_several_threads_share_a_model() -> None:
-    model = Large(6)
-    plain = on_device(model)
-    dispatch_model(model, {"": "cpu"}, main_device=0)
-    inputs = [torch.randn(2, 512) for _ in range(3)]
-    expected = [plain(x.to(FIRST)).cpu() for x in inputs]
-    failures: list[object] = []
-
-    def work(index: int) -> None:
-        try:
-            for _ in range(5):
-                with torch.no_grad():
-                    assert torch.equal(model(inputs[index]), expected[index])
-        except Exception as error:  # noqa: BLE001 the test says it
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
 
 
 class Counting(Gate):
@@ -243,25 +166,6 @@ def test_inputs_follow_and_outputs_come_back() -> None:
     assert torch.equal(found["both"][1][0], expected["both"][1][0].cpu())
     assert found["kept"] is x
     assert found["number"] == 3
-
-
-def test_a_checkpoint_goes_straight_to_where_its_budget_lets_it() -> None:
-    with torch.no_grad():
-        plain, path = Large(), folder()
-        save_file(plain.state_dict(), path / "model.safetensors")
-        with init_empty_weights():
-            model = Large()
-        budgets = {0: 5 * LAYER, "cpu": 3 * LAYER, "disk": "1GB"}
-        device_map = infer_auto_device_map(model, budgets, rates=Bandwidths(to_device=1e9, from_disk=1e9))
-        assert set(device_map.values()) == {0, "cpu", "disk"}
-        toy.reset_most()
-        before = toy.counts()
-        load_checkpoint_and_dispatch(model, path, device_map)
-        assert toy.counts()["most"] - before["in_use"] <= 5 * LAYER
-        assert sorted(path.iterdir()) == [path / "model.safetensors"]
-        x = torch.randn(2, 512)
-        for _ in range(2):
-            assert torch.equal(model(x), on_device(plain)(x.to(FIRST)).cpu())
 
 
 def without_room(act: Callable[[], object], kind: type[Exception], room: int) -> str:
@@ -321,27 +225,6 @@ def test_a_forward_without_room_fails_and_the_next_one_does_not(place: str) -> N
     assert torch.equal(model(x), expected)
 
 
-def test_weights_are_stored_small_and_computed_large() -> None:
-    model, x = Large(3).to(FIRST), torch.randn(2, 512, dtype=torch.bfloat16, device=FIRST)
-    rounded = copy.deepcopy(model).to(torch.float8_e4m3fn).to(torch.bfloat16)
-    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16)
-    assert model.layers[0].weight.dtype == torch.float8_e4m3fn
-    for _ in range(2):
-        assert torch.equal(model(x).cpu(), rounded(x).cpu())
-
-
-def test_a_whole_model_comes_and_goes() -> None:
-    one, x = Large(2), torch.randn(2, 512)
-    expected = one(x)
-    one, hook = cpu_offload_with_hook(one, 0)
-    two, _ = cpu_offload_with_hook(Large(2), 0, hook)
-    assert torch.allclose(one(x).cpu(), expected)
-    assert one.layers[0].weight.device == FIRST
-    two(x)
-    assert one.layers[0].weight.device.type == "cpu"
-    assert two.layers[0].weight.device == FIRST
-
-
 @pytest.mark.parametrize(
     "device_map",
     [None, {"decoder": 0, "encoder": 1}, {"": "cpu"}, {"decoder": 0, "encoder": "cpu"}, {"": "disk"}],
@@ -382,56 +265,6 @@ def test_a_whole_model_with_a_hook_is_freed_at_once() -> None:
         hook.offload()
     finally:
         gc.enable()
-
-
-def test_methods_beside_the_forward_follow_too() -> None:
-    model = Coder().eval()
-    plain, x = on_device(model), torch.randn(2, WIDTH)
-    dispatch_model(model, {"": "cpu"}, main_device=0)
-    with torch.no_grad():
-        for _ in range(2):
-            code = model.encode(x)
-            assert torch.equal(code, plain.encode(x.to(FIRST)).cpu())
-            assert torch.equal(model.decode(code), plain.decode(code.to(FIRST)).cpu())
-
-
-def test_quantised_weights_come_as_they_are_packed() -> None:
-    torchao = pytest.importorskip("torchao.quantization")
-    model, x = Large(4), torch.randn(2, 512)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    expected = model(x)
-    dispatch_model(model, {"": "cpu"}, main_device=0)
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.allclose(model(x), expected)
-    stats = offload_stats(model)
-    assert stats.num_missed == 0
-    assert stats.bytes_fetched < 2 * 4 * LAYER / 3  # a quarter of fp32, and scales
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk", 0])
-def test_weights_that_are_kept_in_fp8_come_as_they_are(place: Any) -> None:
-    def kept() -> Stack:
-        torch.manual_seed(0)
-        model = Stack(2)
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                values = layer.weight.detach().to(torch.float8_e4m3fn)
-                scales = torch.full((1, 1), 0.5)
-                layer.weight = nn.Parameter(
-                    BlockScaledTensor(values, scales, torch.float32), requires_grad=False
-                )
-        return model
-
-    model, plain = kept(), kept()
-    inputs = torch.randn(2, WIDTH)
-    with torch.no_grad():
-        wanted = plain(inputs)
-    dispatch_model(model, {"": place}, main_device=FIRST, offload_dir=folder())
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(model(inputs.to(FIRST)).cpu(), wanted)
-    remove_hooks(model)
 
 
 class Mixture(nn.Module):

@@ -1,20 +1,30 @@
 """The device's memory: its peak is measured, and batches that do not fit are found."""
 
 import gc
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_memory import (
     LeakDetector,
     MemoryTracker,
+    compat,
     find_executable_batch_size,
     free_memory,
+    is_out_of_memory,
     memory_breakdown,
+    read_summaries,
     record_peak,
+    release_memory,
+    write_page,
 )
+from drivetrain_memory.cli.watch import WatchArguments, run
+from drivetrain_memory.usage.nvidia import open_nvidia
 from hardware.devices import first, here
 
 MB = 2**20
@@ -35,6 +45,12 @@ def measures() -> None:
     assert 3 * MB <= memory.device_bytes - before < 4 * MB
     assert memory.device_reserved_bytes is not None
     assert memory.device_reserved_bytes >= memory.device_bytes
+    with record_peak() as alone:
+        train_once(1)
+    of_device = alone.devices[0]
+    assert of_device.device == first()
+    assert of_device.peak_bytes == torch.accelerator.max_memory_allocated(0)
+    assert of_device.reserved_bytes == torch.accelerator.max_memory_reserved(0)
 
 
 def tracks() -> None:
@@ -88,21 +104,129 @@ def searches() -> None:
     assert here().bytes_in_use() == before
 
 
-def leaks_pinned_memory() -> list[tuple[str, str | None, str | None]]:
-    """Train with batches that are copied from pinned memory, of which a list keeps each one; return the findings."""
+def exceeds_the_card() -> None:
+    """Try what is larger than the whole card, of which half is free, with nothing limited."""
+    part = torch.cuda.get_device_properties(0).total_memory // 16
+    gc.collect()
+    torch.accelerator.empty_cache()
+    before, reserved = here().bytes_in_use(), torch.accelerator.memory_reserved()
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=32)
+    def take(batch_size: int) -> int:
+        tried.append(batch_size)
+        half = torch.empty(batch_size * part // 2, dtype=torch.uint8, device=first())
+        return (half.numel() + torch.empty_like(half).numel()) // part
+
+    assert take() == 8
+    assert tried == [32, 16, 8]
+    free_memory()
+    assert here().bytes_in_use() == before
+    assert torch.accelerator.memory_reserved() <= reserved
+
+
+def has_no_room() -> None:
+    with (
+        here().limited(4 * here().scale * MB),
+        pytest.raises(torch.OutOfMemoryError, match=r"out of memory|no room") as caught,
+    ):
+        torch.empty(8 * here().scale * MB, dtype=torch.uint8, device=first())
+    assert is_out_of_memory(caught.value)
+
+
+def hands_back() -> None:
+    block = torch.zeros(16 * here().scale * MB, dtype=torch.uint8, device=first())
+    size, before = block.nbytes, torch.accelerator.memory_reserved()
+    (block,) = release_memory(block)
+    assert torch.accelerator.memory_reserved() <= before - size
+
+
+def leaks(make: Callable[[], Tensor]) -> list[tuple[str, str | None, str | None]]:
+    """Train with batches of which a list keeps each one; return the findings."""
     place = torch.device(first())
     model = nn.Linear(256, 256).to(place)
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     detector = LeakDetector(on_leak=lambda report: None)
     for _ in range(100):
-        batch = torch.randn(64, 256).pin_memory()
+        batch = make()
         kept.append(batch)
         model(batch.to(place, non_blocking=True)).sum().backward()
         detector.step()
         if detector.report is not None:
             break
-    assert all(batch.is_pinned() for batch in kept)
     return [] if detector.report is None else [(o.kind, o.holder, o.line) for o in detector.report.leaks]
+
+
+def leaks_pinned_memory() -> list[tuple[str, str | None, str | None]]:
+    return leaks(lambda: torch.randn(64, 256).pin_memory())
+
+
+def leaks_device_memory() -> list[tuple[str, str | None, str | None]]:
+    return leaks(lambda: torch.randn(64, 256, device=first()))
+
+
+def records_allocations() -> None:
+    compat.start_device_history()
+    held = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20).pin_memory()
+    blocks = [block for one in compat.device_snapshot()["segments"] for block in one["blocks"]]
+    compat.stop_device_history()
+    assert any(frame["filename"] == __file__ for block in blocks for frame in block.get("frames", ()))
+    assert compat.host_allocator_bytes() >= 4 << 20
+    assert len(held) == 2
+
+
+def draws_a_page(folder: Path) -> tuple[str, dict[str, float]]:
+    """The page of a run that took 3 MB of the device, and the peaks that its summary has."""
+    with MemoryTracker(folder, interval_seconds=0.01) as tracker:
+        block = torch.ones(3 * MB, dtype=torch.uint8, device=first())
+        tracker.step()
+    del block  # the last sample is taken at the end
+    merged = read_summaries(folder)
+    page = write_page(folder / "memory.html", merged, title="a run").read_text()
+    (summary,) = merged.ranks
+    return page, {name: peak.value for name, peak in summary.peaks.items()}
+
+
+def is_drawn(folder: Path) -> None:
+    page, peaks = draws_a_page(folder)
+    assert first() in page
+    assert peaks[f"{first()}/allocated_bytes"] >= 3 * MB
+
+
+def is_drawn_with_the_driver(folder: Path) -> None:
+    page, peaks = draws_a_page(folder)
+    assert torch.cuda.get_device_name(0) in page
+    assert peaks["nvidia:0/used_bytes"] > 3 * MB
+    assert peaks["nvidia:0/power_watts"] > 10
+    code = run(WatchArguments(target=sys.executable, command=("-c", "pass"), out=str(folder / "watched")))
+    assert code == 0
+    assert torch.cuda.get_device_name(0) in (folder / "watched" / "memory.html").read_text()
+
+
+def asks_the_driver() -> None:
+    """Compute until the driver tells that the card was in use, which it measures over a second."""
+    driver = open_nvidia()
+    block = torch.randn(8192, 8192, device="cuda")
+    reading = driver.read()[0]
+    for _ in range(100):
+        if reading.utilization_percent:
+            break
+        for _ in range(10):
+            torch.mm(block, block)
+        torch.accelerator.synchronize()
+        reading = driver.read()[0]
+    driver.close()
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert reading.total_bytes == pytest.approx(total, rel=0.1)
+    assert reading.total_bytes is not None
+    assert reading.used_bytes is not None
+    assert block.nbytes <= reading.used_bytes <= reading.total_bytes
+    assert reading.power_watts is not None
+    assert 10 < reading.power_watts < 2000
+    assert reading.temperature_celsius is not None
+    assert 10 < reading.temperature_celsius < 110
+    assert reading.utilization_percent is not None
+    assert 0 < reading.utilization_percent <= 100
 
 
 def test_peaks_are_those_of_the_device(on_device: Callable[..., list[object]]) -> None:
@@ -121,8 +245,51 @@ def test_a_tracker_sees_the_device_without_waiting_for_it(
     on_device(tracks)
 
 
-def test_pinned_buffers_that_are_kept_are_named(on_device: Callable[..., list[Any]]) -> None:
-    (found,) = on_device(leaks_pinned_memory)
+def test_an_error_of_the_devices_allocator_is_known(on_device: Callable[..., list[object]]) -> None:
+    on_device(has_no_room)
+
+
+@pytest.mark.only_on("cuda", why="the simulated device has the host's memory")
+def test_what_exceeds_the_card_is_tried_and_all_its_bytes_come_back(
+    on_device: Callable[..., list[object]],
+) -> None:
+    on_device(exceeds_the_card)
+
+
+def test_what_is_released_is_handed_back_to_the_device(on_device: Callable[..., list[object]]) -> None:
+    on_device(hands_back)
+
+
+@pytest.mark.parametrize("body", [leaks_pinned_memory, leaks_device_memory])
+def test_batches_that_are_kept_are_named(
+    on_device: Callable[..., list[Any]], body: Callable[[], object]
+) -> None:
+    (found,) = on_device(body)
     ((kind, holder, line),) = found
-    assert (kind, holder) == ("objects", "kept (local of leaks_pinned_memory)")
-    assert line.endswith("batch = torch.randn(64, 256).pin_memory()")
+    assert (kind, holder) == ("objects", "kept (local of leaks)")
+    assert line.endswith(("batch = make()", "torch.randn(64, 256).pin_memory())", "device=first()))"))
+
+
+@pytest.mark.only_on("cuda", why="torch records the allocations of CUDA alone")
+def test_allocations_have_stacks_and_pinned_memory_is_counted(
+    on_device: Callable[..., list[object]],
+) -> None:
+    on_device(records_allocations)
+
+
+@pytest.mark.only_on("cuda", why="it asks NVIDIA's driver")
+def test_the_driver_tells_power_temperature_and_use(on_device: Callable[..., list[object]]) -> None:
+    pytest.importorskip("pynvml", reason="an extra of drivetrain-memory brings it")
+    on_device(asks_the_driver)
+
+
+def test_the_page_of_a_run_has_its_device(on_device: Callable[..., list[object]], tmp_path: Path) -> None:
+    on_device(is_drawn, tmp_path)
+
+
+@pytest.mark.only_on("cuda", why="it asks NVIDIA's driver")
+def test_the_page_of_a_run_has_what_the_driver_tells(
+    on_device: Callable[..., list[object]], tmp_path: Path
+) -> None:
+    pytest.importorskip("pynvml", reason="an extra of drivetrain-memory brings it")
+    on_device(is_drawn_with_the_driver, tmp_path)

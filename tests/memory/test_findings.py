@@ -38,10 +38,13 @@ def test_memory_that_no_object_explains_is_told_with_its_place() -> None:
     assert found["native"].bytes_per_step == (1 << 20) / 10
 
 
-def test_objects_explain_the_heap_and_graphs_take_the_rest() -> None:
+def test_objects_explain_the_heap_and_pinned_memory_and_graphs_take_the_rest() -> None:
     first, last = sample(0, 0), sample(10, 1 << 20)
     whole = Leak(kind="objects", holder="a", bytes_per_step=(1 << 20) / 10)
     assert unexplained(first, last, [whole], workers={}) == []
+    pinned = sample(10, 0, pinned=10 * 128 << 10)
+    batches = Leak(kind="objects", holder="batches", bytes_per_step=65 << 10)
+    assert unexplained(first, pinned, [batches], workers={}) == []
     graph = Leak(kind="objects", holder="losses", bytes_per_step=100.0, per_step={GRAPH: 5.0})
     named, others = with_graphs([graph], unexplained(first, last, [graph], workers={}))
     assert others == []

@@ -14,14 +14,6 @@ def test_the_host_allocators_own_errors_are_known() -> None:
     assert is_out_of_memory(of_numpy.value)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
-def test_the_device_allocators_error_is_known() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
-        torch.empty(2**45, dtype=torch.uint8, device="cuda")
-    assert is_out_of_memory(caught.value)
-
-
 # What libraries say, as their documentation or their issues quote it.
 MESSAGES = [
     "HIP out of memory. Tried to allocate 2.00 GiB",

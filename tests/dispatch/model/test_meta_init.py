@@ -89,17 +89,6 @@ def test_models_are_built_on_the_device_that_is_named() -> None:
     assert inner.weight.device.type == "cpu"
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
-def test_weights_are_made_on_an_accelerator() -> None:
-    torch.manual_seed(0)
-    with init_on_device("cuda", include_buffers=True):
-        model = WithBuffer()
-    assert model.linear.weight.device.type == "cuda"
-    assert model.frequencies.device.type == "cuda"
-    assert model.linear.weight.abs().sum() > 0
-
-
 def test_lazy_modules_and_other_parameter_classes_are_kept() -> None:
     class Scaled(nn.Parameter):
         pass

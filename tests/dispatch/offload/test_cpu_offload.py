@@ -10,7 +10,6 @@ from torch import nn
 from dispatch.models import WIDTH, Coder
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.offload.cpu_offload import cpu_offload, cpu_offload_with_hook, disk_offload
-from drivetrain_dispatch.offload.dispatched_model import remove_hooks
 
 
 def model() -> nn.Sequential:
@@ -71,41 +70,6 @@ def test_the_disk_does_not_compute() -> None:
         cpu_offload_with_hook(model(), "disk")
     with pytest.raises(DeviceMapError, match="does not compute"):
         cpu_offload(model(), "disk")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
-@pytest.mark.parametrize("way", ["host", "disk"])
-def test_an_accelerator_computes_what_is_kept_elsewhere(way: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
-    offloaded = copy.deepcopy(plain)
-    plain.cuda()
-    if way == "host":
-        cpu_offload(offloaded)
-    else:
-        disk_offload(offloaded, tmp_path)
-    x = torch.randn(8, 1024)
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    with torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(offloaded(x), plain(x.cuda()).cpu())
-    assert torch.cuda.max_memory_allocated() - held < 5 * 1024 * 1025 * 4
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
-def test_inputs_of_a_method_go_to_the_accelerator_and_come_back() -> None:
-    torch.manual_seed(0)
-    plain = Coder()
-    offloaded = cpu_offload(copy.deepcopy(plain))
-    plain.cuda()
-    x = torch.randn(2, WIDTH)
-    for _ in range(2):
-        assert torch.equal(offloaded.decode(offloaded.encode(x)), plain.decode(plain.encode(x.cuda())).cpu())
-    remove_hooks(offloaded)
-    assert offloaded.__dict__.keys() == plain.__dict__.keys()
 
 
 def test_what_cannot_come_and_go_as_a_whole_is_said() -> None:

@@ -127,13 +127,3 @@ def test_a_method_that_was_replaced_is_left_alone() -> None:
     assert module.encode(torch.ones(1, WIDTH, device=META)).device == META
     with pytest.raises(RuntimeError, match="device"):
         module.encode(torch.ones(1, WIDTH))
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
-def test_outputs_go_back_to_where_the_inputs_came_from() -> None:
-    module = Twice()
-    InputMover(torch.device("cuda", 0), (), returns=True).attach(module)
-    output = module(torch.ones(1))
-    assert output["devices"] == ["cuda", None, None]
-    assert output["y"].device.type == "cpu"

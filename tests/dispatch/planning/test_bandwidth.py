@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.bandwidth_cache import default_cache, remembered
@@ -116,12 +115,6 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 def test_the_default_lies_in_the_users_caches() -> None:
     assert default_cache().is_relative_to(Path.home())
     assert default_cache().parts[-2:] == ("drivetrain", "rates.json")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_measured(tmp_path: Path) -> None:
-    assert measure_rates(0, cache=tmp_path / "rates.json").to_device > 1e9
 
 
 @pytest.mark.parametrize(

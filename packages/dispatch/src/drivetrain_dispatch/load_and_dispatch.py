@@ -90,7 +90,7 @@ def load_checkpoint_and_dispatch(
         )
     report = load_tensors(layout, opened, device_map, options, EachRank())
     return model if device_map is None else dispatch_model(
-        model, {**device_map, **dict.fromkeys(report.computed, "cpu")}, offload_dir=offload_folder,
+        model, _with_computed(device_map, report.computed), offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
         dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
@@ -150,6 +150,12 @@ def _check_early(
     units_of(layout, (), whole=whole)
     if device_map is not None and not isinstance(device_map, str):
         placements_of(layout, device_map)
+
+
+def _with_computed(device_map: Mapping[str, Device], names: Collection[str]) -> DeviceMap:
+    """Return a map with the windows of a planned one, and tensors on the host that the model computes."""
+    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
+    return DeviceMap({**device_map, **dict.fromkeys(names, "cpu")}, window_bytes=windows)
 
 
 def _planned_map(
