@@ -92,7 +92,9 @@ def _device_module(extension: Any) -> ModuleType:
         Stream=torch.Stream,
         _initialized=True,  # read by torch.utils.checkpoint
         _is_in_bad_fork=lambda: False,
-        _lazy_init=lambda: None,  # without which torch 2.11 takes the device for unused, and does not wait for it
+        _lazy_init=lambda: (
+            None
+        ),  # without which torch 2.11 takes the device for unused, and does not wait for it
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,
         device=torch.accelerator.device_index,
