@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from accelerator.device import CAN_BE_MADE
+from checks.commits import drawn_by_commit
 from dispatch_sweep.cases import dispatched_cases
 from dispatch_sweep.table import EXACT, Table, read_inexact
 from dispatch_sweep.ways import ADDRESSES, WAYS, Subject, outcome_of
-from drawing import drawn_by_commit
 
 NUM_DRAWN = 40  # for a commit
 FAST = "llama"  # the case of every run

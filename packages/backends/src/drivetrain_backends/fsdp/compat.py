@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves  # FSDP finds the ten
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 # torch 2.9 runs the operations of DTensors in Python, and asserts there that a view is of its base's class.
-ASSERTS_ONE_CLASS = torch.__version__ < (2, 10)
+ASSERTS_ONE_CLASS = torch.__version__ < "2.10"  # compares as versions do, not as text
 
 
 def run_as_dtensors(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
