@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain_backends.fsdp.compat import sharded_parameters
 from sharded_stack import context
@@ -88,6 +89,13 @@ def profiles_one_cycle_without_a_warning() -> bool:
     return not any("clears events" in str(one.message) for one in said)
 
 
+def counts_fused_attention_on_the_cpu() -> bool:
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    return counter.get_total_flops() > 0
+
+
 # What is there, and the versions that lack it.
 FEATURES: dict[Callable[[], bool], tuple[str, ...]] = {
     has_views_of_a_subclass: ("2.9",),
@@ -100,6 +108,7 @@ FEATURES: dict[Callable[[], bool], tuple[str, ...]] = {
     profiles_one_cycle_without_a_warning: ("2.11",),
     finds_gradient_dtypes_at_each_forward: ("2.9", "2.11", "2.13"),
     has_one_place_for_full_gradients: ("2.9", "2.11", "2.13"),
+    counts_fused_attention_on_the_cpu: ("2.9", "2.11", "2.13"),
 }
 
 
