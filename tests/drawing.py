@@ -1,38 +1,17 @@
-"""What a commit draws: the cases of a sweep, and the order of the slow tests, which end when their time is over.
+"""The order of the slow tests, which the commit draws, and their end, when their time is over.
 
 A slow test may take longer than a fast one: it trains on several ranks or compiles something, beside others that do.
 """
 
 import random
-import subprocess
 import time
-from collections.abc import Collection
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-SLOW_MINUTES = 8.0
+from checks.commits import commit
+
+SLOW_MINUTES = 4.0
 SECONDS_EACH = 600  # that a slow test may take, unless it says so itself
-
-
-@cache
-def commit() -> str:
-    """The hash of the commit that is tested, which is the seed of every draw."""
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-def drawn_by_commit(names: Collection[str], number: int) -> list[str]:
-    """Return some of these names, in their order; another commit has others.
-
-    Args:
-        names: Of the cases.
-        number: How many to draw.
-    """
-    return sorted(random.Random(commit()).sample(list(names), min(number, len(names))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

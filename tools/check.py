@@ -1,9 +1,10 @@
 """Every check of the repository behind one command: `uv run python tools/check.py [NAME ...]`.
 
 Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
-`tools/check.py alone state data`. `test --changed` runs the tests that the changes since the last commit can reach by
-imports, `test --changed main` those since main; `cuda --dry` what a card's tests and benchmarks show without a card.
-The exit code is 1 if anything was found.
+`tools/check.py alone state data`; and `versions` takes versions of torch and Python: `tools/check.py versions 2.11`,
+or `versions drawn` for one that the commit draws. `test --changed` runs the tests that the changes since the last
+commit can reach by imports, `test --changed main` those since main. `cuda --dry` plays what a card's tests and
+benchmarks show without a card. The exit code is 1 if anything was found.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from checks import (
     floors,
     lint,
     names,
-    oldest,
     site,
     sizes,
     suite,
     transformer_engine,
     types,
+    versions,
 )
 from checks.findings import Finding
 from checks.workspace import read_packages
@@ -77,7 +78,10 @@ CHECKS = (
         slow=True,
     ),
     Check(
-        name="oldest", run=oldest.check, looks_at="the fast tests on the oldest torch we support", slow=True
+        name="versions",
+        run=versions.check,
+        looks_at="a selection of the fast tests under four versions of torch and three of Python",
+        slow=True,
     ),
     Check(
         name="cuda",
@@ -97,7 +101,9 @@ CHECKS = (
 def main(arguments: Sequence[str]) -> int:
     """Run the checks that are asked for and print one table."""
     parser = argparse.ArgumentParser(prog="tools/check.py", description="Check the repository.")
-    parser.add_argument("names", nargs="*", help="checks to run; after `alone`, packages to try")
+    parser.add_argument(
+        "names", nargs="*", help="checks to run; after `alone`, packages; after `versions`, versions"
+    )
     parser.add_argument("--list", action="store_true", help="say what each check looks at")
     parser.add_argument(
         "--changed",
@@ -134,20 +140,23 @@ def choose(
 ) -> tuple[Check, ...]:
     """The checks that the words of the command line ask for, in the order of CHECKS.
 
-    Words that name packages narrow `alone` down to these; a commit narrows `test` down to the changes since; `dry`
-    has `cuda` play what needs no card.
+    Words that name packages narrow `alone` down to these, and versions of torch and Python `versions`;
+    a commit narrows `test` down to the changes since; `dry` has `cuda` play what needs no card.
 
     Raises:
-        ValueError: A word is neither, or packages are named without `alone`, a commit without `test`, or `dry`
-            without `cuda`.
+        ValueError: A word is none of these, or packages are named without `alone`, versions without `versions`, a
+            commit without `test`, or `dry` without `cuda`.
     """
     by_name = {check.name: check for check in CHECKS}
     packages = tuple(name for name in names if name in known_packages)
-    unknown = [name for name in names if name not in by_name and name not in packages]
+    tried = tuple(name for name in names if name in versions.WORDS)
+    unknown = [name for name in names if name not in (*by_name, *packages, *tried)]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}")
     if packages and "alone" not in names:
         raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
+    if tried and "versions" not in names:
+        raise ValueError(f"{tried[0]!r} is a version, which only `versions` takes")
     if changed_since is not None and "test" not in names:
         raise ValueError("--changed is for `test`: tools/check.py test --changed")
     if dry and "cuda" not in names:
@@ -156,6 +165,7 @@ def choose(
         return tuple(check for check in CHECKS if not check.slow)
     by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages))
     by_name["cuda"] = replace(by_name["cuda"], run=partial(cuda.check, dry=dry))
+    by_name["versions"] = replace(by_name["versions"], run=partial(versions.check, words=tried))
     by_name["test"] = replace(by_name["test"], run=partial(suite.check, base=changed_since))
     return tuple(check for name, check in by_name.items() if name in names)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from checks.commits import drawn_by_commit
 from dispatch_sweep.cases import dispatched_cases
 from dispatch_sweep.results import difference, gradients_of, tensors_of
 from dispatch_sweep.ways import NOT_GENERATED, NOT_GIVEN, run, seed
-from drawing import drawn_by_commit
 from drivetrain_dispatch import dispatch_model, remove_hooks
 from hardware.simulated import device
 from sweep.model_cases import ModelCase, loss_of

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from checks.commits import drawn_by_commit
 from dispatch_sweep.cases import dispatched_cases
 from dispatch_sweep.table import EXACT, Table, read_inexact
 from dispatch_sweep.ways import ADDRESSES, WAYS, Subject, outcome_of
-from drawing import drawn_by_commit
 from hardware.simulated.device import CAN_BE_MADE
 
 NUM_DRAWN = 40  # for a commit

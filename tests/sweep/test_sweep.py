@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drawing import drawn_by_commit
+from checks.commits import drawn_by_commit
 from sweep.comparison import WAYS, Outcome, compare
 from sweep.model_cases import model_cases
 from sweep.optimizer_cases import optimizer_cases

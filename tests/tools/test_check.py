@@ -22,11 +22,16 @@ def test_alone_takes_packages() -> None:
     assert names("alone", "state") == ["alone"]
 
 
+def test_versions_takes_versions() -> None:
+    assert names("versions", "2.11", "3.12") == ["versions"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("lnit",), "'lnit' is no check; there are lint, types"),
         (("state",), "'state' is a package, which only `alone` takes"),
+        (("alone", "2.11"), "'2.11' is a version, which only `versions` takes"),
     ],
 )
 def test_other_words_are_refused(words: tuple[str, ...], message: str) -> None:

@@ -6,10 +6,12 @@ import sys
 import threading
 from pathlib import Path
 
-from drawing import SLOW_MINUTES, commit, drawn_by_commit
+from checks.commits import commit, drawn_by_commit
+from drawing import SLOW_MINUTES
 from lanes import in_room
 
 TESTS = Path(__file__).parents[1]
+TOOLS = TESTS.parent / "tools"
 
 
 def test_a_test_that_wants_the_room_waits_and_whoever_comes_later_waits_for_it(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def run_slow(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(TESTS)},
+        env={**environment, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TOOLS)))},
         capture_output=True,
         text=True,
         check=False,

@@ -38,10 +38,27 @@ class Environment:
         }
 
 
-def fresh_environment(folder: Path) -> Environment:
-    """Make an empty environment at `folder`, for the Python that runs this; an older one there is removed."""
+def find_python(version: str) -> Path | None:
+    """Return this machine's interpreter of a version such as 3.12, None if there is none; nothing is downloaded."""
+    # pyenv's shims fail for all versions but the folder's, and uv stops at the first program that fails.
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    folders = [*map(str, pyenv.glob(f"versions/{version}.*/bin")), os.environ.get("PATH", "")]
+    search = ["python", "find", "--no-project", "--system", "--no-python-downloads", version]
+    found = subprocess.run(
+        [os.environ.get("UV", "uv"), *search],
+        env={**os.environ, "PATH": os.pathsep.join(folders)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return Path(found.stdout.strip()) if found.returncode == 0 else None
+
+
+def fresh_environment(folder: Path, python: Path = Path(sys.executable)) -> Environment:
+    """Make an empty environment at `folder`, for the Python that runs this or another; an older one is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    _uv("venv", "--quiet", "--no-project", "--python", sys.executable, str(folder), cwd=folder.parent.parent)
+    _uv("venv", "--quiet", "--no-project", "--python", str(python), str(folder), cwd=folder.parent.parent)
     return Environment(folder=folder)
 
 
@@ -83,20 +100,20 @@ def build_wheels(root: Path, folder: Path) -> dict[str, Path]:
     return {wheel.name.partition("-")[0].replace("_", "-"): wheel for wheel in sorted(folder.glob("*.whl"))}
 
 
-def locked_versions(root: Path, file: Path, *, without: str | None = None) -> Path:
+def locked_versions(root: Path, file: Path, *, without: Sequence[str] = ()) -> Path:
     """Write the lock's versions of third parties as a requirements file.
 
     Args:
         root: The repository.
         file: The file to write.
-        without: Write what a plain `uv sync` brings, but for this distribution and whatever only it needs; if left
-            out, write all that the lock names.
+        without: Write what a plain `uv sync` brings, but for these distributions and whatever only they need; if
+            left out, write all that the lock names.
 
     Returns:
         `file`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    selection = ["--prune", without] if without else ["--all-packages", "--all-extras"]
+    selection = [word for name in without for word in ("--prune", name)] or ["--all-packages", "--all-extras"]
     form = ["--no-emit-workspace", "--no-hashes", "--no-annotate", "--frozen"]
     _uv("export", "--quiet", *form, *selection, "--output-file", str(file), cwd=root)
     return file

@@ -6,12 +6,15 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from processes import free_port
 
+# It does not tell of ranks that were stopped.
+IS_OLDEST_TORCH = version("torch").startswith("2.9.")
 SAVES_WHEN_INTERRUPTED = """
 import os, sys, time
 try:
@@ -59,7 +62,7 @@ def test_a_rank_killed_by_a_signal_is_named_with_it(
     assert done.returncode == 137
     assert re.search(r"rank 1 .* was ended by SIGKILL: most likely the system ran out of memory", done.stderr)
     stopped = re.findall(r"^  rank (\d): was stopped by the launcher$", done.stderr, re.MULTILINE)
-    assert stopped in (["0"], [])  # torch 2.9 does not tell of a rank that was stopped
+    assert stopped == ([] if IS_OLDEST_TORCH else ["0"])
 
 
 def test_the_exit_code_of_the_failing_rank_passes_through(
@@ -258,7 +261,8 @@ def test_the_failing_rank_is_shown_last_and_once_and_restarted_ranks_meet_anew(
         "launch", "--num-processes", "2", "--max-restarts", "1", "--master-port", port, "script.py"
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[rank 1] sum 2", "sum 2"]
+    said = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.9's gloo greets
+    assert sorted(said) == ["[rank 1] sum 2", "sum 2"]
     told = "drivetrain: rank 1 failed: ValueError: once; the other ranks stop now, and have 30 s to save\n"
     assert done.stderr.count(told) == 1
     between, traceback, behind = done.stderr.partition(told)[2].partition(
@@ -302,7 +306,7 @@ def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
         "drivetrain: rank 1 failed: ValueError: boom",
         "saving",
         "saved",
-        "the other ranks of",
+        *([] if IS_OLDEST_TORCH else ["the other ranks of"]),
         "Traceback",
     ]
     places = [done.stderr.index(word) for word in words]

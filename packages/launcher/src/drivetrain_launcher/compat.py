@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 # The methods of torch's agent that `run.elastic.Agent` overrides: the agent calls the first each time it starts the
 # ranks, the second at every interval, the third to stop them, and the fourth to agree on ranks with other nodes.
 OVERRIDDEN = ("_start_workers", "_monitor_workers", "_shutdown", "_rendezvous")
-# Whether `_shutdown` takes a timeout: torch 2.9 waits 30 s.
+# Whether `_shutdown` takes a timeout: torch up to 2.11 waits 30 s.
 HAS_SHUTDOWN_TIMEOUT = (
     "timeout" in signature(LocalElasticAgent._shutdown).parameters  # pyright: ignore[reportPrivateUsage]
 )

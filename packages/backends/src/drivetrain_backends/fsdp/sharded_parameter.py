@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.errors import UnshardedParameterError
-from drivetrain_backends.fsdp.compat import tree_map_only
+from drivetrain_backends.fsdp.compat import ASSERTS_ONE_CLASS, run_as_dtensors, tree_map_only
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
@@ -36,6 +36,8 @@ class ShardedParameter(DTensor):
 
     __slots__ = ()
     name_in_model: str
+    if ASSERTS_ONE_CLASS:
+        __torch_dispatch__ = classmethod(run_as_dtensors)  # pyright: ignore[reportAssignmentType]
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

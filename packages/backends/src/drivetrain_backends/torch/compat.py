@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-# The argument that turns the broadcast of buffers on. torch 2.15 renamed it, and warns of the old name.
+# The argument that turns the broadcast of buffers on. torch renamed it after 2.11, and warns of the old name.
 BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
