@@ -6,11 +6,6 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-namespace c10d {  // one of which torch has
-struct PreMulSumSupplement;
-struct NCCLPreMulSumSupplement;
-}  // namespace c10d
-
 namespace {
 
 using namespace device;
@@ -55,16 +50,6 @@ Tensors copies_of(const Tensors& tensors) {
     return copies;
 }
 
-// The factor of a sum, which torch keeps in a New, or in an Old up to 2.11.
-template <typename New, typename, size_t = sizeof(New)>
-double factor_of(const ReduceOp& op, int) {
-    return static_cast<New*>(op.supplement_.get())->double_factor;
-}
-template <typename, typename Old>
-double factor_of(const ReduceOp& op, long) {
-    return static_cast<Old*>(op.supplement_.get())->double_factor;
-}
-
 // What gloo has no operation for is a sum, of parts that are scaled before or after.
 struct Reduction {
     double before = 1, after = 1;
@@ -73,7 +58,7 @@ struct Reduction {
     Reduction(const ReduceOp& asked, int size) : op(asked) {
         if (asked.op_ == ReduceOp::AVG) after = 1.0 / size;
         if (asked.op_ == ReduceOp::PREMUL_SUM) {
-            before = factor_of<c10d::PreMulSumSupplement, c10d::NCCLPreMulSumSupplement>(asked, 0);
+            before = static_cast<c10d::NCCLPreMulSumSupplement*>(asked.supplement_.get())->double_factor;
         }
         if (asked.op_ == ReduceOp::AVG || asked.op_ == ReduceOp::PREMUL_SUM) op = ReduceOp(ReduceOp::SUM);
     }
