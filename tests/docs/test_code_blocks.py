@@ -21,7 +21,8 @@ def run_text(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "conftest.py", folder)
     (folder / "page.md").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "page.md"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # where conftest.py's plugins are
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tools")])  # where conftest.py's plugins are
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
         command,
         cwd=folder,
