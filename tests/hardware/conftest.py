@@ -3,8 +3,7 @@
 `tools/cuda/run.py` runs this folder alone, where no more than torch and pytest need be installed.
 """
 
-import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(600))
             item.add_marker(pytest.mark.costly)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a file that needs a library which is not installed, by its name; what is ours is always there."""
-    report = yield
-    missing = re.search(r"ModuleNotFoundError: No module named '([^'.]+)", str(report.longrepr))
-    if report.failed and missing and not missing[1].startswith(("drivetrain", "hardware")):
-        report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, f"Skipped: wants {missing[1]}")
-    return report
 
 
 @pytest.fixture(scope="package", params=_KINDS)

@@ -73,12 +73,16 @@ class CudaDevice:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             yield found
             torch.cuda.synchronize()
-        events = [event for event in kineto_events(trace) if event.device_type() == DeviceType.CUDA]
+        told = kineto_events(trace)
+        found.kept = sum(event.name() == "aten::record_stream" for event in told)
+        events = [event for event in told if event.device_type() == DeviceType.CUDA]
         kernels = [event for event in events if not event.name().startswith(("Memcpy", "Memset"))]
         computing = {event.device_resource_id() for event in kernels}
         for event in events:
             if event.name().startswith("Memcpy HtoD (Pinned"):
                 found.beside += event.device_resource_id() not in computing
+            elif event.name().startswith("Memcpy HtoD"):
+                found.pageable += 1
             elif event.name().startswith("Memcpy DtoH") and "Pinned" in event.name():
                 found.to_pinned += 1
 

@@ -19,11 +19,15 @@ class Copies:
 
     Attributes:
         beside: From pinned memory, on another stream than the one that computes.
+        pageable: From memory that is not pinned.
         to_pinned: To pinned memory.
+        kept: Tensors whose memory was kept for another stream than that of their allocation (`record_stream`).
     """
 
     beside: int = 0
+    pageable: int = 0
     to_pinned: int = 0
+    kept: int = 0
 
 
 class Device(Protocol):

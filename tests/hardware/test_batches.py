@@ -26,6 +26,7 @@ def reads_every_batch(pin_memory: bool, copy_ahead: int) -> None:
     assert torch.equal(torch.cat([x for x, _ in got]).cpu().flatten(), 2 * mine.flatten())
     assert torch.equal(torch.cat([y for _, y in got]).cpu(), mine.flatten().long() + 1)
     assert copies.beside == (2 * len(got) if pin_memory and copy_ahead else 0)
+    assert copies.kept == (2 * len(got) if copy_ahead else 0)
     accelerator.end_training()
 
 
@@ -70,7 +71,7 @@ def reads_nested_batches(num_workers: int) -> None:
         assert all(value.device == accelerator.device for batch in got for value in batch)
         assert torch.equal(columns[0], 2.0 * mine[:, None].expand(-1, 3))
         assert torch.equal(torch.stack(columns[1:]), torch.stack([mine, mine, -mine]))
-        assert copies.beside == 4 * len(got)
+        assert (copies.beside, copies.kept) == (4 * len(got), 4 * len(got))
     accelerator.end_training()
 
 

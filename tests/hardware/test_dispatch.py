@@ -83,7 +83,7 @@ def computes(place: str, folder: Path) -> None:
     model, x = Layers(), torch.randn(8, 1024)
     num_layers = len(model.layers)
     plain = on_the_device(model)
-    with torch.no_grad():
+    with torch.no_grad(), here().copies() as alone:
         expected = plain(x.to(first())).cpu()
     del plain
     if place == "cpu":
@@ -99,7 +99,8 @@ def computes(place: str, folder: Path) -> None:
             assert torch.accelerator.max_memory_allocated() - held < 5 * LAYER
         with here().copies() as copies:
             assert torch.equal(model(x), expected)
-        assert copies.beside == num_layers
+        assert (copies.beside, copies.kept) == (num_layers, num_layers)
+        assert copies.pageable == alone.pageable  # the input, and what operations read
     assert offload_stats(model).num_missed == 0
     remove_hooks(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

@@ -1,10 +1,12 @@
 """The plugin of a test run on a card: its order, its end, and what has passed.
 
 Tests that have never passed on a card come first. `passed_on_card.txt` beside this file names those that have; a run
-writes its own list into its folder, to be added there.
+writes its own list into its folder, to be added there. A file that imports a missing library is skipped by its name.
 """
 
+import re
 import time
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the folder of a run, and its minutes."""
     parser.addoption("--card-out", type=Path, required=True, help="folder of logs and lists")
     parser.addoption("--card-minutes", type=float, required=True, help="after which no further test begins")
+    parser.addoption("--card-missing", default="", help="libraries that are not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the run's order, end and list."""
     out: Any = config.getoption("--card-out")
     minutes: Any = config.getoption("--card-minutes")
-    config.pluginmanager.register(_CardSession(out, minutes=minutes))
+    missing: Any = config.getoption("--card-missing")
+    config.pluginmanager.register(_CardSession(out, minutes=minutes, missing=missing.split(",")))
 
 
 class _CardSession:
@@ -32,13 +36,27 @@ class _CardSession:
     Args:
         out: The folder.
         minutes: After these no further test begins.
+        missing: The libraries that are known not to be installed.
     """
 
-    def __init__(self, out: Path, *, minutes: float) -> None:
+    def __init__(self, out: Path, *, minutes: float, missing: Collection[str]) -> None:
         self._list = out / "passed.txt"
         self._list.write_text("")
         self._minutes = minutes
+        self._missing = missing
         self._end = time.monotonic() + 60 * minutes
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Skip a file that imports what is known to be missing."""
+        report = yield
+        absent = re.search(r"ModuleNotFoundError: No module named '([^'.]+)", str(report.longrepr))
+        if report.failed and absent and absent[1] in self._missing:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: wants {absent[1]}")
+        return report
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -51,7 +69,7 @@ class _CardSession:
     def pytest_runtest_setup(self) -> None:
         """Begin no test after the end."""
         if time.monotonic() > self._end:
-            raise pytest.skip.Exception(f"{self._minutes:g} minutes are over", _use_item_location=True)
+            raise pytest.skip.Exception(f"{self._minutes:g} minutes are over")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note what has passed on CUDA, at once."""

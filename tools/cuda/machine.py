@@ -1,17 +1,16 @@
 """What is there to run on, as JSON: versions, cards, and which of the named libraries are missing.
 
 A process of its own, since it imports torch: `python machine.py LIBRARY ...`, by the names that they are imported by.
+`benchmarks/cuda`, where `card` is, must be on PYTHONPATH.
 """
 
 import json
 import platform
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-
-_DRIVER = Path("/proc/driver/nvidia/version")
+from card import describe
 
 
 def _is_there(name: str) -> bool:
@@ -24,9 +23,7 @@ print(
         {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none",
-            "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "none",
-            "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "cards": [describe(torch.device("cuda", index)) for index in range(torch.cuda.device_count())],
             "missing": [name for name in sys.argv[1:] if not _is_there(name)],
         }
     )

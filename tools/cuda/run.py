@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from source_path import requirements, source_path
 
@@ -55,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     codes = {
-        half: run_half(half, out, variables, minutes=options.minutes, dry=options.dry)
+        half: run_half(
+            half, out, variables, minutes=options.minutes, missing=facts["missing"], dry=options.dry
+        )
         for half in HALVES
         if half in (options.halves or HALVES)
     }
@@ -75,33 +78,41 @@ def environment(out: Path) -> dict[str, str]:
     }
 
 
-def ask_facts(variables: Mapping[str, str]) -> dict[str, object]:
+def ask_facts(variables: Mapping[str, str]) -> dict[str, Any]:
     """The versions, cards and missing libraries, as a process with torch finds them."""
     command = [sys.executable, str(Path(__file__).with_name("machine.py")), *requirements(ROOT), *OPTIONAL]
-    done = subprocess.run(command, env=dict(variables), capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(ROOT / "benchmarks" / "cuda"), variables["PYTHONPATH"]])
+    done = subprocess.run(
+        command, env={**variables, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"torch could not be asked what is there:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def described(facts: Mapping[str, object]) -> str:
+def described(facts: Mapping[str, Any]) -> str:
     """The facts as lines for people."""
-    cards, missing = facts["cards"], facts["missing"]
-    assert isinstance(cards, list)
-    assert isinstance(missing, list)
     return (
-        f"Python {facts['python']}, torch {facts['torch']}, CUDA {facts['cuda']}, driver {facts['driver']}\n"
-        f"cards: {', '.join(cards) or 'none'}\n"
-        f"missing, and what needs it is skipped: {', '.join(missing) or 'nothing'}"
+        f"Python {facts['python']}, torch {facts['torch']}\n"
+        f"cards: {', '.join(facts['cards']) or 'none'}\n"
+        f"missing, and what needs it is skipped: {', '.join(facts['missing']) or 'nothing'}"
     )
 
 
-def run_half(half: str, out: Path, variables: Mapping[str, str], *, minutes: float, dry: bool) -> int:
+def run_half(
+    half: str,
+    out: Path,
+    variables: Mapping[str, str],
+    *,
+    minutes: float,
+    missing: Sequence[str],
+    dry: bool,
+) -> int:
     """Run a half as a process of its own, with its output here and in its log; return its exit code."""
     if half == "tests":
         own = ["-m", "pytest", "-c", str(ROOT / "tools" / "cuda" / "pytest.ini"), "--rootdir", str(ROOT)]
         own += ["--confcutdir", str(ROOT / "tests" / "hardware"), "-v", "-rs", "-p", "card_session"]
-        own += ["--card-out", str(out), "--card-minutes", f"{minutes:g}"]
+        own += ["--card-out", str(out), "--card-minutes", f"{minutes:g}", "--card-missing", ",".join(missing)]
         own += ["-m", "not slow" if dry else "cuda", str(ROOT / "tests" / "hardware")]
         variables = {
             **variables,

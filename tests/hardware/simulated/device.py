@@ -142,7 +142,9 @@ class SimulatedDevice:
         yield found
         after = make().counts()
         found.beside = after["deferred"] - before["deferred"]
+        found.pageable = after["from_pageable"] - before["from_pageable"]
         found.to_pinned = after["to_pinned"] - before["to_pinned"]
+        found.kept = after["used_elsewhere"] - before["used_elsewhere"]
 
     def bytes_in_use(self) -> int:
         """The bytes of the tensors that are on the device."""

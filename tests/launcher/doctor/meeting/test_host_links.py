@@ -1,7 +1,15 @@
-from dataclasses import asdict
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 
+import pytest
+
+from drivetrain_config.environ import child_environment
+from drivetrain_launcher.doctor.checked_run import CheckedRun
+from drivetrain_launcher.doctor.links.pair_order import start_pairs
 from drivetrain_launcher.doctor.links.pair_results import GroupResult, PairResult, judge_hosts
-from drivetrain_launcher.doctor.meeting.host_links import merge
+from drivetrain_launcher.doctor.meeting.host_links import measure_links, merge
+from drivetrain_launcher.doctor.meeting.join import join
 
 
 def told(*pairs: tuple[int, int], unfinished: tuple[tuple[int, int], ...] = ()) -> dict:  # type: ignore[type-arg]
@@ -28,3 +36,19 @@ def test_a_host_that_told_nothing_failed() -> None:
     result = merge("gloo", {0: told(unfinished=((0, 1),))}, [0, 4])
     assert result.failures == {1: "told nothing in time"}
     assert result.unfinished == ((0, 1),)
+
+
+def test_two_hosts_measure_their_pair_at_the_address_of_host_0(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", python)  # a program that begins with torch imported
+    with socket.create_server(("127.0.0.2", 0)) as held:
+        port = held.getsockname()[1]
+    host_0 = CheckedRun(num_nodes=2, node_rank=0, master_addr="127.0.0.2", master_port=port, wait_seconds=60)
+    meetings = [join(replace(host_0, node_rank=rank), progress=lambda _: None) for rank in range(2)]
+    programs = [start_pairs(child_environment(GLOO_SOCKET_IFNAME=None)) for _ in meetings]
+    with ThreadPoolExecutor(2) as threads:
+        told = threads.map(measure_links, meetings, [(0, 1)] * 2, ["gloo"] * 2, programs)
+        result = merge("gloo", dict(enumerate(told)), [0, 1])
+    assert (result.failures, result.unfinished) == ({}, ())
+    assert [(pair.first, pair.second) for pair in result.pairs] == [(0, 1)]

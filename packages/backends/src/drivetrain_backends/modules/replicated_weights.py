@@ -28,11 +28,14 @@ class ReplicatedWeights:
         self._device = device
         self._sums: Tensor | None = None
 
+    def device_sums(self) -> Tensor:
+        """Return a checksum of each weight, int64 on the device; for as long as the weights are not dropped."""
+        return torch.stack([checksum(weight).to(self._device) for weight in self.tensors])
+
     def sums(self) -> Tensor:
         """Return a checksum of each weight, int64 on the host; the first call reads the weights and drops them."""
         if self._sums is None:
-            sums = torch.stack([checksum(weight).to(self._device) for weight in self.tensors])
-            self._sums, self.tensors = sums.cpu(), ()
+            self._sums, self.tensors = self.device_sums().cpu(), ()
         return self._sums
 
     def explain(self, by_rank: Sequence[Sequence[int]]) -> str:
@@ -86,7 +89,7 @@ def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
     replicas = replicas_of(context, models)
     if replicas is None:
         return
-    sums = replicas.sums().to(context.device)
+    sums = replicas.device_sums()
     largest = reduce(context, torch.cat([sums, -sums]), op="max")
     assert isinstance(largest, Tensor)
     if torch.equal(largest[: len(sums)], -largest[len(sums) :]):
