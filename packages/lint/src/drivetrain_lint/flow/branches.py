@@ -1,0 +1,112 @@
+"""The branches of a test of the rank, and the pairs of tests that keep ranks together."""
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from drivetrain_lint.flow.exits import always_leaves, is_departure, same_function
+from drivetrain_lint.flow.rank_tests import RankSubset, RankTests
+from drivetrain_lint.flow.signatures import Signatures
+
+_LONGEST_TEXT = 60
+
+
+def branches_agree(
+    statement: ast.If, rest: Sequence[ast.stmt], signatures: Signatures, *, in_loop: bool
+) -> bool:
+    """Return whether both sides of a test run the same collectives, up to the end of the function or loop body.
+
+    A branch that always returns or continues is compared with what the other one goes on with. Any other departure
+    makes them differ: the walk asks whether it skips a collective.
+
+    Args:
+        statement: The test of the rank.
+        rest: The statements that follow it, up to the end of the function or, in a loop, of the loop's body.
+        signatures: The reader of collectives.
+        in_loop: Whether the test is in a loop, which a return leaves too.
+    """
+    then, other = list(statement.body), list(statement.orelse)
+    first, second = always_leaves(then), always_leaves(other)
+    ends = ast.Continue if in_loop else ast.Return
+    if isinstance(first, ends) and second is None and not _may_leave(other):
+        other = [*other, *rest]
+    elif isinstance(second, ends) and first is None and not _may_leave(then):
+        then = [*then, *rest]
+    elif type(first) is not type(second) or (first is None and _may_leave([*then, *other])):
+        return False
+    if signatures.of(then) == signatures.of(other):
+        return True
+    return _run_protocol(then, other, signatures)
+
+
+def _run_protocol(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
+    """Return whether two branches may meet in calls whose number the source does not tell.
+
+    Where one of them loops, or hands a function with collectives to someone, the operations that occur are compared:
+    one rank then leads, and the others follow in a loop.
+    """
+    free = (ast.For, ast.While, ast.AsyncFor, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    if not any(isinstance(node, free) for statement in [*then, *other] for node in ast.walk(statement)):
+        return False
+    kinds, others = (
+        {
+            reached.collective.key
+            for statement in statements
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Call)
+            for reached in signatures.of_call(node)
+        }
+        for statements in (then, other)
+    )
+    return bool(kinds) and kinds == others
+
+
+def _in_order(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Iterate over the statements that always run one after the other, those in `with` and `try` included."""
+    for statement in statements:
+        yield statement
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            yield from _in_order(statement.body)
+        elif isinstance(statement, ast.Try):
+            yield from _in_order([*statement.body, *statement.orelse, *statement.finalbody])
+
+
+def _may_leave(statements: Sequence[ast.stmt]) -> bool:
+    return any(
+        isinstance(node, ast.stmt) and is_departure(node)
+        for statement in statements
+        for node in same_function(statement)
+    )
+
+
+def agreeing(statements: Sequence[ast.stmt], signatures: Signatures, tests: RankTests) -> set[ast.stmt]:
+    """Return the tests of one block that pair up: rank 0's collectives, and then the same on the other ranks.
+
+    `if rank != 0: barrier()`, work, `if rank == 0: barrier()` lets rank 0 work first; each rank calls it once.
+    """
+    open_tests: list[tuple[ast.If, RankSubset]] = []
+    paired: set[ast.stmt] = set()
+    for statement in _in_order(statements):
+        if not isinstance(statement, ast.If) or statement.orelse:
+            continue
+        ranks = tests.ranks(statement.test)
+        if ranks is None or ranks is RankSubset.SOME:
+            continue
+        for earlier in open_tests:
+            if earlier[1] is ranks.opposite and _run_the_same(earlier[0], statement, signatures):
+                paired |= {earlier[0], statement}
+                open_tests.remove(earlier)
+                break
+        else:
+            open_tests.append((statement, ranks))
+    return paired
+
+
+def _run_the_same(first: ast.If, second: ast.If, signatures: Signatures) -> bool:
+    signature = signatures.of(first.body)
+    return bool(signature) and signature == signatures.of(second.body)
+
+
+def text_of(node: ast.expr) -> str:
+    """Return the source of an expression in one line, shortened."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."

@@ -1,0 +1,154 @@
+"""The calls that every rank must make."""
+
+import ast
+from dataclasses import dataclass, field
+
+from drivetrain_lint.reading.imports import word_set, written
+from drivetrain_lint.reading.script import Script
+
+# Methods of drivetrain's and Accelerate's Accelerator. `init_trackers`, `log` and `print` may run on one rank.
+ACCELERATOR_METHODS = word_set(
+    "backward broadcast check_trigger clip_grad_norm_ clip_grad_value_ end_training gather gather_for_metrics "
+    "gathered get_state_dict load_model load_state pad_across_processes prepare reduce save_if_due save_model "
+    "save_state wait_for_everyone wait_for_save"
+)
+_TORCH = word_set(
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single barrier broadcast broadcast_object_list gather gather_object init_process_group "
+    "monitored_barrier new_group new_subgroups reduce reduce_scatter reduce_scatter_tensor scatter "
+    "scatter_object_list init_device_mesh split_group"
+)
+_SHARED_FUNCTIONS = word_set(
+    "barrier broadcast broadcast_object broadcast_object_list gather gather_object pad_across_processes reduce "
+    "scatter synchronize_rng_states wait_for_everyone"
+)
+_CHECKPOINTS = frozenset({"save", "load", "async_save"})
+_STATE_DICTS = word_set(
+    "get_model_state_dict get_optimizer_state_dict get_state_dict set_model_state_dict set_optimizer_state_dict "
+    "set_state_dict"
+)
+_MODULES = {
+    "torch.distributed": _TORCH,
+    "torch.distributed.distributed_c10d": _TORCH,
+    "torch.distributed.nn": _TORCH,
+    "torch.distributed.nn.functional": _TORCH,
+    "torch.distributed.device_mesh": frozenset({"init_device_mesh"}),
+    "deepspeed.comm": _TORCH | {"inference_all_reduce", "allgather_fn"},
+    "torch.distributed.checkpoint": _CHECKPOINTS,
+    "torch.distributed.checkpoint.state_dict": _STATE_DICTS,
+    "drivetrain_state": _SHARED_FUNCTIONS,
+    "accelerate.utils": _SHARED_FUNCTIONS,
+    "accelerate.utils.operations": _SHARED_FUNCTIONS,
+    "accelerate.utils.other": _SHARED_FUNCTIONS,
+}
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"})
+_STATES = frozenset({"PartialState", "AcceleratorState", "state", "distributed_state", "partial_state"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A call that every rank must make.
+
+    Attributes:
+        node: The call itself.
+        shown: The function as the script writes it, such as "accelerator.gather".
+        key: The operation; calls with the same key on different ranks meet.
+        trains: Whether the call changes the weights rather than waits, as an optimizer's step.
+    """
+
+    node: ast.Call
+    shown: str
+    key: str
+    trains: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveNames:
+    """The judge of which calls of a script are collectives.
+
+    Attributes:
+        script: The script to judge.
+        wraps_models: Whether the script wraps models so that a plain `backward` communicates.
+        known: The calls that were looked at; filled on demand.
+    """
+
+    script: Script
+    wraps_models: bool
+    known: dict[ast.Call, Collective | None] = field(default_factory=dict)
+
+    def of(self, call: ast.Call) -> Collective | None:
+        """Return the collective that a call is, or None; calls in a subgroup of the ranks are left out."""
+        if call not in self.known:
+            self.known[call] = self._look_at(call)
+        return self.known[call]
+
+    def within(self, node: ast.AST) -> bool:
+        """Return whether a node contains a collective."""
+        return any(self.of(call) is not None for call in self.script.calls(node))
+
+    def _look_at(self, call: ast.Call) -> Collective | None:
+        if not isinstance(call.func, ast.Attribute | ast.Name):
+            return None
+        name = self.script.name_of(call.func)
+        module, _, function = name.rpartition(".")
+        if function in _MODULES.get(module, ()):
+            if _in_subgroup(call):
+                return None
+            return Collective(node=call, shown=written(call.func), key=function)
+        if isinstance(call.func, ast.Attribute):
+            return self._method(call, call.func)
+        return None
+
+    def _method(self, call: ast.Call, function: ast.Attribute) -> Collective | None:
+        owner, method = function.value, function.attr
+        shown = written(function) or f"{ast.unparse(owner)}.{method}"
+        if self.script.is_accelerator(owner):
+            reduces = method == "log" and any(
+                each.arg == "reduce" and not _is_none(each.value) for each in call.keywords
+            )
+            # `prepare` of nothing, and a name that other objects have too, need an argument.
+            if method in ACCELERATOR_METHODS or reduces:
+                return Collective(node=call, shown=shown, key=method)
+            return None
+        if method == "wait_for_everyone" and self._is_state(owner):
+            return Collective(node=call, shown=shown, key=method)
+        if not (self.wraps_models or self.script.uses_accelerator):
+            return None
+        if method == "backward" and "torch.autograd" not in self.script.name_of(function):
+            return Collective(node=call, shown=shown, key=method)
+        if method == "step" and _is_optimizer(owner):
+            return Collective(node=call, shown=shown, key=shown, trains=True)
+        return None
+
+    def _is_state(self, owner: ast.expr) -> bool:
+        if isinstance(owner, ast.Call):
+            owner = owner.func
+        return self.script.name_of(owner).rpartition(".")[2] in _STATES
+
+
+def collective_names(script: Script) -> CollectiveNames:
+    """Return what tells the collectives of a script."""
+    wraps = any(
+        script.name_of(call.func).rpartition(".")[2] in _WRAPPERS
+        or script.name_of(call.func).endswith(".DDP")
+        for call in script.calls()
+    )
+    return CollectiveNames(script=script, wraps_models=wraps)
+
+
+def _is_optimizer(owner: ast.expr) -> bool:
+    name = written(owner).rpartition(".")[2].lower()
+    return "optim" in name or name == "opt"
+
+
+def _in_subgroup(call: ast.Call) -> bool:
+    """Return whether a call names the group of its ranks, of which the others are no members."""
+    for keyword in call.keywords:
+        if keyword.arg in ("group", "process_group", "pg") and not _is_none(keyword.value):
+            return "WORLD" not in ast.unparse(keyword.value)
+    names = [written(argument).rpartition(".")[2].lower() for argument in call.args]
+    return any("group" in name or name in ("pg", "mesh") for name in names)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

@@ -1,0 +1,80 @@
+"""The values of the flow model: why ranks part, and which call some of them then miss."""
+
+import ast
+from dataclasses import dataclass
+from enum import StrEnum
+
+from drivetrain_lint.flow.collectives import Collective
+
+
+class Parting(StrEnum):
+    """The kinds of reasons for which ranks part."""
+
+    CONDITION = "condition"  # a test of the rank
+    DECORATOR = "decorator"  # a function that runs on one rank
+    LOOP = "loop"  # a loop whose length differs
+    HANDLER = "handler"  # an exception that one rank may raise
+    TURNS = "turns"  # a block that ranks run one after the other
+    DATA = "data"  # a value that each rank computes from its own batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The reason for which ranks part.
+
+    Attributes:
+        kind: The kind of reason.
+        node: The statement or expression that parts them.
+        test: The test, loop or decorator, as written.
+        departure: The statement by which some ranks leave; None while they only take another branch.
+    """
+
+    kind: Parting
+    node: ast.AST
+    test: str
+    departure: ast.stmt | None = None
+
+    @property
+    def line(self) -> int:
+        """The line where ranks part."""
+        return getattr(self.node, "lineno", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A collective that a statement runs, itself or through functions of the same file.
+
+    Attributes:
+        collective: The collective that runs.
+        call: The call in the function at hand that leads to it.
+        through: The functions on the way, the outer first.
+    """
+
+    collective: Collective
+    call: ast.AST
+    through: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> int:
+        """The line of the call in the function at hand."""
+        return getattr(self.call, "lineno", 1)
+
+    def described(self) -> str:
+        """Return the collective with the way to it, for a message."""
+        name = f"`{self.collective.shown}`"
+        if not self.through:
+            return name
+        return f"`{self.through[0]}()`, which calls {name} (line {self.collective.node.lineno}),"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Collectives that some ranks miss, for one cause.
+
+    Attributes:
+        cause: The reason for which the ranks part.
+        reached: The collectives, in the order of the source.
+    """
+
+    cause: Cause
+    reached: tuple[Reached, ...]

@@ -1,0 +1,273 @@
+"""The expressions whose value differs between ranks: tests of the rank, and loops whose length depends on it."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from drivetrain_lint.flow.bindings import Bindings
+from drivetrain_lint.flow.collectives import CollectiveNames
+from drivetrain_lint.reading.imports import word_set, written
+
+_FLAGS = word_set(
+    "is_first_worker is_global_zero is_last_process is_local_main_process is_local_process_zero is_main "
+    "is_main_process is_main_proc is_main_rank is_master is_master_process is_primary is_rank0 is_rank_0 "
+    "is_rank_zero is_world_process_zero is_local_master is_local_master_process is_local_primary master_process"
+)
+_NUMBERS = word_set(
+    "ddp_local_rank ddp_rank dp_rank global_rank local_process_index local_rank node_rank "
+    "process_index rank world_rank"
+)
+_NUMBER_CALLS = frozenset(
+    {"get_rank", "get_local_rank", "get_global_rank", "get_node_rank", "get_node_local_rank"}
+)
+_VARIABLES = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK"}
+)
+_CONVERSIONS = frozenset({"bool", "int", "str"})
+# Calls that return as many items as they are given.
+_SAME_LENGTH = frozenset(
+    {"enumerate", "tqdm", "list", "tuple", "sorted", "reversed", "iter", "track", "trange"}
+)
+_DEPTH = 6
+
+
+class RankSubset(Enum):
+    """The ranks on which a test is true."""
+
+    MAIN = "main"
+    OTHERS = "others"
+    SOME = "some"
+
+    @property
+    def opposite(self) -> "RankSubset":
+        """The ranks on which the test is false."""
+        return {RankSubset.MAIN: RankSubset.OTHERS, RankSubset.OTHERS: RankSubset.MAIN}.get(
+            self, RankSubset.SOME
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTests:
+    """The judge of expressions of one script.
+
+    Attributes:
+        bindings: The values of names.
+        collectives: The script's collectives, whose results are the same on all ranks.
+        known: The tests that were looked at; filled on demand.
+    """
+
+    bindings: Bindings
+    collectives: CollectiveNames
+    known: dict[tuple[ast.expr, int], RankSubset | None] = field(default_factory=dict)
+
+    def ranks(self, test: ast.expr, depth: int = _DEPTH) -> RankSubset | None:
+        """Return the ranks on which a test may be true; None if it does not depend on the rank."""
+        if depth == 0:
+            return None
+        if (test, depth) not in self.known:
+            self.known[test, depth] = self._look_at(test, depth)
+        return self.known[test, depth]
+
+    def _look_at(self, test: ast.expr, depth: int) -> RankSubset | None:
+        match test:
+            case ast.UnaryOp(op=ast.Not()):
+                found = self.ranks(test.operand, depth)
+                return None if found is None else found.opposite
+            case ast.BoolOp():
+                return self._joined([self.ranks(each, depth) for each in test.values])
+            case ast.Compare():
+                return self._compared(test, depth)
+            case ast.IfExp():
+                return self._joined([self.ranks(e, depth) for e in (test.test, test.body, test.orelse)])
+            case ast.NamedExpr():
+                return self.ranks(test.value, depth)
+            case ast.Call():
+                return self._called(test, depth)
+            case ast.Name() | ast.Attribute():
+                return self._named(test, depth)
+            case _:
+                return RankSubset.SOME if self.is_number(test, depth) else None
+
+    def is_number(self, node: ast.expr, depth: int = _DEPTH) -> bool:
+        """Return whether an expression is a rank, or computed from one."""
+        if depth == 0:
+            return False
+        match node:
+            case ast.Name() | ast.Attribute():
+                values = self.bindings.values(node)
+                if self._agreed(node):
+                    return False
+                last = _last(node)
+                if not values:
+                    return last in _NUMBERS
+                return any(self.is_number(each, depth - 1) for each in values)
+            case ast.BinOp():
+                return self.is_number(node.left, depth) or self.is_number(node.right, depth)
+            case ast.IfExp():
+                return self.is_number(node.body, depth) or self.is_number(node.orelse, depth)
+            case ast.BoolOp():
+                return any(self.is_number(each, depth) for each in node.values)
+            case ast.Subscript():
+                return self._is_environ(node.value) and _is_variable(node.slice)
+            case ast.Call():
+                return self._called_number(node, depth)
+            case _:
+                return False
+
+    def is_share(self, node: ast.expr, depth: int = _DEPTH) -> bool:
+        """Return whether a sequence is a rank's share of one, whose length may differ between ranks."""
+        if depth == 0:
+            return False
+        match node:
+            case ast.Call():
+                name = written(node.func).rpartition(".")[2]
+                if name == "range":
+                    return any(self.is_number(each) or self._counts_share(each, depth) for each in node.args)
+                if name == "split_between_processes":
+                    return not any(each.arg == "apply_padding" for each in node.keywords)
+                if name == "zip":
+                    return bool(node.args) and all(self.is_share(each, depth) for each in node.args)
+                return name in _SAME_LENGTH and bool(node.args) and self.is_share(node.args[0], depth)
+            case ast.Subscript(slice=ast.Slice() as part):
+                bounds = (part.lower, part.upper, part.step)
+                return any(each is not None and self.is_number(each) for each in bounds)
+            case ast.Name() | ast.Attribute():
+                values = self.bindings.values(node)
+                return bool(values) and all(self.is_share(each, depth - 1) for each in values)
+            case _:
+                return False
+
+    def _counts_share(self, node: ast.expr, depth: int) -> bool:
+        return (
+            isinstance(node, ast.Call)
+            and written(node.func) == "len"
+            and bool(node.args)
+            and self.is_share(node.args[0], depth)
+        )
+
+    def _joined(self, found: list[RankSubset | None]) -> RankSubset | None:
+        several = {each for each in found if each is not None}
+        return several.pop() if len(several) == 1 else RankSubset.SOME if several else None
+
+    def _named(self, node: ast.expr, depth: int) -> RankSubset | None:
+        if self._agreed(node):
+            return None
+        values = self.bindings.values(node)
+        if values:
+            return next((found for each in values if (found := self.ranks(each, depth - 1))), None)
+        last = _last(node)
+        if last in _FLAGS and not self.bindings.of(node):
+            return RankSubset.SOME if last == "is_last_process" else RankSubset.MAIN
+        # The truth of a rank that another file computes: `rank` alone may be that of a matrix.
+        return RankSubset.OTHERS if last in _NUMBERS and last != "rank" else None
+
+    def _called(self, call: ast.Call, depth: int) -> RankSubset | None:
+        name = written(call.func).rpartition(".")[2]
+        function = self.bindings.script.callee(call)
+        if function is not None:
+            returned = [
+                each.value
+                for each in ast.walk(function)
+                if isinstance(each, ast.Return) and self.bindings.script.scope_of(each) is function
+            ]
+            found = [self.ranks(each, depth - 1) for each in returned if each is not None]
+            return next((each for each in found if each is not None), None)
+        if name in _FLAGS:
+            return RankSubset.MAIN
+        if name == "getattr" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
+            return RankSubset.MAIN if call.args[1].value in _FLAGS else None
+        if name in ("bool", "any", "all") and call.args:
+            return self.ranks(call.args[0], depth)
+        return RankSubset.OTHERS if self._called_number(call, depth) else None
+
+    def _called_number(self, call: ast.Call, depth: int) -> bool:
+        name = written(call.func).rpartition(".")[2]
+        if name in _NUMBER_CALLS:
+            return True
+        if name in _CONVERSIONS and call.args:
+            return self.is_number(call.args[0], depth)
+        if name in ("get", "getenv") and call.args and _is_variable(call.args[0]):
+            return name == "getenv" or self._is_environ(getattr(call.func, "value", call))
+        function = self.bindings.script.callee(call)
+        if function is None:
+            return False
+        returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
+        return any(self.is_number(each, depth - 1) for each in returned)
+
+    def _compared(self, test: ast.Compare, depth: int) -> RankSubset | None:
+        sides = [test.left, *test.comparators]
+        if len(sides) == 2 and self.is_number(sides[1], depth) and not self.is_number(sides[0], depth):
+            sides.reverse()
+        if not any(self.is_number(each, depth) or self._is_flag(each, depth) for each in sides):
+            return None
+        if len(sides) != 2:
+            return RankSubset.SOME
+        return _of_comparison(test.ops[0], sides[1], is_flag=self._is_flag(sides[0], depth))
+
+    def _is_flag(self, node: ast.expr, depth: int) -> bool:
+        return (
+            isinstance(node, ast.Name | ast.Attribute | ast.Call)
+            and self.ranks(node, depth - 1) is RankSubset.MAIN
+        )
+
+    def _agreed(self, node: ast.expr) -> bool:
+        """Return whether the ranks have agreed on a name's value by a collective."""
+        values = [binding.value for binding in self.bindings.of(node) if binding.value is not None]
+        return any(self.collectives.within(value) for value in values if not isinstance(value, ast.Constant))
+
+    def _is_environ(self, node: ast.AST) -> bool:
+        return written(node).rpartition(".")[2] in ("environ", "env", "environment")
+
+
+def _last(node: ast.expr) -> str:
+    """Return the name of an attribute of any object, or a name."""
+    return node.attr if isinstance(node, ast.Attribute) else written(node)
+
+
+def _of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> RankSubset | None:
+    """Return the ranks on which a comparison of a rank is true; None for tests of whether ranks exist at all."""
+    values = _constants(other)
+    if is_flag:
+        return (
+            RankSubset.MAIN
+            if values == [True] or not isinstance(operation, ast.Eq | ast.Is)
+            else RankSubset.SOME
+        )
+    if values is None:
+        return RankSubset.SOME
+    if all(value in (-1, None, "-1", "") for value in values):
+        return None
+    zero = all(str(value) in ("0", "-1") for value in values)
+    match operation:
+        case ast.Eq() | ast.Is() | ast.In():
+            return RankSubset.MAIN if zero else RankSubset.SOME
+        case ast.NotEq() | ast.IsNot() | ast.NotIn() | ast.Gt():
+            return RankSubset.OTHERS if zero else RankSubset.SOME
+        case ast.LtE():
+            return RankSubset.MAIN if zero else RankSubset.SOME
+        case ast.GtE() | ast.Lt():  # `local_rank >= 0` asks whether there are several processes
+            return None if zero else RankSubset.SOME
+        case _:
+            return RankSubset.SOME
+
+
+def _constants(node: ast.expr) -> list[object] | None:
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        inner = [_constants(each) for each in node.elts]
+        return (
+            None if any(each is None for each in inner) else [value for each in inner for value in each or ()]
+        )
+    try:
+        return [ast.literal_eval(node)]
+    except ValueError:
+        return None
+
+
+def _is_variable(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value in _VARIABLES
+
+
+def rank_words() -> Iterator[str]:
+    """Iterate over the names that hold a rank or a test of one wherever they stand."""
+    yield from _FLAGS | _NUMBERS

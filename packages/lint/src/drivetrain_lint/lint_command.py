@@ -1,0 +1,77 @@
+"""Find what hangs or trains wrong on several ranks in training scripts, without running them."""
+
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from drivetrain_config import environ
+from drivetrain_lint.checker import Report, check_targets
+from drivetrain_lint.errors import LintArgumentError
+from drivetrain_lint.reading.targets import find_targets
+from drivetrain_lint.reporters.github import as_github
+from drivetrain_lint.reporters.json_report import as_json
+from drivetrain_lint.reporters.sarif import as_sarif
+from drivetrain_lint.reporters.terminal import as_text, summary
+from drivetrain_lint.rules.registry import choose_rules
+
+_FOUND = 1
+_WIDEST = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintArguments:
+    """The arguments of `drivetrain lint`."""
+
+    script: tuple[str, ...] = field(
+        metadata={
+            "positional": True,
+            "help": "Scripts, notebooks, folders, or modules by their dotted names.",
+        }
+    )
+    format: Literal["text", "json", "sarif", "github"] = field(
+        default="text", metadata={"help": "Output: text for people, json, sarif, or GitHub's annotations."}
+    )
+    select: str = field(
+        default="",
+        metadata={"help": "Check these rules alone, by codes or their beginnings: DT1,DT303; or all."},
+    )
+    ignore: str = field(default="", metadata={"help": "Leave out these rules, by codes or their beginnings."})
+    output: Path | None = field(
+        default=None, metadata={"help": "Write to this file, and only a count to stderr."}
+    )
+
+
+def run(arguments: LintArguments) -> int:
+    """Find what hangs or trains wrong on several ranks in training scripts, without running them."""
+    rules = choose_rules(select=_words(arguments.select), ignore=_words(arguments.ignore))
+    targets = find_targets(arguments.script, base=Path())
+    report = check_targets(targets, rules=rules)
+    if arguments.output is None:
+        sys.stdout.write(_rendered(report, arguments.format, is_terminal=sys.stdout.isatty()))
+    else:
+        try:
+            arguments.output.write_text(
+                _rendered(report, arguments.format, is_terminal=False), encoding="utf-8"
+            )
+        except OSError as error:
+            raise LintArgumentError(f"--output {arguments.output}: cannot be written: {error.strerror}") from error
+        sys.stderr.write(f"drivetrain: {summary(report)}, written to {arguments.output}\n")
+    return 0 if report.is_clean else _FOUND
+
+
+def _rendered(report: Report, format: str, *, is_terminal: bool) -> str:
+    if format == "json":
+        return as_json(report)
+    if format == "sarif":
+        return as_sarif(report)
+    if format == "github":
+        return as_github(report)
+    colours = environ.read("NO_COLOR") in (None, "") and (is_terminal or bool(environ.read("FORCE_COLOR")))
+    width = min(shutil.get_terminal_size().columns, _WIDEST) if is_terminal else _WIDEST
+    return as_text(report, is_coloured=colours, width=width)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for part in text.split(",") for word in part.split())

@@ -1,0 +1,57 @@
+"""All rules, and the choice among them."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from drivetrain_lint.errors import LintArgumentError
+from drivetrain_lint.rules import (
+    devices,
+    diverging_ranks,
+    optimizer_steps,
+    prepared_objects,
+    schedules,
+    shared_output,
+)
+from drivetrain_lint.rules.rule import Rule
+
+ALL_RULES: tuple[Rule, ...] = (
+    *diverging_ranks.RULES,
+    *prepared_objects.RULES,
+    *optimizer_steps.RULES,
+    *schedules.RULES,
+    *devices.RULES,
+    *shared_output.RULES,
+)
+
+
+def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
+    """Return the rules to check.
+
+    Args:
+        select: Codes, beginnings of codes ("DT1"), names, or "all"; if empty, the rules that are on by default.
+        ignore: Codes, beginnings of codes or names of rules to leave out.
+
+    Raises:
+        LintArgumentError: A word names no rule.
+    """
+    chosen = [rule for rule in ALL_RULES if (rule.is_default if not select else _named(rule, select))]
+    for word in (*select, *ignore):
+        if word != "all" and not any(_named(rule, [word]) for rule in ALL_RULES):
+            near = get_close_matches(
+                word, [name for rule in ALL_RULES for name in (rule.code, rule.name)], n=1
+            )
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise LintArgumentError(
+                f"{word}: no such rule; {meant}the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
+                "stands for all that begin so"
+            )
+    return tuple(rule for rule in chosen if not _named(rule, ignore))
+
+
+def _named(rule: Rule, words: Sequence[str]) -> bool:
+    return any(
+        word == "all"
+        or rule.name == word
+        or (word.upper().startswith("DT") and rule.code.startswith(word.upper()))
+        for word in words
+    )

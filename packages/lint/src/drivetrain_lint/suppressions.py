@@ -1,0 +1,59 @@
+"""The comments that suppress findings: `# drivetrain: ignore[DT101]`."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain_lint.reading.documents import Document
+
+_COMMENT = re.compile(r"#\s*drivetrain:\s*(?P<whole>file-)?ignore(?:\[(?P<codes>[^\]]*)\])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suppressions:
+    """The suppressed rules of a file.
+
+    Attributes:
+        by_line: The codes or names that a comment on a line suppresses; empty for all rules.
+        whole_file: The codes or names that are suppressed everywhere; None if none is, empty for all rules.
+    """
+
+    by_line: Mapping[int, frozenset[str]]
+    whole_file: frozenset[str] | None
+
+    def cover(self, node: ast.AST, *, code: str, name: str) -> bool:
+        """Return whether a finding is suppressed, by a comment on a line of its first to its last."""
+        if self.whole_file is not None and (not self.whole_file or {code, name} & self.whole_file):
+            return True
+        first = getattr(node, "lineno", 1)
+        last = first if isinstance(node, ast.ExceptHandler) else getattr(node, "end_lineno", first) or first
+        for line in range(first, last + 1):
+            words = self.by_line.get(line)
+            if words is not None and (not words or {code, name} & words):
+                return True
+        return False
+
+
+def read_suppressions(document: Document) -> Suppressions:
+    """Return what the comments of a file suppress."""
+    by_line: dict[int, frozenset[str]] = {}
+    whole_file: frozenset[str] | None = None
+    if "drivetrain:" not in document.text:
+        return Suppressions(by_line={}, whole_file=None)
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(document.text).readline))
+    except (tokenize.TokenError, SyntaxError):  # joined cells of a notebook may end in the middle of a line
+        tokens = []
+    for token in tokens:
+        found = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
+        if found is None:
+            continue
+        words = frozenset(word.strip() for word in (found["codes"] or "").split(",") if word.strip())
+        if found["whole"]:
+            whole_file = words if whole_file is None else whole_file | words
+        else:
+            by_line[token.start[0]] = words
+    return Suppressions(by_line=by_line, whole_file=whole_file)
