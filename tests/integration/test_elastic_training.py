@@ -12,7 +12,7 @@ import pytest
 
 from drivetrain_checkpoint import RESUME_EXIT_CODE
 from integration.elastic_training import EPOCHS, MICRO_BATCH, MICRO_BATCHES, SAMPLES
-from launcher.conftest import clean_environment
+from launch_fixtures import clean_environment
 from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
 
 MEANT_FOR = 3

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lint import lint_corpus
 from drivetrain_lint.checker import check_document
 from drivetrain_lint.finding import Finding
 from drivetrain_lint.reading.documents import parse_document, read_document
 from drivetrain_lint.rules.registry import choose_rules
+from lint import lint_corpus
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *ROOT.glob("packages/*/README.md")])

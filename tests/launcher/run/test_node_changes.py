@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.conftest import clean_environment
+from launch_fixtures import clean_environment
 from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
 from launcher.run.test_elastic import wait_for_end
 from processes import free_port

@@ -56,7 +56,9 @@ def run(arguments: LintArguments) -> int:
                 _rendered(report, arguments.format, is_terminal=False), encoding="utf-8"
             )
         except OSError as error:
-            raise LintArgumentError(f"--output {arguments.output}: cannot be written: {error.strerror}") from error
+            raise LintArgumentError(
+                f"--output {arguments.output}: cannot be written: {error.strerror}"
+            ) from error
         sys.stderr.write(f"drivetrain: {summary(report)}, written to {arguments.output}\n")
     return 0 if report.is_clean else _FOUND
 

@@ -1,0 +1,40 @@
+"""The search for what breaks runs: checks of each host, of all hosts together, and of their links, in seconds.
+
+`run_to_check` makes the run that is checked of a launch's settings; `examine` checks it. `host` measures and judges
+one host, `meeting` all hosts over a store, `links` pairs of ranks; `report` shows what was found.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_doctor.checked_run import CheckedRun as CheckedRun
+    from drivetrain_doctor.checked_run import run_to_check as run_to_check
+    from drivetrain_doctor.doctor_finding import DoctorFinding as DoctorFinding
+    from drivetrain_doctor.examine import Examination as Examination
+    from drivetrain_doctor.examine import examine as examine
+    from drivetrain_doctor.links.link_faults import LinkFaults as LinkFaults
+    from drivetrain_doctor.links.link_faults import find_faults as find_faults
+
+# Public name -> the module that defines it.
+_MODULES = {
+    "CheckedRun": "checked_run",
+    "DoctorFinding": "doctor_finding",
+    "Examination": "examine",
+    "LinkFaults": "links.link_faults",
+    "examine": "examine",
+    "find_faults": "links.link_faults",
+    "run_to_check": "checked_run",
+}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_doctor.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_doctor' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

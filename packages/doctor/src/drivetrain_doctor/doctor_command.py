@@ -1,0 +1,101 @@
+"""Find what would break a run, on this host or on all, each with its mend."""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from drivetrain_config import Layers, environ
+from drivetrain_doctor.checked_run import run_to_check
+from drivetrain_doctor.examine import Examination, examine
+from drivetrain_doctor.report.as_json import as_json
+from drivetrain_doctor.report.step_display import StepDisplay
+from drivetrain_doctor.report.table import table
+from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
+from drivetrain_launcher.console import say
+from drivetrain_launcher.errors import UsageError
+from drivetrain_launcher.plan.host_detection import detect_host
+from drivetrain_launcher.plan.placed_settings import place_layers
+from drivetrain_launcher.run.output.terminals import coloured_outputs
+
+_LONGEST_LINE = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorArguments:
+    """The arguments of `drivetrain doctor`, besides those of launch."""
+
+    folder: Path = field(default=Path(), metadata={"help": "Folder of the checkpoints, which is written to."})
+    num_workers: int = field(default=4, metadata={"help": "Workers of each process's DataLoader."})
+    batch_megabytes: float | None = field(
+        default=None,
+        metadata={"help": "Size of a batch that a worker hands over, to compute the shared memory."},
+    )
+    wait_seconds: float = field(
+        default=30.0,
+        metadata={"help": "Seconds that hosts wait for each other before the missing are named."},
+    )
+    json: bool = field(
+        default=False, metadata={"help": "Print JSON, for programs, with all measured numbers."}
+    )
+    layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            UsageError: A number is outside its range.
+        """
+        if not self.folder.exists() and not self.folder.absolute().parent.is_dir():
+            raise UsageError(
+                f"--folder {self.folder}: neither it nor the folder around it exists; name the checkpoints' folder"
+            )
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"--folder {self.folder}: this is a file; name the folder of the checkpoints")
+        if self.num_workers < 0:
+            raise UsageError(f"--num-workers {self.num_workers}: 0 or more is allowed")
+        if self.batch_megabytes is not None and not 0 <= self.batch_megabytes < float("inf"):
+            raise UsageError(f"--batch-megabytes {self.batch_megabytes}: 0 or more is allowed")
+        if not 0 < self.wait_seconds < float("inf"):
+            raise UsageError(f"--wait-seconds {self.wait_seconds}: a number of seconds above 0 is allowed")
+
+
+def run(arguments: DoctorArguments) -> int:
+    """Find what would break a run, on this host or on all; the flags of launch say which run is meant."""
+    placement = find_place(arguments.layers)
+    layers = arguments.layers if placement is None else place_layers(arguments.layers, placement)
+    settings = resolve_said(layers)
+    wants_cpu = "run" in settings and settings["run"].cpu
+    batch = arguments.batch_megabytes
+    host = detect_host("cpu" if wants_cpu else settings["state"].device)
+    checked = replace(
+        run_to_check(settings["launch"], host, placement),
+        environment=environ.child_environment(),
+        folder=arguments.folder,
+        num_workers=arguments.num_workers,
+        batch_bytes=None if batch is None else round(batch * 1e6),
+        wait_seconds=arguments.wait_seconds,
+    )
+    for note in file_notes(arguments.layers):
+        say(note)
+    if checked.is_idle:  # the first task of this host checks it
+        return 0
+    progress = StepDisplay(sys.stderr)
+    try:
+        examination = examine(checked, progress=progress)
+    finally:
+        progress.clear()
+    _write(examination, is_json=arguments.json)
+    return int(examination.is_broken)
+
+
+def _write(examination: Examination, *, is_json: bool) -> None:
+    if is_json:
+        sys.stdout.write(f"{json.dumps(as_json(examination), indent=2)}\n")
+        return
+    is_coloured, _ = coloured_outputs(environ.child_environment())
+    width = min(_LONGEST_LINE, shutil.get_terminal_size((100, 24)).columns)
+    sys.stdout.write(table(examination, is_coloured=is_coloured, width=width))
+    if not examination.is_leader:
+        sys.stdout.write("The output of host 0 shows all hosts.\n")

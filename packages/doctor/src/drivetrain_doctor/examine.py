@@ -1,0 +1,87 @@
+"""Check this host, and with several hosts all of them together."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckReport
+from drivetrain_doctor.host.addresses import find_outgoing_address
+from drivetrain_doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
+from drivetrain_doctor.links.pair_order import PairProgram, start_pairs
+from drivetrain_doctor.run_checks import run_checks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """All that was found.
+
+    Attributes:
+        num_nodes: The number of hosts that were asked about.
+        num_processes: The number of processes on all of them.
+        hosts: The label of each host, and the reports of its own checks; on hosts other than 0 only this one.
+        together: The reports on all hosts together; on host 0, or if this host could not join.
+        is_broken: Whether something was found, on any host, that will break a run.
+        is_leader: Whether this host shows the whole.
+        seconds: The time that it took.
+    """
+
+    num_nodes: int
+    num_processes: int
+    hosts: tuple[tuple[str, tuple[CheckReport, ...]], ...]
+    together: tuple[CheckReport, ...] = ()
+    is_broken: bool = False
+    is_leader: bool = True
+    seconds: float = 0.0
+
+
+def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examination:
+    """Run all checks. On several hosts, called on all of them.
+
+    Args:
+        checked: The run that would start.
+        progress: Called with what happens now.
+    """
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        # They import torch while the checks of this host run.
+        between_hosts, between_ranks = (
+            stack.enter_context(start_pairs(checked.environment)) if count > 1 else None
+            for count in (checked.num_nodes, checked.processes_per_node)
+        )
+        reports = run_checks(host_checks(checked), progress=progress)
+        checks = program_checks(checked, between_ranks)
+        reports += run_checks(checks, progress=progress, limit_seconds=PROGRAM_SECONDS)
+        if between_hosts is not None:
+            return _together(checked, reports, between_hosts, begin, progress)
+    return Examination(
+        num_nodes=1,
+        num_processes=checked.world_size,
+        hosts=(("this host", reports),),
+        is_broken=any(report.state == "error" for report in reports),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _together(
+    checked: CheckedRun,
+    reports: tuple[CheckReport, ...],
+    program: PairProgram,
+    begin: float,
+    progress: Callable[[str], None],
+) -> Examination:
+    # It imports torch, which a single host does not need in this process.
+    from drivetrain_doctor.meeting.conduct import meet
+
+    address = find_outgoing_address(checked.master_addr)
+    result = meet(checked, reports, address=address, program=program, progress=progress)
+    return Examination(
+        num_nodes=checked.num_nodes,
+        num_processes=checked.world_size,
+        hosts=tuple((result.labels[rank], found) for rank, found in sorted(result.reports.items())),
+        together=result.together,
+        is_broken=result.is_broken or any(report.state == "error" for report in reports),
+        is_leader=result.rank == 0 or result.rank is None,
+        seconds=time.monotonic() - begin,
+    )

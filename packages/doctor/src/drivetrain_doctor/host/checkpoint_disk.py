@@ -1,0 +1,194 @@
+"""The folder of the checkpoints: whether it can be written, how fast, how much fits, and on what file system."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from drivetrain_doctor.byte_size import byte_size
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+
+_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse.",
+    "9p",
+    "glusterfs",
+    "wekafs",
+)
+_IN_MEMORY = ("tmpfs", "ramfs")
+_LEAST_FREE_BYTES = 10 << 30
+_SLOW_BYTES_PER_SECOND = 50e6
+_BLOCK_BYTES = 8 << 20
+_MOST_BYTES = 256 << 20
+_WRITE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskMeasurement:
+    """The folder of the checkpoints.
+
+    Attributes:
+        folder: The path of the folder, or of the nearest one around it that exists.
+        missing: The path of the folder if it does not exist yet, so that another one was measured; else None.
+        kind: The type of its file system, such as "ext4"; empty if the system does not tell.
+        free_bytes: The number of bytes that this user may still write.
+        free_files: The number of files that it may still create; None if the file system has no limit.
+        bytes_per_second: The speed of writing, with all of it on the disk; None if nothing could be written.
+        refusal: The reason why nothing could be written, in the system's words.
+    """
+
+    folder: Path
+    missing: Path | None = None
+    kind: str = ""
+    free_bytes: int = 0
+    free_files: int | None = None
+    bytes_per_second: float | None = None
+    refusal: str = ""
+
+    @property
+    def is_network(self) -> bool:
+        """True if other hosts can see the folder, by its type of file system."""
+        return self.kind.startswith(_NETWORK)
+
+
+def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
+    """Write into the folder for about a second, and remove what was written."""
+    folder = asked = checked.folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    space = os.statvfs(folder)
+    speed, refusal = _write(folder, space.f_bavail * space.f_frsize)
+    return DiskMeasurement(
+        folder=folder,
+        missing=None if folder == asked else asked,
+        kind=_kind(folder, mounts),
+        free_bytes=space.f_bavail * space.f_frsize,
+        free_files=space.f_favail or None if space.f_files else None,
+        bytes_per_second=speed,
+        refusal=refusal,
+    )
+
+
+def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
+    """Judge the folder for a run's checkpoints."""
+    folder, kind = measured.folder, measured.kind or "unknown type"
+    told = f"; {measured.missing} does not exist yet, so {folder} was measured" if measured.missing else ""
+    if measured.bytes_per_second is None:
+        finding = error(
+            f"nothing can be written into {folder} ({kind}): {measured.refusal}",
+            why="the first checkpoint fails, after the time that it took to get there",
+            mend=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
+            free_bytes=measured.free_bytes,
+        )
+        return CheckVerdict(summary=f"{folder}{told}", findings=(finding,))
+    speed = measured.bytes_per_second
+    summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {byte_size(measured.free_bytes)} free in {folder}{told}"
+    return CheckVerdict(
+        summary=summary, findings=(*_space(measured, speed), *_file_system(measured, checked))
+    )
+
+
+def _space(measured: DiskMeasurement, speed: float) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
+    if measured.free_bytes < _LEAST_FREE_BYTES:
+        model = measured.free_bytes / 16
+        findings.append(
+            warning(
+                f"{byte_size(measured.free_bytes)} free in {measured.folder}",
+                why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
+                "million parameters fills it; a new one is written before the old one goes",
+                mend="free space, or name another folder; keep_last in the checkpoint section removes old "
+                "checkpoints",
+                free_bytes=measured.free_bytes,
+            )
+        )
+    if measured.free_files is not None and measured.free_files < 1000:
+        findings.append(
+            warning(
+                f"{measured.free_files} more files fit into {measured.folder} (df -i)",
+                why="'No space left on device' although bytes are free",
+                mend="remove small files, or name another folder",
+                free_files=measured.free_files,
+            )
+        )
+    if speed < _SLOW_BYTES_PER_SECOND:
+        findings.append(
+            warning(
+                f"{measured.folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
+                why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
+                "ranks "
+                "wait unless saves run in the background",
+                mend="a faster disk; or background saves (the checkpoint section)",
+                bytes_per_second=speed,
+            )
+        )
+    return findings
+
+
+def _file_system(measured: DiskMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    if measured.kind in _IN_MEMORY:
+        return [
+            warning(
+                f"{measured.folder} is in memory ({measured.kind})",
+                why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
+                mend="name a folder on a disk",
+            )
+        ]
+    if measured.kind == "overlay":
+        return [
+            warning(
+                f"{measured.folder} is the container's own layer (overlay)",
+                why="checkpoints are gone with the container, and writing is slower than into a volume",
+                mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
+            )
+        ]
+    if checked.num_nodes > 1 and measured.kind and not measured.is_network:
+        return [
+            warning(
+                f"{measured.folder} is on this host's own disk ({measured.kind}), by its type",
+                why="all hosts write parts of one checkpoint into one folder, which each must see",
+                mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an "
+                "object store",
+            )
+        ]
+    return []
+
+
+def _write(folder: Path, free_bytes: int) -> tuple[float | None, str]:
+    """Return the speed of writing in bytes a second, or the refusal."""
+    if free_bytes < _BLOCK_BYTES:
+        return None, "the file system is full"
+    block = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # zeros might not be stored
+    written = 0
+    try:
+        begin = time.monotonic()
+        # Nameless where the system can: a killed doctor leaves nothing behind.
+        with TemporaryFile(dir=folder, prefix=".drivetrain-doctor-", buffering=0) as file:
+            while written < min(_MOST_BYTES, free_bytes // 2) and time.monotonic() - begin < _WRITE_SECONDS:
+                written += file.write(block)
+                os.fsync(file.fileno())
+            return written / max(time.monotonic() - begin, 1e-9), ""
+    except OSError as refused:
+        return None, refused.strerror or str(refused)
+
+
+def _kind(folder: Path, mounts: Path) -> str:
+    """Return the type of the file system that a folder is on."""
+    if not mounts.exists():
+        return ""
+    found = (0, "")
+    for line in mounts.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(before.split()[4].encode().decode("unicode_escape"))  # a blank is written as \040
+        if folder.resolve().is_relative_to(point):
+            found = max(found, (len(point.parts), after.split()[0]), key=lambda each: each[0])
+    return found[1]

@@ -1,0 +1,121 @@
+"""Ask the driver and torch about GPUs, in a process of its own.
+
+It is `python -m drivetrain_doctor.host.gpu_probe`, and prints one line of JSON. What it calls:
+`torch.version`, `torch.cuda`, and `cuDriverGetVersion` of the CUDA driver.
+"""
+
+import ctypes
+import json
+import re
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from drivetrain_doctor.host.gpus import GpuMeasurement
+
+_COPY_BYTES = 1 << 20
+
+
+def main() -> int:
+    """Write what there is, as one line of JSON."""
+    sys.stdout.write(f"{json.dumps(probe().as_data())}\n")
+    return 0
+
+
+def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasurement:
+    """Ask the driver and torch; on a machine without GPUs, say which builds there are."""
+    nvidia, amd = proc / "driver/nvidia/version", system / "module/amdgpu"
+    count, refusal = _count()
+    return GpuMeasurement(
+        torch_cuda=torch.version.cuda,
+        torch_hip=torch.version.hip,
+        torch_archs=tuple(torch.cuda.get_arch_list()) if count else (),
+        nccl=_nccl_version(),
+        driver=_driver(nvidia, amd / "version"),
+        driver_cuda=_driver_cuda(),
+        library_driver=_library_driver(),
+        has_nvidia=nvidia.exists() or Path("/dev/dxg").exists(),
+        has_amd=amd.is_dir() and Path("/dev/kfd").exists(),
+        names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+        capabilities=tuple(
+            ".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(count)
+        ),
+        memory_taken=tuple(_taken(index) for index in range(count)),
+        refusal=refusal,
+        peers=_peers(count) if count > 1 else None,
+    )
+
+
+def _count() -> tuple[int, str]:
+    """Return the number of devices that torch can use, and what it says if there is none."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0, ""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return torch.cuda.device_count(), ""
+    return 0, " ".join(str(each.message).partition("\n")[0] for each in told[:1])
+
+
+def _nccl_version() -> str:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return ""
+    found: object = import_module("torch.cuda.nccl").version()
+    return ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
+
+
+def _driver(nvidia: Path, amd: Path) -> str:
+    """Return the version of the driver in the kernel; AMD's packages have one, the kernel's own has none."""
+    if nvidia.exists():
+        found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", nvidia.read_text())
+        return found.group(1) if found else ""
+    return amd.read_text().strip() if amd.exists() else ""
+
+
+def _driver_cuda() -> str:
+    """Return the newest CUDA that the driver's library runs, such as "12.4"; empty without the library."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)):  # 0 is success
+        return ""
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _library_driver() -> str:
+    """Return the version of the driver that NVIDIA's library in user space belongs to, by its file's name."""
+    for folder in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"):
+        link = Path(folder) / "libcuda.so.1"
+        if link.is_symlink():
+            return link.resolve().name.removeprefix("libcuda.so.")
+    return ""
+
+
+def _taken(index: int) -> float:
+    free, total = torch.cuda.mem_get_info(index)
+    return 1 - free / total
+
+
+def _peers(count: int) -> dict[str, str]:
+    """Copy a tensor from each device to each other one, and compare what arrived."""
+    answers: dict[str, str] = {}
+    for sender in range(count):
+        sent = torch.arange(_COPY_BYTES // 8, device=f"cuda:{sender}")
+        expected = sent.cpu()
+        for receiver in range(count):
+            if sender != receiver:
+                arrived = sent.to(f"cuda:{receiver}").cpu()
+                can = torch.cuda.can_device_access_peer(sender, receiver)
+                is_right = torch.equal(arrived, expected)
+                answers[f"{sender}-{receiver}"] = ("yes" if can else "no") if is_right else "wrong data"
+    return answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Limits of files, processes, locked memory and memory, against what a run on this host needs."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain_doctor.byte_size import byte_size
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
+
+# A rank opens its libraries, its output and its sockets; with workers also a file for each tensor in flight.
+_FILES_OF_A_RANK = 256
+_FILES_FOR_WORKERS = 4096
+# The host of the store holds about three connections for each rank: its agent's, its own, and the watchdog's.
+_CONNECTIONS_PER_RANK = 3
+# A rank has its main thread, torch's pools, those of the process group and of the watchdog.
+_THREADS_OF_A_RANK = 32
+_THREADS_OF_A_WORKER = 4
+_LEAST_BYTES_OF_A_PROCESS = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitMeasurement:
+    """The limits of this process; None where there is none.
+
+    Attributes:
+        open_files: The number of files that may be open (ulimit -n).
+        most_open_files: The number to which this user may raise it (ulimit -Hn).
+        processes: The number of processes and threads of this user (ulimit -u).
+        running: The number that this user has.
+        locked_bytes: The memory that may be locked (ulimit -l).
+        address_bytes: The virtual memory that a process may have (ulimit -v).
+        is_root: Whether the user is root, whom `processes` does not bind.
+        has_infiniband: Whether there is an InfiniBand or RoCE adapter, whose transfers lock memory.
+        group: The limits of the control groups.
+    """
+
+    open_files: int | None
+    most_open_files: int | None
+    processes: int | None
+    running: int = 0
+    locked_bytes: int | None = None
+    address_bytes: int | None = None
+    is_root: bool = False
+    has_infiniband: bool = False
+    group: GroupLimits = field(default_factory=GroupLimits)
+
+
+def measure_limits(
+    proc: Path = Path("/proc"), infiniband: Path = Path("/sys/class/infiniband")
+) -> LimitMeasurement:
+    """Read the limits of this process and its user.
+
+    Raises:
+        OSError: The system has no such limits (not a Unix).
+    """
+    try:
+        import resource
+    except ImportError:
+        raise OSError("this system has no such limits") from None
+
+    def limits(which: int) -> list[int | None]:
+        return [None if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(which)]
+
+    open_files, most_open_files = limits(resource.RLIMIT_NOFILE)
+    return LimitMeasurement(
+        open_files=open_files,
+        most_open_files=most_open_files,
+        processes=limits(resource.RLIMIT_NPROC)[0],
+        running=_threads_of_user(proc),
+        locked_bytes=limits(resource.RLIMIT_MEMLOCK)[0],
+        address_bytes=limits(resource.RLIMIT_AS)[0],
+        is_root=os.geteuid() == 0,
+        has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
+        group=read_group_limits(),
+    )
+
+
+def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdict:
+    """Judge the limits for a run."""
+    findings = [
+        *_open_files(measured, checked),
+        *_processes(measured, checked),
+        *_memory(measured, checked),
+    ]
+    if measured.has_infiniband and measured.locked_bytes is not None:
+        findings.append(
+            error(
+                f"memory that may be locked: {byte_size(measured.locked_bytes)} (ulimit -l), with InfiniBand",
+                why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate "
+                "memory'",
+                mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
+                "slurmd.service",
+                locked_bytes=measured.locked_bytes,
+            )
+        )
+    if measured.address_bytes is not None and checked.accelerator == "cuda":
+        findings.append(
+            error(
+                f"virtual memory of a process: {byte_size(measured.address_bytes)} (ulimit -v)",
+                why="CUDA reserves more address space than the host has memory, and fails to start",
+                mend="ulimit -v unlimited",
+                address_bytes=measured.address_bytes,
+            )
+        )
+    files = "unlimited" if measured.open_files is None else f"{measured.open_files:,}"
+    group = measured.group
+    parts = [f"{files} open files"]
+    parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
+    parts += [] if group.memory_bytes is None else [f"{byte_size(group.memory_bytes)} in the control group"]
+    return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
+
+
+def _open_files(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    limit = measured.open_files
+    connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
+    needed = _FILES_OF_A_RANK + connections
+    wanted = max(needed, _FILES_FOR_WORKERS if checked.num_workers else 0)
+    if limit is None or limit >= wanted:
+        return []
+    target = max(65536, 2 * wanted)
+    most = measured.most_open_files
+    raise_it = f"ulimit -n {target if most is None else min(target, most)}"
+    if most is not None and most < wanted:
+        raise_it = (
+            f"as root '* - nofile {target}' in /etc/security/limits.conf, or docker run --ulimit "
+            f"nofile={target}"
+        )
+    is_broken = limit < needed
+    why = (
+        f"the store and the ranks need about {needed:,}: 'Too many open files'"
+        if is_broken
+        else "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' after a while"
+    )
+    judge = error if is_broken else warning
+    return [judge(f"{limit:,} open files (ulimit -n)", why=why, mend=raise_it, limit=limit, needed=wanted)]
+
+
+def _processes(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    ranks = checked.processes_per_node
+    needed = ranks * (_THREADS_OF_A_RANK + checked.num_workers * _THREADS_OF_A_WORKER)
+    findings: list[DoctorFinding] = []
+    if (
+        measured.processes is not None
+        and not measured.is_root
+        and measured.processes - measured.running < needed
+    ):
+        findings.append(
+            error(
+                f"{measured.processes:,} processes and threads for this user (ulimit -u), of which "
+                f"{measured.running:,} run",
+                why=f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}: 'Resource "
+                "temporarily unavailable' or \"can't start new thread\"",
+                mend=f"ulimit -u {measured.running + 4 * needed}, or fewer workers, or OMP_NUM_THREADS=1",
+                limit=measured.processes,
+                needed=needed,
+            )
+        )
+    group = measured.group
+    if group.pids is not None and group.pids - group.used_pids < needed:
+        findings.append(
+            error(
+                f"{group.pids:,} processes and threads in this control group (pids.max), of which "
+                f"{group.used_pids:,} run",
+                why=f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}: \"can't "
+                "start new "
+                'thread"',
+                mend=f"docker run --pids-limit {group.used_pids + 4 * needed}; kubelet --pod-max-pids; or fewer "
+                "workers",
+                limit=group.pids,
+                needed=needed,
+            )
+        )
+    return findings
+
+
+def _memory(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+    group = measured.group
+    if group.memory_bytes is None:
+        return []
+    processes = checked.processes_per_node * (1 + checked.num_workers)
+    free = group.memory_bytes - group.used_bytes
+    if free >= processes * _LEAST_BYTES_OF_A_PROCESS:
+        return []
+    return [
+        warning(
+            f"{byte_size(max(free, 0))} of the control group's {byte_size(group.memory_bytes)} are free",
+            why=f"{processes} processes (ranks and workers) want at least "
+            f"{byte_size(_LEAST_BYTES_OF_A_PROCESS)} each; "
+            "beyond the limit the kernel kills one (exit code 137)",
+            mend="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), or fewer workers",
+            free_bytes=free,
+        )
+    ]
+
+
+def _threads_of_user(proc: Path) -> int:
+    """Return the number of threads of this user's processes; 0 if the system does not tell."""
+    total = 0
+    for folder in proc.glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid == os.geteuid():
+                total += sum(1 for _ in (folder / "task").iterdir())
+        except OSError:  # the process has ended
+            continue
+    return total

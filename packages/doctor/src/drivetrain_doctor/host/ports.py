@@ -1,0 +1,149 @@
+"""The port of the rendezvous: free on the host that listens, and not one that the system gives to others."""
+
+import errno
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+
+_LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortMeasurement:
+    """The port of the rendezvous on the host that is to listen.
+
+    Attributes:
+        port: The port; 0 for any free one.
+        bind_error: The name of the error of an attempt to listen, such as "EADDRINUSE"; None if it worked.
+        holder: The process that listens there already, as far as this user may see it.
+        first_ephemeral: The first port that the system gives to outgoing connections.
+        last_ephemeral: The last one.
+        reserved: The ports among them that it leaves out, as the system writes them.
+    """
+
+    port: int
+    bind_error: str | None = None
+    holder: str | None = None
+    first_ephemeral: int = 32768
+    last_ephemeral: int = 60999
+    reserved: str = ""
+
+
+def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasurement:
+    """Try to listen on the port, as the run's store would."""
+    port, failure = checked.master_port, None
+    try:
+        _listen(port)
+    except OSError as refused:
+        failure = errno.errorcode.get(refused.errno or 0, str(refused))
+    first, last = 32768, 60999
+    range_file = proc / "sys/net/ipv4/ip_local_port_range"
+    if range_file.exists():
+        first, last = map(int, range_file.read_text().split())
+    reserved_file = proc / "sys/net/ipv4/ip_local_reserved_ports"
+    return PortMeasurement(
+        port=port,
+        bind_error=failure,
+        holder=_holder(port, proc) if failure == "EADDRINUSE" else None,
+        first_ephemeral=first,
+        last_ephemeral=last,
+        reserved=reserved_file.read_text().strip() if reserved_file.exists() else "",
+    )
+
+
+def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
+    """Judge the port for a run."""
+    port = measured.port
+    if not checked.hosts_store:
+        return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
+    if port == 0:
+        return CheckVerdict(summary="any free port is taken")
+    where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
+    if measured.bind_error == "EADDRINUSE":
+        held = (
+            f"held by {measured.holder}"
+            if measured.holder
+            else "held by a process that this user may not see"
+        )
+        finding = error(
+            f"port {port} is in use, {held}",
+            why="the run's store cannot listen there",
+            mend=f"end that process, or say --master-port {_other(port)}{where}",
+            port=port,
+        )
+        return CheckVerdict(summary=f"port {port}", findings=(finding,))
+    if measured.bind_error is not None:
+        finding = error(
+            f"port {port} cannot be listened on ({measured.bind_error})",
+            why="ports below 1024 belong to root" if port < 1024 else "the run's store cannot listen there",
+            mend=f"say --master-port {_other(port)}{where}",
+            port=port,
+        )
+        return CheckVerdict(summary=f"port {port}", findings=(finding,))
+    return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
+
+
+def _ephemeral(measured: PortMeasurement) -> list[DoctorFinding]:
+    port = measured.port
+    is_given = measured.first_ephemeral <= port <= measured.last_ephemeral
+    # A cluster derives a port from its job, which may lie anywhere.
+    if not is_given or _is_reserved(port, measured.reserved):
+        return []
+    return [
+        warning(
+            f"port {port} is among those that the system gives to outgoing connections "
+            f"({measured.first_ephemeral}-{measured.last_ephemeral})",
+            why="any program may hold it, now and then, when a run starts",
+            mend=f"say a port below {measured.first_ephemeral}, such as --master-port 29500, or as root: "
+            f"sysctl net.ipv4.ip_local_reserved_ports={port}",
+            port=port,
+        )
+    ]
+
+
+def _is_reserved(port: int, reserved: str) -> bool:
+    bounds = [part.partition("-") for part in reserved.split(",") if part]
+    return any(int(first) <= port <= int(last or first) for first, _, last in bounds)
+
+
+def _other(port: int) -> int:
+    return 29500 if port < 1024 or port > 65000 else port + 1
+
+
+def _listen(port: int) -> None:
+    """Listen for a moment, on both versions of IP where there are two, as torch's store does."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(("", port))
+        probe.listen()
+
+
+def _holder(port: int, proc: Path) -> str | None:
+    """Return the process that listens on a port; None if it belongs to another user or the system does not tell."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
+    for folder in proc.glob("[0-9]*") if sockets else ():
+        with suppress(OSError):  # the process ended, or is another user's
+            if any(os.readlink(file) in sockets for file in (folder / "fd").iterdir()):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                command = " ".join(word.decode(errors="replace") for word in words if word)
+                return f"process {folder.name} ({command[:60]})"
+    return None
+
+
+def _listening(port: int, proc: Path) -> set[str]:
+    found: set[str] = set()
+    for file in (proc / "net" / "tcp", proc / "net" / "tcp6"):
+        if file.exists():
+            rows = [line.split() for line in file.read_text().splitlines()[1:]]
+            found |= {
+                row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
+            }
+    return found

@@ -1,0 +1,104 @@
+"""Shared memory: room in /dev/shm for the batches that DataLoader workers hand over, and for NCCL's buffers."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_doctor.byte_size import byte_size
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+
+# What a DataLoader prefetches for each worker, its default; one more batch is being used.
+_PREFETCH = 2
+# NCCL takes up to some ten MiB for each pair of local ranks whose GPUs have no peer-to-peer.
+_NCCL_BYTES_PER_RANK = 32 << 20
+# Docker's default is 64 MiB, on which images of a usual batch already fail.
+_USUAL_BYTES = 1 << 30
+_MEND = (
+    "docker run --shm-size={size} (or --ipc=host); Kubernetes: emptyDir of medium Memory at /dev/shm; as root"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemoryMeasurement:
+    """The folder of shared memory.
+
+    Attributes:
+        folder: The path of the folder.
+        size_bytes: The size of the folder; None if it is not there.
+        free_bytes: The number of free bytes.
+        is_writable: Whether this user may write there.
+    """
+
+    folder: Path
+    size_bytes: int | None = None
+    free_bytes: int = 0
+    is_writable: bool = True
+
+
+def measure_shared_memory(folder: Path = Path("/dev/shm")) -> SharedMemoryMeasurement:
+    """Measure the folder of shared memory."""
+    if not folder.is_dir():
+        return SharedMemoryMeasurement(folder=folder)
+    found = os.statvfs(folder)
+    return SharedMemoryMeasurement(
+        folder=folder,
+        size_bytes=found.f_blocks * found.f_frsize,
+        free_bytes=found.f_bavail * found.f_frsize,
+        is_writable=os.access(folder, os.W_OK | os.X_OK),
+    )
+
+
+def needed_bytes(checked: CheckedRun) -> int:
+    """Return the shared memory that the processes of this host fill at once, if a batch's size was said."""
+    nccl = checked.processes_per_node * _NCCL_BYTES_PER_RANK if checked.accelerator == "cuda" else 0
+    batches = checked.num_workers * _PREFETCH + 1 if checked.num_workers else 0
+    return checked.processes_per_node * batches * (checked.batch_bytes or 0) + nccl
+
+
+def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) -> CheckVerdict:
+    """Judge the shared memory for a run."""
+    if not checked.num_workers and checked.accelerator != "cuda":
+        return CheckVerdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
+    folder, size = measured.folder, measured.size_bytes
+    if size is None or not measured.is_writable:
+        finding = error(
+            f"{folder} is not there" if size is None else f"this user may not write into {folder}",
+            why="DataLoader workers hand batches over in it, and fail without it",
+            mend=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
+        )
+        return CheckVerdict(summary=f"{folder}", findings=(finding,))
+    summary = f"{byte_size(measured.free_bytes)} of {byte_size(size)} free in {folder}"
+    return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, checked)))
+
+
+def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> list[DoctorFinding]:
+    needed, free, folder = needed_bytes(checked), measured.free_bytes, measured.folder
+    target = f"{max(8, -(-2 * needed // 2**30))}g"
+    mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
+    ranks = checked.processes_per_node
+    if needed > free:
+        batch = f"{byte_size(checked.batch_bytes or 0)} a batch"
+        return [
+            error(
+                f"{folder} has {byte_size(free)} free of {byte_size(size)}, and this run fills {byte_size(needed)}",
+                why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches and the one in "
+                f"use, at {batch}: a worker dies of a bus error ('insufficient shared memory')",
+                mend=mend,
+                free_bytes=free,
+                needed_bytes=needed,
+            )
+        ]
+    if checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
+        docker = ", as Docker gives it" if size == 64 << 20 else ""
+        return [
+            warning(
+                f"{folder} has {byte_size(free)} free of {byte_size(size)}{docker}",
+                why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches must fit: at "
+                f"{byte_size(free / max(1, ranks * (checked.num_workers * _PREFETCH + 1)))} a batch a worker dies "
+                "of a bus error; --batch-megabytes N computes it for your batch",
+                mend=mend,
+                free_bytes=free,
+            )
+        ]
+    return []

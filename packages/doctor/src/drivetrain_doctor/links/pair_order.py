@@ -1,0 +1,146 @@
+"""The order to a program that measures pairs, and the program as its parent sees it."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from drivetrain_doctor.links.pair_results import GroupResult, PairResult
+
+# The time in which the program has imported torch at the latest, on a machine with ten times more to do than cores.
+_START_SECONDS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOrder:
+    """A group whose pairs are to be measured, and the ranks of it that one program runs.
+
+    Attributes:
+        backend: "gloo" or "nccl".
+        world_size: The number of ranks in the group.
+        ranks: The ranks that the program runs, each as a process.
+        store_path: The file over which ranks of one host meet; empty if they meet at an address.
+        store_host: The host of the store that ranks of several hosts meet at.
+        store_port: The port of that store.
+        prefix: The prefix of the group's keys.
+        most_rounds: The number of rounds of pairs, at most.
+        at_once: Whether pairs that share no rank are measured at the same time.
+        limit_seconds: The time after which the program ends, whatever happens.
+    """
+
+    backend: str
+    world_size: int
+    ranks: tuple[int, ...]
+    store_path: str = ""
+    store_host: str = ""
+    store_port: int = 0
+    prefix: str = "pairs"
+    most_rounds: int = 32
+    at_once: bool = False
+    limit_seconds: float = 20.0
+
+
+def start_pairs(environment: Mapping[str, str]) -> "PairProgram":
+    """Start the program that measures pairs, which imports torch while other checks run, and waits for its order."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drivetrain_doctor.links.pair_program"],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return PairProgram(process)
+
+
+class PairProgram:
+    """A program that measures pairs, for one group; to be closed, with or without an order.
+
+    Attributes:
+        pid: The number of its process, which leads a process group with the ranks.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self._is_ready = False
+        self.pid = process.pid
+
+    def __enter__(self) -> "PairProgram":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_until_ready(self) -> bool:
+        """Wait until the program has imported torch, which takes long on a busy machine; return whether it has."""
+        if not self._is_ready:
+            assert self._process.stdout is not None
+            self._is_ready = bool(_read(self._process.stdout, _START_SECONDS, lines=1))
+        return self._is_ready
+
+    def measure(self, order: PairOrder) -> GroupResult:
+        """Hand the order to the program, wait until it ends, or for its time; return what it told until then."""
+        self.wait_until_ready()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended already, which the missing events tell
+            self._process.stdin.write(json.dumps(asdict(order)).encode())
+            self._process.stdin.close()
+        lines = _read(self._process.stdout, order.limit_seconds)
+        return result_of(order, [json.loads(line) for line in lines if line.startswith(b"{")])
+
+    def close(self) -> None:
+        """End the program and its processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
+    """Return what the events of a program say: "joined", "begin" of a pair, "pair", "failure".
+
+    Args:
+        order: The order that the program got.
+        events: The events in the order in which they came.
+    """
+    pairs = {(event["first"], event["second"]): event for event in events if event["event"] == "pair"}
+    begun = {(event["first"], event["second"]) for event in events if event["event"] == "begin"}
+    joined = {event["rank"]: event["seconds"] for event in events if event["event"] == "joined"}
+    failures = {event["rank"]: str(event["text"]) for event in events if event["event"] == "failure"}
+    for rank in sorted(set(order.ranks) - joined.keys() - failures.keys()):
+        failures[rank] = f"did not join the group within {order.limit_seconds:g} s"
+    return GroupResult(
+        backend=order.backend,
+        pairs=tuple(
+            PairResult(**{name: value for name, value in event.items() if name != "event"})
+            for event in pairs.values()
+        ),
+        unfinished=() if failures else tuple(sorted(begun - pairs.keys())),
+        failures=failures,
+        start_seconds=max(joined.values()) if joined and not failures else None,
+    )
+
+
+def _read(pipe: IO[bytes], limit_seconds: float, *, lines: int | None = None) -> list[bytes]:
+    """Return the lines that come until the pipe ends, until there are so many, or until the time is over."""
+    text = b""
+    deadline = time.monotonic() + limit_seconds
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0 and selector.select(left):
+            part = os.read(pipe.fileno(), 1 << 16)
+            text += part
+            if not part or (lines is not None and text.count(b"\n") >= lines):
+                break
+    return text.splitlines()

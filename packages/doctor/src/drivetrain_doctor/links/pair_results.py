@@ -1,0 +1,225 @@
+"""The measurements between pairs of ranks, and their judgement."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.links.link_faults import Link, LinkFaults, find_faults
+
+# A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
+_SLOW_PART = 0.5
+_SLOW_LATENCY_TIMES = 4
+# Below this difference, latencies differ by chance.
+_LATENCY_NOISE_SECONDS = 300e-6
+_SLOW_BYTES_PER_SECOND = 100e6  # a link of 1 Gbit/s has 118e6
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairResult:
+    """The measurements of one pair of ranks.
+
+    Attributes:
+        first: The lower rank.
+        second: The higher rank.
+        latency_seconds: Half of the time of a message there and back, at the first quartile, which other programs
+            of a busy host lengthen least.
+        forward_bytes_per_second: The bandwidth from the first to the second.
+        backward_bytes_per_second: The bandwidth from the second to the first.
+    """
+
+    first: int
+    second: int
+    latency_seconds: float
+    forward_bytes_per_second: float
+    backward_bytes_per_second: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth of the slower direction, which is what a collective gets."""
+        return min(self.forward_bytes_per_second, self.backward_bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """The measurements of a group of processes.
+
+    Attributes:
+        backend: The backend, "gloo" or "nccl".
+        pairs: The pairs that were measured.
+        unfinished: The pairs that began and did not end in time.
+        failures: The messages of processes that failed, by rank.
+        start_seconds: The time until the last process had joined the group; None if one did not.
+    """
+
+    backend: str
+    pairs: tuple[PairResult, ...] = ()
+    unfinished: tuple[Link, ...] = ()
+    failures: Mapping[int, str] | None = None
+    start_seconds: float | None = None
+
+
+def judge_ranks(result: GroupResult) -> CheckVerdict:
+    """Judge the links between the processes of one host, which differ by design; only failures are findings."""
+    return CheckVerdict(
+        summary=summarize(result.backend, result.pairs), findings=tuple(_failures(result, ()))
+    )
+
+
+def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
+    """Judge the links between hosts, and name the slow link or host.
+
+    Args:
+        result: The measurements, with one rank on each host.
+        names: The name of each host, by rank.
+    """
+    findings = _failures(result, names)
+    rates = {(each.first, each.second): each.bytes_per_second for each in result.pairs}
+    if len(names) > 2:
+        findings += _bandwidth(find_faults(rates, slow_below=_SLOW_PART), rates, names)
+        findings += _latency(
+            {(each.first, each.second): each.latency_seconds for each in result.pairs}, names
+        )
+    if rates and median(rates.values()) < _SLOW_BYTES_PER_SECOND:
+        rate = median(rates.values())
+        findings.append(
+            warning(
+                f"hosts exchange {_rate(rate)} over {result.backend}",
+                why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
+                mend="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
+                "speed); or exchange less: bf16 gradients, accumulation",
+                bytes_per_second=rate,
+            )
+        )
+    return CheckVerdict(summary=summarize(result.backend, result.pairs), findings=tuple(findings))
+
+
+def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
+    """Return the range of bandwidths and latencies in a line."""
+    if not pairs:
+        return f"{backend}: no pair was measured"
+    rates = [pair.bytes_per_second for pair in pairs]
+    latencies = [pair.latency_seconds * 1e6 for pair in pairs]
+    count = f"{len(pairs)} pair{'s' if len(pairs) > 1 else ''}"
+    if len(pairs) == 1:
+        return f"{backend}: {count}, {_rate(rates[0])}, {latencies[0]:,.0f} us"
+    return f"{backend}: {count}, {_rate(min(rates))} to {_rate(max(rates))}, {min(latencies):,.0f} to " + (
+        f"{max(latencies):,.0f} us"
+    )
+
+
+def _failures(result: GroupResult, names: Sequence[str]) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
+    ranks_of: dict[str, list[int]] = {}
+    for rank, failure in sorted((result.failures or {}).items()):
+        ranks_of.setdefault(failure, []).append(rank)
+    for failure, ranks in ranks_of.items():
+        who = ", ".join(names[rank] if rank < len(names) else f"rank {rank}" for rank in ranks[:_SHOWN])
+        findings.append(
+            error(
+                f"{result.backend} fails on {who}: {failure}",
+                why="so does the process group of a run",
+                mend="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
+                "others, and open the ephemeral ports between the hosts; NCCL_DEBUG=INFO tells more of nccl",
+            )
+        )
+    if result.unfinished:
+        ends = [end for pair in result.unfinished for end in pair]
+        common = [end for end in sorted(set(ends)) if ends.count(end) == len(result.unfinished) > 1]
+        who = [names[end] if end < len(names) else f"rank {end}" for end in common or sorted(set(ends))]
+        findings.append(
+            error(
+                f"{result.backend} messages to or from {' and '.join(who[:_SHOWN])} did not arrive in time",
+                why="each collective of a run waits for the slowest rank, here for ever",
+                mend="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
+                "ping -M do -s 8972 ADDRESS finds a wrong MTU, which drops large messages alone",
+            )
+        )
+    return findings
+
+
+def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[str]) -> list[DoctorFinding]:
+    usual = _rate(faults.usual)
+    findings = [
+        warning(
+            f"{names[host]} is slow: {_rate(_of_host(rates, host))} to others, where {usual} is usual",
+            why="every collective runs at the speed of the slowest host",
+            mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
+            "(errors), "
+            "top (another program); or leave the host out",
+            bytes_per_second=_of_host(rates, host),
+            usual=faults.usual,
+        )
+        for host in faults.hosts
+    ]
+    findings += [
+        warning(
+            f"the link {names[first]} - {names[second]} is slow: {_rate(rates[first, second])}, where {usual} "
+            "is usual",
+            why="a ring of all hosts runs at the speed of its slowest link",
+            mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
+            "counters, "
+            "the route (ip route get ADDRESS)",
+            bytes_per_second=rates[first, second],
+            usual=faults.usual,
+        )
+        for first, second in faults.links[:_SHOWN]
+    ]
+    if faults.islands:
+        groups = " | ".join(", ".join(names[host] for host in island[:_SHOWN]) for island in faults.islands)
+        between = [rate for link, rate in rates.items() if _is_between(link, faults.islands)]
+        findings.append(
+            warning(
+                f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
+                f"{usual} within",
+                why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
+                "oversubscribed switch)",
+                mend="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
+                "islands and "
+                "replicate between them (HSDP)",
+            )
+        )
+    return findings
+
+
+def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[DoctorFinding]:
+    faults = find_faults(
+        {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()},
+        slow_below=1 / _SLOW_LATENCY_TIMES,
+    )
+    usual = 1 / faults.usual if faults.usual else 0.0
+    ends = [(names[host], -_of_host(_negated(latencies), host)) for host in faults.hosts]
+    ends += [
+        (f"the link {names[one]} - {names[two]}", latencies[one, two]) for one, two in faults.links[:_SHOWN]
+    ]
+    return [
+        warning(
+            f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
+            why="small collectives (a loss that is gathered, a norm) wait for it at every step",
+            mend="another route or zone, a host that is busy (top), or a saving mode of its processor or adapter",
+            seconds=seconds,
+            usual=usual,
+        )
+        for who, seconds in ends
+        if seconds - usual > _LATENCY_NOISE_SECONDS
+    ]
+
+
+def _negated(values: Mapping[Link, float]) -> dict[Link, float]:
+    return {link: -value for link, value in values.items()}
+
+
+def _of_host(values: Mapping[Link, float], host: int) -> float:
+    """Return the median over a host's links."""
+    return median(value for link, value in values.items() if host in link)
+
+
+def _is_between(link: Link, islands: Iterable[tuple[int, ...]]) -> bool:
+    return not any(link[0] in island and link[1] in island for island in islands)
+
+
+def _rate(bytes_per_second: float) -> str:
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.1f} GB/s"
+    return f"{bytes_per_second / 1e6:,.{0 if bytes_per_second >= 1e7 else 1}f} MB/s"

@@ -1,0 +1,80 @@
+"""The hosts' clocks against that of host 0, as NTP measures it: four times of one question and answer."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from drivetrain_doctor.doctor_finding import CheckVerdict, error, warning
+from drivetrain_doctor.meeting.join import HostMeeting
+
+QUESTIONS = 5
+_ANSWER_SECONDS = 3.0
+# Logs and traces of hosts are put side by side, and files' times are compared, to about this.
+_SKEW_SECONDS = 1.0
+# Beyond this, certificates and signed requests to object stores are refused.
+_BROKEN_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """The time by which a clock is ahead of that of host 0.
+
+    Attributes:
+        seconds: The estimate; negative if it is behind.
+        bound_seconds: By how much the estimate may be wrong at most: half of the time to and fro.
+    """
+
+    seconds: float
+    bound_seconds: float
+
+
+def estimate_offset(samples: Iterable[tuple[float, float, float]]) -> ClockOffset:
+    """Return the offset by the sample with the shortest way, whose bound is the narrowest.
+
+    Args:
+        samples: For each question: this host's clock before, the clock of host 0, this host's clock after.
+    """
+    before, there, after = min(samples, key=lambda sample: sample[2] - sample[0])
+    return ClockOffset(seconds=(before + after) / 2 - there, bound_seconds=(after - before) / 2)
+
+
+def ask_host_0(meeting: HostMeeting) -> ClockOffset:
+    """Measure this host's clock. On every host but 0, while host 0 calls `answer_hosts`."""
+    samples: list[tuple[float, float, float]] = []
+    for number in range(QUESTIONS):
+        # The way is timed by a clock that nobody sets meanwhile.
+        wall, begin = time.time(), time.monotonic()
+        there = meeting.ask_clock(number)
+        samples.append((wall, there, wall + time.monotonic() - begin))
+    return estimate_offset(samples)
+
+
+def answer_hosts(meeting: HostMeeting, ranks: Iterable[int]) -> None:
+    """Answer the questions of all hosts, one host after another. On host 0."""
+    for rank in ranks:
+        for number in range(QUESTIONS):
+            if not meeting.answer_clock(rank, number, seconds=_ANSWER_SECONDS):
+                break  # it is frozen, which the next step tells
+
+
+def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -> CheckVerdict:
+    """Judge the clocks of all hosts, by rank."""
+    findings = [
+        (error if abs(offset.seconds) - offset.bound_seconds > _BROKEN_SECONDS else warning)(
+            f"the clock of {names[rank]} is {abs(offset.seconds):.1f} s "
+            f"{'ahead of' if offset.seconds > 0 else 'behind'} that of host 0 (+- {offset.bound_seconds:.3f} s)",
+            why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
+            "allows 15 "
+            "min) are refused",
+            mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows the state",
+            seconds=offset.seconds,
+            bound_seconds=offset.bound_seconds,
+        )
+        for rank, offset in sorted(offsets.items())
+        if abs(offset.seconds) - offset.bound_seconds > _SKEW_SECONDS
+    ]
+    if not offsets:
+        return CheckVerdict(skipped="no other host answered")
+    most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
+    summary = f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
+    return CheckVerdict(summary=summary, findings=tuple(findings))

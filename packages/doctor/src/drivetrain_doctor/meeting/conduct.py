@@ -1,0 +1,281 @@
+"""The meeting of all hosts' doctors, step by step; every host runs `meet`, and host 0 judges.
+
+1. All join the store; host 0 waits for those that are missing, and tells the roster.
+2. Each measures its clock against that of host 0.
+3. Each connects to a port of each other one, and looks for a file of host 0 in the folder of the checkpoints.
+4. Those that reach each other measure their links over gloo, and over NCCL if all have NVIDIA GPUs.
+5. Host 0 tells the end.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict, error
+from drivetrain_doctor.links.pair_order import PairProgram, start_pairs
+from drivetrain_doctor.links.pair_results import judge_hosts
+from drivetrain_doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
+from drivetrain_doctor.meeting.common_folder import file_in, judge_folder
+from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts, own_name
+from drivetrain_doctor.meeting.host_links import PAIR_SECONDS, measure_links, merge
+from drivetrain_doctor.meeting.join import HostMeeting, MeetingError, join
+from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
+from drivetrain_doctor.meeting.roster import judge_roster, list_hosts
+from drivetrain_doctor.run_checks import report_of
+from drivetrain_doctor.time_limit import within
+
+_REACH_SECONDS = 10.0
+_START_SECONDS = 110.0
+_MEETING_SECONDS = 600.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingResult:
+    """The result of the meeting, as far as this host knows.
+
+    Attributes:
+        rank: The rank of this host; None if it could not join.
+        labels: The label of each host that came; only this one's on hosts other than 0.
+        reports: The reports of each of them on itself.
+        together: The checks of all hosts together; on host 0, or if this host could not join.
+        is_broken: Whether something that will break a run was found on any host.
+    """
+
+    rank: int | None
+    labels: Mapping[int, str] = field(default_factory=dict[int, str])
+    reports: Mapping[int, tuple[CheckReport, ...]] = field(default_factory=dict[int, tuple[CheckReport, ...]])
+    together: tuple[CheckReport, ...] = ()
+    is_broken: bool = False
+
+
+def meet(
+    checked: CheckedRun,
+    reports: tuple[CheckReport, ...],
+    *,
+    address: str | None,
+    program: PairProgram,
+    progress: Progress,
+) -> MeetingResult:
+    """Meet the other hosts, and check all together.
+
+    Args:
+        checked: The run that would start.
+        reports: The reports of this host on itself.
+        address: The address of this host by which it reaches host 0; None if unknown.
+        program: A program that measures pairs, started and without an order.
+        progress: Called with what happens now.
+    """
+    with ReachListener() as listener:
+        try:
+            meeting = join(checked, progress=progress)
+            # If host 0 freezes, a call of the store has no limit of its own.
+            return within(
+                checked.wait_seconds + _MEETING_SECONDS,
+                lambda: _take_part(checked, meeting, reports, address, listener.port, program, progress),
+                name="doctor-meeting",
+            )
+        except MeetingError as failure:
+            return _unmet(checked, reports, failure)
+        except TimeoutError:
+            frozen = MeetingError("the meeting had no end: host 0 is frozen, or cut off since it was reached")
+            return _unmet(checked, reports, frozen)
+
+
+def _take_part(
+    checked: CheckedRun,
+    meeting: HostMeeting,
+    reports: tuple[CheckReport, ...],
+    address: str | None,
+    port: int,
+    program: PairProgram,
+    progress: Progress,
+) -> MeetingResult:
+    if meeting.claim() > 1:
+        raise MeetingError(f"another host says --node-rank {meeting.rank} too; give each host its own")
+    own = {
+        "label": host_label(meeting.rank, own_name(), address),
+        "address": address or checked.master_addr,
+        "port": port,
+        "facts": own_facts(checked.environment),
+        "reports": [report.as_data() for report in reports],
+        "has_gpu": checked.accelerator == "cuda",
+    }
+    meeting.post("hello", own)
+    if meeting.rank:
+        return _follow(checked, meeting, reports, program, progress)
+    return _lead(checked, meeting, program, progress)
+
+
+def _follow(
+    checked: CheckedRun,
+    meeting: HostMeeting,
+    reports: tuple[CheckReport, ...],
+    program: PairProgram,
+    progress: Progress,
+) -> MeetingResult:
+    """Do what host 0 tells."""
+    progress("joined; waiting for the other hosts")
+    roster: dict[str, Any] = meeting.hear("roster", seconds=checked.wait_seconds)
+    if meeting.rank not in roster["ranks"]:
+        raise MeetingError("this host came after host 0 had stopped waiting; start all within --wait-seconds")
+    offset = ask_host_0(meeting)
+    meeting.post("clock", asdict(offset))
+    progress("connecting to the other hosts")
+    meeting.post("reach", _look_around(meeting.rank, roster, checked.folder))
+    for backend, ranks in meeting.hear("pairs", seconds=_REACH_SECONDS).items():
+        if meeting.rank in ranks:
+            progress(f"measuring {backend} between hosts")
+            program = program if backend == "gloo" else start_pairs(checked.environment)
+            program.wait_until_ready()
+            meeting.post(f"ready/{backend}", "")
+            linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
+            if meeting.rank in linked:
+                found = measure_links(meeting, linked, backend, program)
+                meeting.post(f"pairs/{backend}", found)
+    end = meeting.hear("end", seconds=_START_SECONDS + PAIR_SECONDS * 3)
+    meeting.post("bye", "")
+    return MeetingResult(
+        rank=meeting.rank,
+        labels={meeting.rank: roster["labels"][str(meeting.rank)]},
+        reports={meeting.rank: reports},
+        is_broken=bool(end["is_broken"]),
+    )
+
+
+def _lead(
+    checked: CheckedRun, meeting: HostMeeting, program: PairProgram, progress: Progress
+) -> MeetingResult:
+    """Lead the meeting, and judge what all hosts told. On host 0."""
+    everyone = range(meeting.num_hosts)
+    hello = meeting.collect(
+        "hello",
+        everyone,
+        seconds=checked.wait_seconds,
+        progress=lambda missing: progress(f"waiting for {list_hosts(missing)}"),
+    )
+    labels = {rank: str(told["label"]) for rank, told in sorted(hello.items())}
+    together = [
+        report_of("rendezvous", judge_roster(meeting.num_hosts, labels, checked), seconds=meeting.seconds)
+    ]
+    reports = {
+        rank: tuple(CheckReport.from_data(data) for data in told["reports"])
+        for rank, told in sorted(hello.items())
+    }
+    if len(hello) > 1:
+        together += _check_together(checked, meeting, hello, labels, program, progress)
+    states = [report.state for found in (*reports.values(), together) for report in found]
+    is_broken = "error" in states
+    meeting.tell("end", {"is_broken": is_broken})
+    meeting.collect("bye", [rank for rank in hello if rank], seconds=2.0)
+    return MeetingResult(
+        rank=0, labels=labels, reports=reports, together=tuple(together), is_broken=is_broken
+    )
+
+
+def _check_together(
+    checked: CheckedRun,
+    meeting: HostMeeting,
+    hello: Mapping[int, Any],
+    labels: Mapping[int, str],
+    program: PairProgram,
+    progress: Progress,
+) -> list[CheckReport]:
+    others = [rank for rank in sorted(hello) if rank]
+    found = [
+        report_of("versions", judge_facts({rank: told["facts"] for rank, told in hello.items()}, labels))
+    ]
+    with file_in(checked.folder) as token:
+        roster = {
+            "ranks": sorted(hello),
+            "labels": {str(rank): label for rank, label in labels.items()},
+            "places": {str(rank): [told["address"], told["port"]] for rank, told in hello.items()},
+            "token": token,
+        }
+        meeting.tell("roster", roster)
+        progress("comparing clocks")
+        answer_hosts(meeting, others)
+        clocks = meeting.collect("clock", others, seconds=_REACH_SECONDS)
+        offsets = {rank: ClockOffset(**told) for rank, told in clocks.items()}
+        found.append(report_of("clocks", judge_clocks(offsets, labels)))
+        progress("connecting hosts to each other")
+        meeting.post("reach", _look_around(0, roster, checked.folder))
+        around = meeting.collect("reach", sorted(hello), seconds=_REACH_SECONDS)
+    silent = tuple(rank for rank in sorted(hello) if rank not in around)
+    ways = {
+        (rank, int(other)): how for rank, told in around.items() for other, how in told["reached"].items()
+    }
+    found.append(report_of("ways between hosts", judge_reach(ways, silent, labels)))
+    sees = {rank: bool(told["sees_folder"]) for rank, told in around.items() if rank}
+    found.append(report_of("common folder", judge_folder(sees, labels, checked, is_writable=bool(token))))
+    is_open = all(how == "yes" for way, how in ways.items() if way[1] not in silent)
+    linked = sorted(around) if is_open and len(around) > 1 else []
+    backends = ["gloo", *(["nccl"] if linked and all(hello[rank]["has_gpu"] for rank in linked) else [])]
+    meeting.tell("pairs", dict.fromkeys(backends, linked))
+    for backend in backends:
+        if not linked:
+            verdict = CheckVerdict(
+                skipped="not measured, since a host does not answer or a way between hosts is closed"
+            )
+        else:
+            progress(f"measuring {backend} between {len(linked)} hosts")
+            program = program if backend == "gloo" else start_pairs(checked.environment)
+            verdict = _links(meeting, linked, labels, backend, program)
+        found.append(report_of(f"{backend} between hosts", verdict))
+    return found
+
+
+def _links(
+    meeting: HostMeeting,
+    linked: Sequence[int],
+    labels: Mapping[int, str],
+    backend: str,
+    program: PairProgram,
+) -> CheckVerdict:
+    program.wait_until_ready()
+    meeting.post(f"ready/{backend}", "")
+    # A host that is slow to import torch must not use up the time of the others.
+    ready = sorted(meeting.collect(f"ready/{backend}", linked, seconds=_START_SECONDS))
+    late, linked = [rank for rank in linked if rank not in ready], ready
+    meeting.tell(f"linked/{backend}", linked)
+    meeting.post(f"pairs/{backend}", measure_links(meeting, linked, backend, program))
+    told = meeting.collect(f"pairs/{backend}", linked, seconds=_REACH_SECONDS)
+    verdict = judge_hosts(merge(backend, told, linked), [labels[rank] for rank in linked])
+    if not late:
+        return verdict
+    finding = error(
+        f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
+        why="a run's ranks wait for the last one to start",
+        mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a busy "
+        "file server is the usual reason",
+    )
+    return replace(verdict, findings=(*verdict.findings, finding))
+
+
+def _look_around(rank: int, roster: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Connect to every other host, and look for host 0's file."""
+    places = {int(other): (place[0], int(place[1])) for other, place in roster["places"].items()}
+    reached = reach_all({other: place for other, place in places.items() if other != rank})
+    token = str(roster["token"])
+    return {"reached": reached, "sees_folder": bool(token) and (folder / token).exists()}
+
+
+def _unmet(checked: CheckedRun, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
+    finding = error(
+        str(failure),
+        why="this host cannot take part in a run",
+        mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
+        f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
+    )
+    verdict = CheckVerdict(summary="not joined", findings=(finding,))
+    rank = checked.node_rank or 0
+    return MeetingResult(
+        rank=None,
+        labels={rank: host_label(rank, own_name(), None)},
+        reports={rank: reports},
+        together=(report_of("rendezvous", verdict),),
+        is_broken=True,
+    )

@@ -1,0 +1,90 @@
+"""The facts that a host tells about itself, and the differences between hosts."""
+
+import platform
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import distributions
+
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+
+# A difference in these breaks a run; in others it may.
+_MUST_AGREE = ("torch",)
+_SHOWN = 6
+
+
+def own_facts(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of this host, and the variables that all hosts should share, by name."""
+    facts = {"python": platform.python_version(), "machine": platform.machine()}
+    for distribution in distributions():
+        name = distribution.name
+        if name in ("torch", "numpy") or name.partition("-")[0] == "drivetrain":
+            facts[name] = distribution.version
+    for variable in sorted(environment):
+        # Interfaces have other names on other hosts, by right.
+        if variable.startswith(("NCCL_", "TORCH_NCCL_")) and not variable.endswith("_IFNAME"):
+            facts[variable] = environment[variable]
+    return facts
+
+
+def host_label(rank: int, name: str, address: str | None) -> str:
+    """Return how a host is called in the report."""
+    return f"host {rank} ({name}{f', {address}' if address else ''})"
+
+
+def own_name() -> str:
+    """Return the name of this host."""
+    return socket.gethostname()
+
+
+def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> CheckVerdict:
+    """Name the hosts that differ from most in a version or a variable.
+
+    Args:
+        facts: The facts that each host told, by rank.
+        names: The name of each host, by rank.
+    """
+    findings: list[DoctorFinding] = []
+    subjects = list(dict.fromkeys(subject for told in facts.values() for subject in told))
+    for subject in subjects:
+        values = {rank: told.get(subject, "none") for rank, told in sorted(facts.items())}
+        if len(set(values.values())) > 1:
+            findings.append(_difference(subject, values, names))
+    python = next(iter(facts.values())).get("python", "?") if facts else "?"
+    summary = (
+        f"{len(facts)} hosts, {len(subjects)} versions and variables"
+        if findings
+        else (f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})")
+    )
+    return CheckVerdict(summary=summary, findings=tuple(findings))
+
+
+def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str]) -> DoctorFinding:
+    usual, count = Counter(values.values()).most_common(1)[0]
+    others = {rank: value for rank, value in values.items() if value != usual}
+    shown = ", ".join(f"{value} on {names[rank]}" for rank, value in list(others.items())[:_SHOWN])
+    more = "" if len(others) <= _SHOWN else f" and {len(others) - _SHOWN} more"
+    most = (
+        f"{usual} on {names[next(rank for rank in values if rank not in others)]}"
+        if count == 1
+        else (f"{usual} on {count} hosts")
+    )
+    if subject.isupper():
+        return warning(
+            f"{subject} differs: {shown}{more}, where it is {most}",
+            why="NCCL then chooses differently on the hosts, and may hang",
+            mend=f"set {subject} alike on all hosts, or nowhere",
+        )
+    is_grave = subject in _MUST_AGREE or (subject == "python" and _minors_differ(values))
+    return (error if is_grave else warning)(
+        f"{subject} differs: {shown}{more}, where it is {most}",
+        why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
+        mend="one environment for all hosts: the same image, or a shared folder; pip install "
+        f"'{subject}=={usual}' there"
+        if subject not in ("python", "machine")
+        else "one environment for all hosts: the same image or partition",
+    )
+
+
+def _minors_differ(values: Mapping[int, str]) -> bool:
+    return len({value.rpartition(".")[0] for value in values.values()}) > 1

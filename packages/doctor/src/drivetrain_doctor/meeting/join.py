@@ -1,0 +1,207 @@
+"""Join the other hosts' doctors at the store of the run: who is there, and who is missing after how long.
+
+Keys below the prefix: `arrivals` counts hosts that are given their rank, `here/RANK` counts the hosts that claim a
+rank, `post/STEP/RANK` holds what a host tells, `word/STEP` what rank 0 tells all.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.time_limit import within
+from drivetrain_launcher.errors import LaunchError
+from drivetrain_state.own_addresses import own_addresses
+from drivetrain_state.store_server import host_store
+
+_PREFIX = "drivetrain_doctor"
+_TRY_SECONDS = 2.0
+_PAUSE_SECONDS = 0.2
+_GREETING_SECONDS = 15.0
+# What hosts that wait for a word give rank 0 beyond the time that it itself waits for them.
+_GRACE_SECONDS = 15.0
+
+
+class MeetingError(LaunchError):
+    """A host that could not join; the message says what it saw at the address, and what to do."""
+
+
+class HostMeeting:
+    """The hosts' common store.
+
+    Attributes:
+        rank: The rank of this host.
+        num_hosts: The number of hosts that the run is to have.
+        seconds: The time that it took to reach the store.
+        store_host: The address at which this host reaches the store; rank 0 listens on its own address alone.
+        store_port: The port of the store.
+    """
+
+    def __init__(self, store: TCPStore, *, rank: int, num_hosts: int, seconds: float) -> None:
+        self.rank = rank
+        self.num_hosts = num_hosts
+        self.seconds = seconds
+        self.store_host = store.host
+        self.store_port = store.port
+        self._server = store
+        self._store = PrefixStore(_PREFIX, store)
+
+    def claim(self) -> int:
+        """Claim this host's rank; return how many hosts have claimed it so far."""
+        return int(self._store.add(f"here/{self.rank}", 1))
+
+    def post(self, step: str, content: Any) -> None:
+        """Tell rank 0 something as plain JSON data."""
+        self._store.set(f"post/{step}/{self.rank}", json.dumps(content))
+
+    def collect(
+        self,
+        step: str,
+        ranks: Iterable[int],
+        *,
+        seconds: float,
+        progress: Callable[[list[int]], None] = lambda _: None,
+    ) -> dict[int, Any]:
+        """Return what hosts have told, by rank, once all have, or of those that have after `seconds`. On rank 0."""
+        deadline = time.monotonic() + seconds
+        found: dict[int, Any] = {}
+        missing = list(ranks)
+        while missing:
+            for rank in list(missing):
+                key = f"post/{step}/{rank}"
+                if self._store.check([key]):
+                    found[rank] = json.loads(self._store.get(key))
+                    missing.remove(rank)
+            if not missing or time.monotonic() > deadline:
+                break
+            progress(missing)
+            time.sleep(0.05)
+        return found
+
+    def tell(self, step: str, content: Any) -> None:
+        """Tell all other hosts something as plain JSON data. On rank 0."""
+        self._store.set(f"word/{step}", json.dumps(content))
+
+    def hear(self, step: str, *, seconds: float) -> Any:
+        """Wait for what rank 0 tells.
+
+        Raises:
+            MeetingError: Rank 0 told nothing within `seconds` and a grace, or has ended.
+        """
+        key = f"word/{step}"
+        try:
+            self._store.wait([key], timedelta(seconds=seconds + _GRACE_SECONDS))
+            return json.loads(self._store.get(key))
+        except DistError as failure:
+            raise MeetingError(
+                f"host 0 did not tell this host, rank {self.rank}, how it goes on after {step}: its doctor has "
+                f"ended, or is frozen; look at its output ({str(failure).partition(chr(10))[0][:120]})"
+            ) from failure
+
+    def ask_clock(self, number: int) -> float:
+        """Return the time of rank 0's clock, which it reads when it hears of this question."""
+        self._store.set(f"clock/ask/{self.rank}/{number}", "")
+        return float(self._store.get(f"clock/answer/{self.rank}/{number}"))
+
+    def answer_clock(self, rank: int, number: int, *, seconds: float) -> bool:
+        """Wait for a host's question after the time, and answer it; return False if it does not ask. On rank 0."""
+        try:
+            self._store.wait([f"clock/ask/{rank}/{number}"], timedelta(seconds=seconds))
+        except DistError:
+            return False
+        self._store.set(f"clock/answer/{rank}/{number}", repr(time.time()))
+        return True
+
+
+def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting:
+    """Host the store, or reach it within the run's waiting time.
+
+    Raises:
+        MeetingError: The store cannot be hosted or reached.
+    """
+    begin = time.monotonic()
+    store = _host(checked) if _may_host(checked) else None
+    is_host = store is not None
+    if store is None:
+        store = _reach(checked, progress)
+    rank = checked.node_rank
+    if rank is None:
+        rank = 0 if is_host else int(PrefixStore(_PREFIX, store).add("arrivals", 1))
+    return HostMeeting(store, rank=rank, num_hosts=checked.num_nodes, seconds=time.monotonic() - begin)
+
+
+def _may_host(checked: CheckedRun) -> bool:
+    """Return whether the store may belong here: on rank 0, or where the master's address is if none is given."""
+    if checked.node_rank is not None:
+        return checked.node_rank == 0
+    try:
+        return any(own_addresses(checked.master_addr))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _host(checked: CheckedRun) -> TCPStore | None:
+    """Host the store; None if ranks are agreed on and another doctor on this host has come first."""
+    timeout = timedelta(seconds=checked.wait_seconds)
+    try:
+        return host_store(checked.master_addr, checked.master_port, timeout=timeout, is_one_node=False)
+    except DistError as failure:
+        if checked.node_rank is None:
+            return None
+        raise MeetingError(
+            f"the store cannot listen on port {checked.master_port} of this host "
+            f"({str(failure).partition(chr(10))[0][:120]}); say another --master-port on every host"
+        ) from failure
+
+
+def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
+    """Connect to the store, which may be started later than this host."""
+    where = f"{checked.master_addr}:{checked.master_port}"
+    deadline = time.monotonic() + checked.wait_seconds
+    seen = "nothing"
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((checked.master_addr, checked.master_port), timeout=_TRY_SECONDS).close()
+            break
+        except OSError as refused:
+            seen = _meaning(refused)
+        progress(f"waiting for host 0 at {where} ({seen})")
+        time.sleep(_PAUSE_SECONDS)
+    else:
+        raise MeetingError(f"host 0 was not reached at {where} within {checked.wait_seconds:g} s: {seen}")
+    # torch's client waits for an answer to its greeting without a limit.
+    try:
+        return within(
+            min(_GREETING_SECONDS, checked.wait_seconds),
+            lambda: TCPStore(
+                checked.master_addr,
+                checked.master_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=checked.wait_seconds),
+            ),
+            name="doctor-greeting",
+        )
+    except (DistError, RuntimeError, TimeoutError) as failure:
+        raise MeetingError(
+            f"what listens at {where} is no store of torch, or is frozen: most likely another program holds the port "
+            "on host 0; say another --master-port on every host"
+        ) from failure
+
+
+def _meaning(refused: OSError) -> str:
+    """Return what a failed connection says about the way to the other host."""
+    if isinstance(refused, socket.gaierror):
+        return "its name does not resolve; say an address, or write the name into /etc/hosts"
+    if isinstance(refused, ConnectionRefusedError):
+        return (
+            "it is there, but nothing listens: start drivetrain doctor on host 0 too, and check --master-port"
+        )
+    if isinstance(refused, TimeoutError):
+        return "no answer: a firewall drops the packets, or the address is wrong; open the port on host 0"
+    return f"{refused.strerror or refused}: there is no route; check the address and this host's network"

@@ -1,0 +1,157 @@
+"""The ways from each host to each other one, on a port that the system chose, as gloo's and NCCL's connections do."""
+
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Literal
+
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error
+
+Reached = Literal["yes", "refused", "no answer", "frozen", "no route"]
+# Host that connects, host that listens.
+Way = tuple[int, int]
+
+_CONNECT_SECONDS = 3.0
+_THREADS = 32
+_WORD = b"drivetrain doctor\n"
+_SHOWN = 8
+
+
+class ReachListener:
+    """A port of this host that answers whoever connects, until the end of the block."""
+
+    def __init__(self) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
+        )
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._answer, daemon=True, name="doctor-listener")
+
+    def __enter__(self) -> "ReachListener":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(_CONNECT_SECONDS)
+                connection.sendall(_WORD)
+
+
+def reach_all(addresses: Mapping[int, tuple[str, int]]) -> dict[int, Reached]:
+    """Connect to the listener of each other host at once; return what came of it, by rank."""
+    if not addresses:
+        return {}
+    with ThreadPoolExecutor(min(_THREADS, len(addresses))) as threads:
+        return dict(zip(addresses, threads.map(_reach, addresses.values()), strict=True))
+
+
+def _reach(place: tuple[str, int]) -> Reached:
+    try:
+        connection = socket.create_connection(place, timeout=_CONNECT_SECONDS)
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return "no answer"
+    except OSError:
+        return "no route"
+    with connection:
+        # The kernel of a frozen process's host still accepts.
+        try:
+            return "yes" if connection.recv(len(_WORD)) else "refused"
+        except OSError:
+            return "frozen"
+
+
+def judge_reach(
+    ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]
+) -> CheckVerdict:
+    """Name the hosts that cannot be reached, or that reach nobody, and then the single ways.
+
+    Args:
+        ways: The result of each way, from the connecting host to the listening one.
+        silent: The hosts that joined and then told nothing more.
+        names: The name of each host, by rank.
+    """
+    findings = [
+        error(
+            f"{names[rank]} joined, and then did not answer any more",
+            why="every collective of a run would wait for it",
+            mend="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
+            "waits for a "
+            f"disk) on {names[rank]}",
+        )
+        for rank in silent
+    ]
+    bad: dict[Way, Reached] = {
+        way: reached for way, reached in ways.items() if reached != "yes" and way[1] not in silent
+    }
+    closed = _whole_hosts(ways, bad, silent, end=1)
+    mute = {rank for rank in _whole_hosts(ways, bad, silent, end=0) if rank not in closed}
+    findings += [_closed(rank, bad, names) for rank in sorted(closed)]
+    findings += [_mute(rank, names) for rank in sorted(mute)]
+    single: list[tuple[Way, Reached]] = [
+        (way, reached) for way, reached in sorted(bad.items()) if way[1] not in closed and way[0] not in mute
+    ]
+    findings += [_single(way, reached, names) for way, reached in single[:_SHOWN]]
+    right = sum(reached == "yes" for reached in ways.values())
+    return CheckVerdict(
+        summary=f"{right} of {len(ways)} ways between hosts are open", findings=tuple(findings)
+    )
+
+
+def _whole_hosts(
+    ways: Mapping[Way, Reached], bad: Mapping[Way, Reached], silent: tuple[int, ...], *, end: int
+) -> set[int]:
+    """Return hosts all of whose ways in (end 1) or out (end 0) are closed, of at least two, or of both directions."""
+    found: set[int] = set()
+    for host in {way[end] for way in bad}:
+        own = [way for way in ways if way[end] == host and way[1] not in silent]
+        if len(own) > 1 and all(way in bad for way in own):
+            found.add(host)
+    return found
+
+
+def _closed(rank: int, bad: Mapping[Way, Reached], names: Mapping[int, str]) -> DoctorFinding:
+    how = next(reached for way, reached in sorted(bad.items()) if way[1] == rank)
+    return error(
+        f"no other host reaches {names[rank]} on a port that its system chose ({how})",
+        why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits until its "
+        "timeout",
+        mend=_open(names[rank]),
+    )
+
+
+def _mute(rank: int, names: Mapping[int, str]) -> DoctorFinding:
+    return error(
+        f"{names[rank]} reaches no other host, though others reach each other",
+        why="gloo and NCCL connect in both directions",
+        mend=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security group's rules",
+    )
+
+
+def _single(way: Way, reached: Reached, names: Mapping[int, str]) -> DoctorFinding:
+    return error(
+        f"{names[way[0]]} does not reach {names[way[1]]} ({reached})",
+        why="gloo and NCCL connect in both directions: the process group waits until its timeout",
+        mend=_open(names[way[1]], source=names[way[0]]),
+    )
+
+
+def _open(host: str, source: str = "the other hosts") -> str:
+    return (
+        f"on {host}, allow {source}: iptables -I INPUT -s SUBNET -j ACCEPT, ufw allow from SUBNET, or the security "
+        "group's rule for all TCP within the group; or fix the ports with net.ipv4.ip_local_port_range and open those"
+    )

@@ -1,0 +1,156 @@
+"""The table of what was found: a row for each check, and below it each finding with its mend."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, State
+from drivetrain_doctor.examine import Examination
+
+# How far apart two columns stand, and where findings begin.
+_GAP, _INDENT = "  ", "         "
+_COLOURS: Mapping[str, str] = {
+    "ok": "\x1b[32m",
+    "warning": "\x1b[33m",
+    "error": "\x1b[31m",
+    "skipped": "\x1b[2m",
+    "bold": "\x1b[1m",
+    "mend": "\x1b[36m",
+}
+_END = "\x1b[0m"
+_WORST: tuple[State, ...] = ("error", "warning", "ok", "skipped")
+_SHOWN = 8
+_NUMBER = re.compile(r"[0-9][0-9.,]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRow:
+    """A check on one host, or on several that found the same.
+
+    Attributes:
+        name: The name of the check.
+        state: The worst of its findings.
+        summary: The measured values.
+        findings: The faults, each with the hosts on which it is; no hosts stand for all of them.
+    """
+
+    name: str
+    state: State
+    summary: str
+    findings: tuple[tuple[DoctorFinding, tuple[str, ...]], ...]
+
+
+def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
+    """Return the table as text.
+
+    Args:
+        examination: All that was found.
+        is_coloured: Whether to colour it by the terminal's escape codes.
+        width: The width of the terminal, at which lines are wrapped.
+    """
+    rows = [*merge_hosts(examination.hosts), *map(_row, examination.together)]
+    widest = max((len(row.name) for row in rows), default=0)
+    lines = [_paint(_title(examination), "bold", is_coloured=is_coloured), ""]
+    for row in rows:
+        state = _paint(f"{row.state:<7}", row.state, is_coloured=is_coloured)
+        first, *more = textwrap.wrap(row.summary, max(20, width - widest - 11)) or [""]
+        lines.append(f"{state}{_GAP}{row.name:<{widest}}{_GAP}{first}".rstrip())
+        lines += [f"{_INDENT}{' ' * widest}{_GAP}{each}" for each in more]
+        for finding, hosts in row.findings:
+            lines += _finding_lines(finding, hosts, is_coloured=is_coloured, width=width)
+    return "\n".join([*lines, "", _end(rows, is_coloured=is_coloured), ""])
+
+
+def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[CheckRow]:
+    """Return one row for each check, with each finding once, whichever hosts have it."""
+    of_check: dict[str, list[tuple[str, CheckReport]]] = {}
+    labels: list[str] = []
+    for label, reports in hosts:
+        labels.append(label)
+        for report in reports:
+            of_check.setdefault(report.name, []).append((label, report))
+    return [_merged(name, found, len(labels)) for name, found in of_check.items()]
+
+
+def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> CheckRow:
+    having: dict[tuple[str, str], tuple[DoctorFinding, list[str]]] = {}
+    for label, report in found:
+        for finding in report.findings:
+            # Hosts that differ in a measured number alone share a finding, shown with the numbers of the first.
+            key = (finding.severity, _NUMBER.sub("#", finding.what))
+            having.setdefault(key, (finding, []))[1].append(label)
+    states = {report.state for _, report in found}
+    summaries = list(dict.fromkeys(report.summary for _, report in found))
+    if len(summaries) > 1:
+        summary = f"{summaries[0]} (on {found[0][0]}; {len(summaries) - 1} other{'s' if len(summaries) > 2 else ''})"
+    else:
+        summary = summaries[0]
+    return CheckRow(
+        name=name,
+        state=next(state for state in _WORST if state in states),
+        summary=summary,
+        findings=tuple(
+            (finding, () if len(who) == num_hosts else tuple(who)) for finding, who in having.values()
+        ),
+    )
+
+
+def _row(report: CheckReport) -> CheckRow:
+    return CheckRow(
+        name=report.name,
+        state=report.state,
+        summary=report.summary,
+        findings=tuple((finding, ()) for finding in report.findings),
+    )
+
+
+def _title(examination: Examination) -> str:
+    hosts, count = examination.num_nodes, examination.num_processes
+    return (
+        f"drivetrain doctor: {hosts} host{'s' if hosts > 1 else ''}, {count} process{'es' if count > 1 else ''}, "
+        f"{examination.seconds:.1f} s"
+    )
+
+
+def _finding_lines(
+    finding: DoctorFinding, hosts: tuple[str, ...], *, is_coloured: bool, width: int
+) -> list[str]:
+    where = (
+        f" [{', '.join(hosts[:_SHOWN])}{f' and {len(hosts) - _SHOWN} more' if len(hosts) > _SHOWN else ''}]"
+    )
+    parts = (
+        (finding.severity, f"{finding.severity}: ", finding.what + (where if hosts else "")),
+        ("", "why:  ", finding.why),
+        ("mend", "mend: ", finding.mend),
+    )
+    lines: list[str] = []
+    for colour, start, text in parts:
+        indent = _INDENT if colour == finding.severity else f"{_INDENT}  "
+        wrapped = textwrap.wrap(
+            text,
+            max(30, width - len(indent) - len(start)),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for number, line in enumerate(wrapped):
+            before = start if number == 0 else " " * len(start)
+            lines.append(indent + _paint(f"{before}{line}", colour, is_coloured=is_coloured))
+    return lines
+
+
+def _end(rows: Iterable[CheckRow], *, is_coloured: bool) -> str:
+    findings = [finding for row in rows for finding, _ in row.findings]
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = len(findings) - errors
+    skipped = sum(row.state == "skipped" for row in rows)
+    counts = (
+        f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}, {skipped} skipped"
+    )
+    if errors:
+        return _paint(f"{counts}: a run will break", "error", is_coloured=is_coloured)
+    return _paint(f"{counts}: nothing found that breaks a run", "ok", is_coloured=is_coloured)
+
+
+def _paint(text: str, colour: str, *, is_coloured: bool) -> str:
+    return f"{_COLOURS[colour]}{text}{_END}" if is_coloured and colour in _COLOURS else text

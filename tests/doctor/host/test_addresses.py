@@ -1,0 +1,122 @@
+import socket
+from dataclasses import replace
+
+import pytest
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.host.addresses import (
+    AddressMeasurement,
+    find_outgoing_address,
+    judge_addresses,
+    measure_addresses,
+)
+
+HEALTHY = AddressMeasurement(
+    host_name="node1",
+    host_addresses=("10.0.0.2",),
+    own_addresses={"lo": ("127.0.0.1",), "eth0": ("10.0.0.2",)},
+    master_addresses=("10.0.0.1",),
+    outgoing_address="10.0.0.2",
+)
+TWO = CheckedRun(num_nodes=2, node_rank=1, master_addr="node0", master_port=29500)
+
+
+def whats(measured: AddressMeasurement, checked: CheckedRun = TWO) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in judge_addresses(measured, checked).findings]
+
+
+def test_healthy_names_have_no_finding() -> None:
+    verdict = judge_addresses(HEALTHY, TWO)
+    assert verdict.findings == ()
+    assert verdict.summary == "node1 is 10.0.0.2; node0 is 10.0.0.1"
+
+
+def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:
+    measured = replace(HEALTHY, host_addresses=("127.0.1.1",))
+    (finding,) = judge_addresses(measured, TWO).findings
+    assert finding.severity == "error"
+    assert (
+        finding.what
+        == "this host's own name, node1, is 127.0.1.1 in /etc/hosts (as Debian's installer writes it)"
+    )
+    assert "export GLOO_SOCKET_IFNAME=eth0 on this host" in finding.mend
+    assert "'10.0.0.2 node1' into its /etc/hosts" in finding.mend
+    assert whats(measured, CheckedRun()) == []
+
+
+def test_a_named_interface_makes_the_own_name_unimportant() -> None:
+    told = replace(TWO, environment={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert whats(replace(HEALTHY, host_addresses=()), told) == []
+
+
+def test_an_own_name_that_does_not_resolve_is_graver_on_several_hosts() -> None:
+    measured = replace(HEALTHY, host_addresses=())
+    what = "this host's own name, node1, does not resolve"
+    assert whats(measured) == [("error", what)]
+    assert whats(measured, CheckedRun()) == [("warning", what)]
+
+
+def test_an_own_name_that_is_another_hosts_address() -> None:
+    measured = replace(HEALTHY, host_addresses=("10.9.9.9",))
+    assert whats(measured) == [
+        ("error", "this host's own name, node1, is 10.9.9.9, which is no address of its interfaces")
+    ]
+
+
+def test_a_master_that_does_not_resolve() -> None:
+    assert whats(replace(HEALTHY, master_addresses=())) == [
+        ("error", "--master-addr node0 does not resolve on this host")
+    ]
+
+
+def test_localhost_as_master_is_each_host_itself() -> None:
+    (found,) = whats(replace(HEALTHY, master_addresses=("127.0.0.1", "::1")))
+    assert found == ("error", "--master-addr node0 is 127.0.0.1, ::1, which is this host itself")
+
+
+def test_rank_0_whose_address_the_master_is_not() -> None:
+    (found,) = whats(HEALTHY, replace(TWO, node_rank=0))
+    assert found[0] == "warning"
+    assert "none of which is an address of this host, rank 0" in found[1]
+
+
+def test_an_ipv6_master_is_out_of_reach_of_an_ipv4_host() -> None:
+    (finding,) = judge_addresses(replace(HEALTHY, master_addresses=("fd00::1",)), TWO).findings
+    assert finding.severity == "error"
+    assert "only an IPv6 address (fd00::1), and this host only IPv4 (10.0.0.2)" in finding.what
+
+
+def test_an_ipv6_address_that_comes_first_costs_time() -> None:
+    (found,) = whats(replace(HEALTHY, master_addresses=("fd00::1", "10.0.0.1")))
+    assert found == ("warning", "--master-addr node0 resolves to IPv6 first, which this host does not have")
+
+
+def test_link_local_addresses_are_no_ipv6() -> None:
+    own = {"eth0": ("10.0.0.2", "fe80::1")}
+    assert whats(replace(HEALTHY, own_addresses=own, master_addresses=("fd00::1",)))[0][0] == "error"
+
+
+def test_slow_name_servers_are_told_with_the_time() -> None:
+    (finding,) = judge_addresses(replace(HEALTHY, lookup_seconds=10.2), TWO).findings
+    assert finding.what == "looking up the hosts' names took 10.2 s"
+    (finding,) = judge_addresses(replace(HEALTHY, reverse_seconds=3.0), TWO).findings
+    assert finding.what.startswith("looking up the name of this host's own address took 3.0 s or more")
+    assert "/etc/hosts" in finding.mend
+
+
+def test_a_name_that_does_not_resolve_here_is_found() -> None:
+    measured = measure_addresses(replace(TWO, master_addr="no-such-host.invalid"))
+    assert measured.master_addresses == ()
+    assert measured.host_name == socket.gethostname()
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_PACKET"), reason="reads Linux's interfaces")
+def test_the_loopback_interface_is_seen_with_its_address() -> None:
+    measured = measure_addresses(CheckedRun())
+    assert "127.0.0.1" in measured.own_addresses["lo"]
+    assert measured.outgoing_interface == "lo"
+
+
+def test_a_name_without_a_way_has_no_outgoing_address() -> None:
+    assert find_outgoing_address("no-such-host.invalid") is None
+    assert find_outgoing_address("127.0.0.1") == "127.0.0.1"

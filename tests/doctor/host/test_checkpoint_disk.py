@@ -1,0 +1,83 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.host.checkpoint_disk import DiskMeasurement, judge_disk, measure_disk
+
+GOOD = DiskMeasurement(folder=Path("/data"), kind="nfs4", free_bytes=1 << 40, bytes_per_second=1e9)
+TWO = CheckedRun(num_nodes=2, node_rank=0)
+
+
+def whats(measured: DiskMeasurement, checked: CheckedRun = TWO) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in judge_disk(measured, checked).findings]
+
+
+def test_a_fast_shared_folder_has_no_finding() -> None:
+    verdict = judge_disk(GOOD, TWO)
+    assert (verdict.findings, verdict.summary) == ((), "nfs4, 1,000 MB/s, 1024.0 GiB free in /data")
+
+
+def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    measured = measure_disk(CheckedRun(folder=tmp_path))
+    assert measured.bytes_per_second is not None
+    assert measured.bytes_per_second > 0
+    assert measured.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path: Path) -> None:
+    new = tmp_path / "runs" / "new"
+    measured = measure_disk(CheckedRun(folder=new))
+    assert (measured.folder, measured.missing) == (tmp_path, new)
+    assert measure_disk(CheckedRun(folder=tmp_path)).missing is None
+    told = f"free in /data; {new} does not exist yet, so /data was measured"
+    verdict = judge_disk(replace(GOOD, missing=new), TWO)
+    assert (verdict.findings, verdict.summary.endswith(told)) == ((), True)
+
+
+def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    folder = tmp_path / "a b" / "c"
+    folder.mkdir(parents=True)
+    inner = str(tmp_path / "a b").replace(" ", r"\040")
+    mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / {inner} rw shared:1 - nfs4 server:/x rw\n")
+    assert measure_disk(CheckedRun(folder=folder), mounts).kind == "nfs4"
+
+
+def test_a_folder_without_room_or_right_breaks_the_first_checkpoint() -> None:
+    refused = replace(GOOD, bytes_per_second=None, refusal="Permission denied")
+    assert whats(refused) == [("error", "nothing can be written into /data (nfs4): Permission denied")]
+
+
+def test_little_room_is_told_in_parameters() -> None:
+    (finding,) = judge_disk(replace(GOOD, free_bytes=1_600_000_000), TWO).findings
+    assert (finding.severity, finding.what) == ("warning", "1.5 GiB free in /data")
+    assert "one of 100 million parameters fills it" in finding.why
+
+
+def test_a_slow_disk_is_told_in_minutes() -> None:
+    (finding,) = judge_disk(replace(GOOD, bytes_per_second=10e6), TWO).findings
+    assert finding.what == "/data takes 10.0 MB/s, written to the disk"
+    assert "take 27 min" in finding.why
+
+
+def test_no_free_files() -> None:
+    assert whats(replace(GOOD, free_files=3)) == [("warning", "3 more files fit into /data (df -i)")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        ("tmpfs", "/data is in memory (tmpfs)"),
+        ("overlay", "/data is the container's own layer (overlay)"),
+        ("ext4", "/data is on this host's own disk (ext4), by its type"),
+    ],
+)
+def test_file_systems_that_lose_or_hide_checkpoints(kind: str, start: str) -> None:
+    assert whats(replace(GOOD, kind=kind)) == [("warning", start)]
+
+
+def test_an_own_disk_is_right_for_one_host() -> None:
+    assert whats(replace(GOOD, kind="ext4"), CheckedRun()) == []

@@ -1,0 +1,94 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.host.limits import LimitMeasurement, judge_limits, measure_limits
+from drivetrain_launcher.plan.control_groups import GroupLimits
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits are Unix's")
+
+WIDE = LimitMeasurement(open_files=None, most_open_files=None, processes=None)
+EIGHT = CheckedRun(processes_per_node=8)
+JUDGE_HERE = (
+    "from drivetrain_doctor.host.limits import judge_limits, measure_limits\n"
+    "from drivetrain_doctor.checked_run import CheckedRun\n"
+    "for found in judge_limits(measure_limits(), CheckedRun(processes_per_node=8)).findings:\n"
+    "    print(found.severity, found.what, '|', found.mend)\n"
+)
+
+
+def whats(measured: LimitMeasurement, checked: CheckedRun = EIGHT) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in judge_limits(measured, checked).findings]
+
+
+def test_no_limits_no_findings() -> None:
+    assert whats(WIDE) == []
+
+
+def test_low_limits_of_this_process_are_found() -> None:
+    shell = f'ulimit -n 200 && exec {sys.executable} -c "$0"'
+    done = subprocess.run(
+        ["sh", "-c", shell, JUDGE_HERE], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "error 200 open files (ulimit -n) | as root '* - nofile 65536'" in done.stdout
+
+
+def test_files_are_an_error_below_what_the_store_needs_and_a_warning_below_what_workers_do() -> None:
+    tight = replace(WIDE, open_files=1024, most_open_files=524288)
+    assert whats(tight) == [("warning", "1,024 open files (ulimit -n)")]
+    assert judge_limits(tight, EIGHT).findings[0].mend == "ulimit -n 65536"
+    assert whats(tight, replace(EIGHT, num_workers=0)) == []
+    thousand = replace(EIGHT, num_nodes=128)
+    assert whats(tight, replace(thousand, node_rank=0))[0][0] == "error"
+    assert "about 3,328" in judge_limits(tight, replace(thousand, node_rank=0)).findings[0].why
+    assert whats(replace(tight, open_files=8192), replace(thousand, node_rank=1)) == []
+
+
+def test_a_hard_limit_is_raised_by_root_alone() -> None:
+    mend = judge_limits(replace(WIDE, open_files=1024, most_open_files=1024), EIGHT).findings[0].mend
+    assert "limits.conf" in mend
+    assert "docker run --ulimit nofile=65536" in mend
+
+
+def test_processes_of_the_user_bind_all_but_root() -> None:
+    tight = replace(WIDE, processes=500, running=400)
+    assert whats(tight) == [
+        ("error", "500 processes and threads for this user (ulimit -u), of which 400 run")
+    ]
+    assert whats(replace(tight, is_root=True)) == []
+
+
+def test_a_containers_pids_limit() -> None:
+    (found,) = whats(replace(WIDE, group=GroupLimits(pids=100, used_pids=20)))
+    assert found == ("error", "100 processes and threads in this control group (pids.max), of which 20 run")
+
+
+def test_a_containers_memory_limit() -> None:
+    tight = replace(WIDE, group=GroupLimits(memory_bytes=8 << 30, used_bytes=7 << 30))
+    (finding,) = judge_limits(tight, EIGHT).findings
+    assert finding.what == "1.0 GiB of the control group's 8.0 GiB are free"
+    assert "40 processes" in finding.why
+
+
+def test_locked_memory_matters_with_infiniband_alone() -> None:
+    tight = replace(WIDE, locked_bytes=64 << 10)
+    assert whats(tight) == []
+    assert whats(replace(tight, has_infiniband=True)) == [
+        ("error", "memory that may be locked: 0.1 MiB (ulimit -l), with InfiniBand")
+    ]
+
+
+def test_virtual_memory_matters_with_cuda_alone() -> None:
+    tight = replace(WIDE, address_bytes=16 << 30)
+    assert whats(tight) == []
+    assert whats(tight, replace(EIGHT, accelerator="cuda")) == [
+        ("error", "virtual memory of a process: 16.0 GiB (ulimit -v)")
+    ]
+
+
+def test_this_machines_limits_are_read() -> None:
+    measured = measure_limits()
+    assert measured.open_files is None or measured.open_files > 0

@@ -1,0 +1,68 @@
+import socket
+from itertools import permutations
+
+from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
+
+NAMES = {rank: f"host {rank}" for rank in range(4)}
+
+
+def ways(count: int = 4, **bad: str) -> dict:  # type: ignore[type-arg]
+    plain = dict.fromkeys(permutations(range(count), 2), "yes")
+    return plain | {(int(name[1]), int(name[2])): how for name, how in bad.items()}
+
+
+def whats(found: dict, silent: tuple[int, ...] = ()) -> list[str]:  # type: ignore[type-arg]
+    findings = judge_reach(found, silent, NAMES).findings
+    assert all(finding.severity == "error" for finding in findings)
+    return [finding.what for finding in findings]
+
+
+def test_open_ways_have_no_finding() -> None:
+    verdict = judge_reach(ways(), (), NAMES)
+    assert (verdict.findings, verdict.summary) == ((), "12 of 12 ways between hosts are open")
+
+
+def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:
+    closed = ways(w02="no answer", w12="no answer", w32="no answer")
+    assert whats(closed) == ["no other host reaches host 2 on a port that its system chose (no answer)"]
+    assert "on host 2, allow the other hosts" in judge_reach(closed, (), NAMES).findings[0].mend
+
+
+def test_a_host_that_may_not_connect_out_is_one_finding() -> None:
+    found = ways(w20="refused", w21="refused", w23="refused")
+    assert whats(found) == ["host 2 reaches no other host, though others reach each other"]
+
+
+def test_a_single_direction_is_named_as_such() -> None:
+    assert whats(ways(w13="no answer")) == ["host 1 does not reach host 3 (no answer)"]
+
+
+def test_of_two_hosts_the_direction_is_named() -> None:
+    assert whats(ways(2, w10="refused")) == ["host 1 does not reach host 0 (refused)"]
+
+
+def test_a_host_that_fell_silent_is_named_and_its_ways_are_not() -> None:
+    silent = {way: how for way, how in ways(w03="frozen", w13="frozen", w23="frozen").items() if way[0] != 3}
+    assert whats(silent, (3,)) == ["host 3 joined, and then did not answer any more"]
+
+
+def test_a_listener_answers_whoever_connects() -> None:
+    with ReachListener() as listener:
+        assert reach_all({1: ("127.0.0.1", listener.port), 2: ("127.0.0.1", listener.port)}) == {
+            1: "yes",
+            2: "yes",
+        }
+
+
+def test_a_closed_port_and_a_frozen_process_differ() -> None:
+    with ReachListener() as closed:
+        port = closed.port
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts, and nobody answers
+        assert reach_all({1: ("127.0.0.1", frozen.getsockname()[1]), 2: ("127.0.0.1", port)}) == {
+            1: "frozen",
+            2: "refused",
+        }
+
+
+def test_nobody_to_reach() -> None:
+    assert reach_all({}) == {}

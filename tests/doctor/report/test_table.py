@@ -1,0 +1,66 @@
+from drivetrain_doctor.doctor_finding import CheckReport, error, warning
+from drivetrain_doctor.examine import Examination
+from drivetrain_doctor.report.table import merge_hosts, table
+
+FINE = CheckReport(name="limits", summary="20,000 open files")
+SKIPPED = CheckReport(name="GPU driver", summary="no NVIDIA or AMD driver is loaded", is_skipped=True)
+BROKEN = CheckReport(
+    name="port",
+    summary="port 29500",
+    findings=(error("port 29500 is in use", why="the store cannot listen", mend="say --master-port 29501"),),
+)
+
+
+def slow(rate: str) -> CheckReport:
+    finding = warning(f"/data takes {rate} MB/s", why=f"{rate} is little", mend="a faster disk")
+    return CheckReport(name="disk", summary=rate, findings=(finding,))
+
+
+def test_findings_stand_below_their_check_with_their_mend() -> None:
+    shown = table(
+        Examination(
+            num_nodes=1, num_processes=2, hosts=(("this host", (FINE, SKIPPED, BROKEN)),), seconds=2.14
+        ),
+        is_coloured=False,
+    )
+    assert shown.splitlines() == [
+        "drivetrain doctor: 1 host, 2 processes, 2.1 s",
+        "",
+        "ok       limits      20,000 open files",
+        "skipped  GPU driver  no NVIDIA or AMD driver is loaded",
+        "error    port        port 29500",
+        "         error: port 29500 is in use",
+        "           why:  the store cannot listen",
+        "           mend: say --master-port 29501",
+        "",
+        "1 error, 0 warnings, 1 skipped: a run will break",
+    ]
+
+
+def test_hosts_that_differ_in_a_number_alone_share_a_finding_and_others_are_named() -> None:
+    (row,) = merge_hosts([("host 0", (slow("10"),)), ("host 1", (slow("12.5"),)), ("host 2", ())])
+    ((finding, hosts),) = row.findings
+    assert (finding.what, hosts, row.state) == ("/data takes 10 MB/s", ("host 0", "host 1"), "warning")
+
+
+def test_a_finding_of_all_hosts_names_none() -> None:
+    hosts = (("host 0", (BROKEN,)), ("host 1", (BROKEN,)))
+    shown = table(Examination(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
+    assert shown.count("port 29500 is in use\n") == 1
+
+
+def test_a_finding_of_one_host_names_it() -> None:
+    fine = CheckReport(name="port", summary="port 29500")
+    hosts = (("host 0 (a)", (BROKEN,)), ("host 1 (b)", (fine,)))
+    shown = table(Examination(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
+    assert "error: port 29500 is in use [host 0 (a)]\n" in shown
+
+
+def test_long_texts_are_wrapped_at_the_terminals_width_and_coloured_there() -> None:
+    long = CheckReport(
+        name="x", summary="word " * 60, findings=(warning("a " * 80, why="b " * 80, mend="c " * 80),)
+    )
+    examination = Examination(num_nodes=1, num_processes=1, hosts=(("this host", (long,)),))
+    assert max(map(len, table(examination, is_coloured=False, width=80).splitlines())) <= 80
+    assert "\x1b[33mwarning" in table(examination, is_coloured=True)
+    assert "\x1b" not in table(examination, is_coloured=False)
