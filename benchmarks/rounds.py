@@ -15,7 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "accelerate", "lightning-fabric", "lightning")  # whose versions a table names
+# Whose versions a table names.
+PACKAGES = (
+    "torch", "accelerate", "lightning-fabric", "lightning", "torchao", "transformer-engine", "triton",
+)  # fmt: skip
 SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "MB": 1e-6}
 
 

@@ -1,6 +1,7 @@
 """What the scripts of this folder share: their arguments, their device, and tables that are written as they come."""
 
 import argparse
+import math
 import sys
 import time
 import traceback
@@ -40,7 +41,7 @@ class Bench:
         options: The script's own arguments.
         note: What stands above the tables.
         failures: Contestants of ours, and plain torch, that could not be measured.
-        begun: When the script began, by `time.perf_counter`.
+        deadline: When the script will be ended, by `time.time`.
     """
 
     name: str
@@ -54,7 +55,11 @@ class Bench:
     note: str
     tables: list[Table] = field(default_factory=list[Table])
     failures: list[str] = field(default_factory=list[str])
-    begun: float = field(default_factory=time.perf_counter)
+    deadline: float = math.inf
+
+    def seconds_for_rounds(self, share: float = 1.0) -> float:
+        """Return the time for rounds: a share of the script's own, but no more than what is left, less a tenth."""
+        return min(self.seconds * share, self.deadline - time.time() - self.seconds / 5)
 
     def sized(self, full: Size, dry: Size) -> Size:
         """Return one of two sizes."""
@@ -104,7 +109,7 @@ class Bench:
 
         take_turns(
             turns, rounds=self.rounds, warmup=0 if self.dry else warmup,
-            within_seconds=self.seconds * share, on_round=on_round,
+            within_seconds=self.seconds_for_rounds(share), on_round=on_round,
         )  # fmt: skip
 
     def add(self, table: Table) -> None:
@@ -124,7 +129,10 @@ class Bench:
 
     def has(self, library: str) -> bool:
         """Return whether a peer is there, and name it where it is not."""
-        there = any(find_spec(module) is not None for module in PEERS[library])
+        found = [spec for module in PEERS[library] if (spec := find_spec(module)) is not None]
+        there = any(
+            spec.origin is not None for spec in found
+        )  # a folder of that name on the path is no library
         if not there:
             self.leave_out(library, "not installed")
         return there
@@ -150,11 +158,11 @@ class Bench:
     def made(self, makers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         """Make the contestants and let each do its work once, which may compile it.
 
-        Those that raise are left out, and those that are not begun in the time that the rounds are given too.
+        Those that raise are left out, and those that would be made in the time of the rounds.
         """
         found: dict[str, Any] = {}
         for name, make in makers.items():
-            if time.perf_counter() - self.begun > self.seconds:
+            if self.deadline - time.time() < self.seconds:
                 self.leave_out(name, "the time to make it was over")
                 continue
             with self.attempt(name, ours=name.partition(",")[0] not in PEERS):
@@ -189,6 +197,9 @@ def begin(
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rounds that count")
+    parser.add_argument(
+        "--deadline", type=float, default=math.inf, help="when it will be ended, by time.time"
+    )
     parser.add_argument("--rounds", type=int, default=rounds, help="the most rounds that count")
     if more is not None:
         more(parser)
@@ -202,7 +213,7 @@ def begin(
     return Bench(
         name=options.name, device=device, dry=options.dry, seconds=options.seconds,
         rounds=1 if options.dry else options.rounds, results=options.results, disk=options.disk, options=options,
-        note=f"Measured on: {describe(device)}.",
+        note=f"Measured on: {describe(device)}.", deadline=options.deadline,
     )  # fmt: skip
 
 

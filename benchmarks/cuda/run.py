@@ -4,10 +4,11 @@
     python benchmarks/cuda/run.py --out FOLDER --only gpt_step save_held
     python benchmarks/cuda/run.py --out FOLDER --device cpu --dry
 
-The second measures two tables alone; the third plays every script at tiny sizes. The packages must be importable:
-installed, or on PYTHONPATH. FOLDER gets a log and a file of tables for each script, written as they come, and a
-summary. What the scripts save and offload is on the disk of temporary files, which TMPDIR names. The exit code is 1
-if a script failed or ran out of its time, and 2 where there is no card.
+The second measures two tables alone; the third plays every script at tiny sizes. Tables that are not kept in
+benchmarks/results/cuda come first; those that are not begun within the time are told. The packages must be
+importable: installed, or on PYTHONPATH. FOLDER gets a log and a file of tables for each script, written as they come,
+and a summary. What the scripts save and offload is on the disk of temporary files, which TMPDIR names. The exit code
+is 1 if a script failed or ran out of its own time, and 2 where there is no card.
 """
 
 import argparse
@@ -46,8 +47,8 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not end as it should."""
-        return self.code != 0
+        """Whether it was begun, and did not end as it should."""
+        return self.seconds is not None and self.code != 0
 
     def __str__(self) -> str:
         if self.seconds is None:

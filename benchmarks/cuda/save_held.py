@@ -22,9 +22,8 @@ LAYER_BYTES = WIDTH * WIDTH * 12  # in fp32, with AdamW's two states
 DISK_BYTES = 256 * 2**20
 MOST_HELD = 0.03  # of the write
 OURS = ("drivetrain, copy", "drivetrain, overlap")
-Save = tuple[
-    Run, Callable[[], object], Callable[[], object]
-]  # what trains, what begins a save, what waits for it
+# What trains, what begins a save, what waits for it.
+Save = tuple[Run, Callable[[], object], Callable[[], object]]
 
 
 class HeldSaves:

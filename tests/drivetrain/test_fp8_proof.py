@@ -205,7 +205,11 @@ def test_of_several_converted_models_those_that_the_first_step_called_are_told()
     [
         "cpu",
         pytest.param(
-            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
         ),
     ],
 )

@@ -21,11 +21,18 @@ _KINDS = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of this folder time to compile the simulated device."""
+    """Give the tests of this folder time to compile the simulated device, and those for a card alone its mark."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(600))
             item.add_marker(pytest.mark.costly)
+            kind = item.get_closest_marker("only_on")
+            if (
+                kind is not None
+                and kind.args == ("cuda",)
+                and "device" not in getattr(item, "fixturenames", ())
+            ):
+                item.add_marker(pytest.mark.cuda)
 
 
 @pytest.fixture(scope="package", params=_KINDS)

@@ -5,11 +5,13 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
+from torch.cuda import _gpu_trace  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity, profile
 
 from hardware.devices import Copies
@@ -37,33 +39,50 @@ class CudaDevice:
 
     @contextmanager
     def waits(self) -> Generator[list[str]]:
-        """Inside, list the operations that torch itself calls synchronizing.
+        """Inside, list the operations that torch itself calls synchronizing, and waits for an event or the device.
 
-        In the mode that warns: all are found in one run, where the mode that raises tells the first.
+        In the mode that warns: all are found in one run, where the mode that raises tells the first. It does not see
+        `synchronize` of an event or the device; torch's hooks for sanitizers do.
         """
         found: list[str] = []
+        thread = get_ident()
 
-        def note(message: Any, *_: object, **__: object) -> None:
-            if _A_WAIT not in str(message):
+        def note(what: str) -> None:
+            if get_ident() != thread:  # a thread that waits holds nobody up
                 return
-            not_ours = ("/torch/", "/warnings.py", __file__)
-            frames = [
-                frame
-                for frame in traceback.extract_stack()
-                if not any(part in frame.filename for part in not_ours)
-            ]
+            not_ours = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
+            frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(not_ours)]
             lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
-            found.append(" < ".join(["a synchronizing operation", *reversed(lines[-4:])]))
+            found.append(" < ".join([what, *reversed(lines[-4:])]))
+
+        def note_warning(message: Any, *_: object, **__: object) -> None:
+            if _A_WAIT in str(message):
+                note("a synchronizing operation")
+
+        def note_event(_: int) -> None:
+            note("an event")
+
+        def note_device() -> None:
+            note("the device")
 
         before = torch.cuda.get_sync_debug_mode()
+        torch._C._activate_gpu_trace()  # pyright: ignore[reportPrivateUsage]
+        hooks = (
+            (_gpu_trace.EventSynchronizationCallbacks.callback_list, note_event),
+            (_gpu_trace.DeviceSynchronizationCallbacks.callback_list, note_device),
+        )
+        for calls, hook in hooks:
+            calls.append(hook)
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = note
+            warnings.showwarning = note_warning
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode(before)
+                for calls, hook in hooks:
+                    calls.remove(hook)
 
     @contextmanager
     def copies(self) -> Generator[Copies]:

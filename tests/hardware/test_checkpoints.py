@@ -62,7 +62,7 @@ def stages_in_pinned_memory(folder: Path) -> None:
             accelerator.save_state(background=True)
         accelerator.wait_for_save()
     assert copies.to_pinned >= 2  # weight and bias
-    assert sum("stage" in wait for wait in found) == 1, "\n".join(found)  # one wait for all of them
+    assert sum(" stage " in f"{wait} " for wait in found) == 1, "\n".join(found)  # one wait for all of them
     del model
     accelerator.end_training()
 

@@ -1,4 +1,4 @@
-"""Rules of autocast, checks of half precision and losses by chunks on a device that is neither CPU nor CUDA."""
+"""Rules of autocast, checks of half precision and losses by chunks on a device."""
 
 from collections.abc import Callable
 

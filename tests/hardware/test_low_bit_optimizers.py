@@ -1,6 +1,6 @@
 """Optimizers with states in few bits, and steps in the host's memory, on a device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,9 @@ def refused(folder: Path) -> None:
 
 
 @pytest.mark.only_on("simulated", why="torchao's own check of the device's name is passed by for it")
-def test_steps_in_host_memory_are_refused_by_name_and_what_to_use_is_said(on_device, tmp_path: Path) -> None:
+def test_steps_in_host_memory_are_refused_by_name_and_what_to_use_is_said(
+    on_device: Callable[..., list[object]], tmp_path: Path
+) -> None:
     pytest.importorskip("torchao")
     on_device(refused, tmp_path, num_processes=1)
 
@@ -95,7 +97,9 @@ def offloaded_by_fsdp(folder: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
-def test_fsdp_keeps_states_in_8_bits_in_host_memory(on_device, tmp_path: Path) -> None:
+def test_fsdp_keeps_states_in_8_bits_in_host_memory(
+    on_device: Callable[..., list[object]], tmp_path: Path
+) -> None:
     pytest.importorskip("torchao")
     on_device(offloaded_by_fsdp, tmp_path, num_processes=2)
 
@@ -109,7 +113,9 @@ def eight_bits(folder: Path, backend: str) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_states_in_8_bits_go_on_bit_for_bit_on_a_device(on_device, tmp_path: Path) -> None:
+def test_states_in_8_bits_go_on_bit_for_bit_on_a_device(
+    on_device: Callable[..., list[object]], tmp_path: Path
+) -> None:
     pytest.importorskip("torchao")
     on_device(eight_bits, tmp_path, "single")
     on_device(eight_bits, tmp_path / "fsdp", "fsdp", num_processes=2)

@@ -208,7 +208,9 @@ def train_in_bf16(update: str, cpu: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("update", ["kahan", "stochastic"])
-def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(on_device, update: str) -> None:
+def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(
+    on_device: Callable[..., list[object]], update: str
+) -> None:
     (found,) = on_device(train_in_bf16, update, False)
     (expected,) = on_device(train_in_bf16, update, True)
     for name, value in expected.items():

@@ -1,7 +1,8 @@
 """The plugin of a test run on a card: its order, its end, and what has passed.
 
 Tests that have never passed on a card come first. `passed_on_card.txt` beside this file names those that have; a run
-writes its own list into its folder, to be added there. A file that imports a missing library is skipped by its name.
+adds its own to `passed.txt` in its folder, to be added there. Tests that were not begun in the run's minutes make it
+fail, so that it is run again. A file that imports a missing library is skipped by its name.
 """
 
 import re
@@ -16,10 +17,10 @@ PASSED = Path(__file__).with_name("passed_on_card.txt")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the folder of a run, and its minutes."""
+    """Add the folder of a run, its minutes, and what is missing."""
     parser.addoption("--card-out", type=Path, required=True, help="folder of logs and lists")
     parser.addoption("--card-minutes", type=float, required=True, help="after which no further test begins")
-    parser.addoption("--card-missing", default="", help="libraries that are not installed")
+    parser.addoption("--card-missing", default="", help="libraries that are not installed, with commas")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,10 +42,10 @@ class _CardSession:
 
     def __init__(self, out: Path, *, minutes: float, missing: Collection[str]) -> None:
         self._list = out / "passed.txt"
-        self._list.write_text("")
         self._minutes = minutes
         self._missing = missing
         self._end = time.monotonic() + 60 * minutes
+        self._num_not_begun = 0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -61,7 +62,8 @@ class _CardSession:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Put first what has never passed on a card; the tests of a file stay together, as they share processes."""
-        passed = set(PASSED.read_text().split("\n")) if PASSED.exists() else set[str]()
+        lists = [path.read_text().split("\n") for path in (PASSED, self._list) if path.exists()]
+        passed = {name for names in lists for name in names}
         files = {item.path for item in items if item.nodeid not in passed}
         items.sort(key=lambda item: (item.path not in files, item.nodeid in passed))
 
@@ -69,6 +71,7 @@ class _CardSession:
     def pytest_runtest_setup(self) -> None:
         """Begin no test after the end."""
         if time.monotonic() > self._end:
+            self._num_not_begun += 1
             raise pytest.skip.Exception(f"{self._minutes:g} minutes are over")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -76,3 +79,14 @@ class _CardSession:
         if report.when == "call" and report.passed and "cuda" in report.keywords:
             with self._list.open("a") as file:
                 file.write(f"{report.nodeid}\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Say what was not begun, which is no success, and that there may have been nothing to run."""
+        if self._num_not_begun:
+            print(
+                f"\n{self._num_not_begun} tests were not begun: run again with the same --out, to begin with them"
+            )
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        elif session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK

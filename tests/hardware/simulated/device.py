@@ -27,6 +27,7 @@ from hardware.devices import Copies
 
 NAME = "npu"
 _NUM_DEVICES = 2
+_TORCH = str(Path(torch.__file__).parent)
 CAN_BE_MADE = importlib.util.find_spec("ninja") is not None and shutil.which("c++") is not None
 _SOURCES = sorted(Path(__file__).parent.glob("*.?pp"))
 
@@ -94,7 +95,7 @@ def _device_module(extension: Any) -> ModuleType:
         _is_in_bad_fork=lambda: False,
         _lazy_init=lambda: (
             None
-        ),  # without which torch 2.11 takes the device for unused, and does not wait for it
+        ),  # without it, torch 2.11 takes the device for unused and does not wait for it
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,
         device=torch.accelerator.device_index,
@@ -173,7 +174,7 @@ def synchronisations() -> Generator[list[str]]:
     found: list[str] = []
 
     def note(what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_TORCH)]
         lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-1]]
         found.append(" < ".join([what, *reversed(lines[-4:])]))
 

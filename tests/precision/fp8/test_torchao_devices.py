@@ -15,7 +15,11 @@ ON_DEVICES = pytest.mark.parametrize(
     [
         "cpu",
         pytest.param(
-            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
         ),
     ],
 )

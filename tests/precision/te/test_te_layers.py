@@ -310,6 +310,7 @@ def test_the_librarys_own_layers_do_not_load_a_plain_checkpoint() -> None:
 
 
 @needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_converted_layer_computes_what_the_plain_one_does(bias: bool) -> None:
     plain = nn.Linear(64, 128, bias=bias, device="cuda", dtype=torch.bfloat16)
@@ -318,6 +319,7 @@ def test_a_converted_layer_computes_what_the_plain_one_does(bias: bool) -> None:
 
 
 @needs_cuda
+@pytest.mark.cuda
 def test_a_converted_norm_and_linear_layer_compute_what_the_plain_ones_do() -> None:
     norm = nn.LayerNorm(64, device="cuda", dtype=torch.bfloat16)
     linear = nn.Linear(64, 128, device="cuda", dtype=torch.bfloat16)
@@ -329,6 +331,7 @@ def test_a_converted_norm_and_linear_layer_compute_what_the_plain_ones_do() -> N
 
 
 @needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", TE_RECIPES)
 def test_each_recipe_computes_nearly_the_same_forward_and_backward(name: str) -> None:
     if (reason := te_unsupported(name)) is not None:

@@ -55,7 +55,9 @@ def host_allocator_bytes() -> int:
     """Return the bytes of page-locked memory that tensors use; 0 without CUDA, or before its first use."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))
+    stats = torch.cuda.host_memory_stats()
+    # torch 2.9 has no bytes in use, and counts as allocated what is.
+    return int(stats.get("active_bytes.current", stats.get("allocated_bytes.current", 0)))
 
 
 def start_device_history() -> None:
