@@ -4,9 +4,10 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stderr
 
+import pytest
 import torch
 
-from drivetrain_launcher import debug_launcher
+from drivetrain_launcher import LaunchError, Workers, debug_launcher, notebook_launcher
 from drivetrain_launcher.run.notebook.rank_channel import view_content
 from drivetrain_launcher.run.notebook.shipment import pack, unpack
 from hardware.devices import first, here
@@ -54,3 +55,21 @@ def test_an_accelerator_may_be_in_use_and_its_tensors_arrive_on_the_cpu(
     ((places, said),) = on_device(launches_while_the_device_is_in_use)
     assert places == [("cpu", "cpu")] * 2
     assert "reaches the ranks on the CPU" in said
+
+
+def launches_on_the_card() -> tuple[list[str], list[str]]:
+    """Where a function computes that a notebook launches after it used the card: in this process, and in another."""
+    held = torch.ones(1, device=first())
+
+    def where() -> str:
+        return str((held.to(first()) + 1).device)
+
+    with pytest.raises(LaunchError, match="devices to give"):
+        notebook_launcher(where, num_processes=torch.cuda.device_count() + 1)
+    with redirect_stderr(io.StringIO()), Workers(1) as workers:
+        return notebook_launcher(where, num_processes=1), workers.run(where)
+
+
+@pytest.mark.only_on("cuda", why="the launcher knows no simulated device")
+def test_a_notebook_launches_on_the_card_after_it_used_it(on_device: Callable[..., list[object]]) -> None:
+    assert on_device(launches_on_the_card) == [([first()], [first()])]
