@@ -108,7 +108,7 @@ def generates(folder: Path) -> None:
                 assert torch.equal(found[0], expected[0])
                 assert torch.equal(found[1], expected[1])
         most = peak.devices[0].peak_bytes - peak.devices[0].before_bytes
-        assert most <= 1.02 * budget + own
+        assert most <= 1.02 * budget + own, (most, budget, own)
         assert offload_stats(model).bytes_fetched >= 14 * (size - budget)
         assert {"cpu", "disk"} <= {str(place) for place in model.hf_device_map.values()}
         del model
