@@ -152,7 +152,8 @@ def choose(
     tried = tuple(name for name in names if name in versions.WORDS)
     unknown = [name for name in names if name not in (*by_name, *packages, *tried)]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}")
+        words = f"; `versions` takes {', '.join(versions.WORDS)}" if "versions" in names else ""
+        raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}{words}")
     if packages and "alone" not in names:
         raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
     if tried and "versions" not in names:

@@ -57,8 +57,8 @@ SCRIPTS = (
 )
 
 
-def choose(only: Collection[str], *, kept: Path = KEPT) -> tuple[Script, ...]:
-    """Return the scripts of these names, or all for no name: first those of which no table is kept.
+def choose(only: Collection[str], *, kept: Collection[Path] = (KEPT,)) -> tuple[Script, ...]:
+    """Return the scripts of these names, or all for no name: first those of which no table is in a folder of `kept`.
 
     Raises:
         ValueError: A name is none of a script.
@@ -68,7 +68,9 @@ def choose(only: Collection[str], *, kept: Path = KEPT) -> tuple[Script, ...]:
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: no such table; there are {', '.join(known)}")
     chosen = [script for script in SCRIPTS if not only or script.name in only]
-    return tuple(sorted(chosen, key=lambda script: (kept / f"{script.name}.md").exists()))
+    return tuple(
+        sorted(chosen, key=lambda script: any((folder / f"{script.name}.md").exists() for folder in kept))
+    )
 
 
 def limit_of(script: Script, left_seconds: float, *, slack: float = 1.0) -> float | None:

@@ -4,11 +4,11 @@
     python benchmarks/cuda/run.py --out FOLDER --only gpt_step save_held
     python benchmarks/cuda/run.py --out FOLDER --device cpu --dry
 
-The second measures two tables alone; the third plays every script at tiny sizes. Tables that are not kept in
-benchmarks/results/cuda come first; those that are not begun within the time are told. The packages must be
-importable: installed, or on PYTHONPATH. FOLDER gets a log and a file of tables for each script, written as they come,
-and a summary. What the scripts save and offload is on the disk of temporary files, which TMPDIR names. The exit code
-is 1 if a script failed or ran out of its own time, and 2 where there is no card.
+The second measures two tables alone; the third plays every script at tiny sizes. Tables that stand neither in
+benchmarks/results/cuda nor in FOLDER come first; those that are not begun within the time are told. The packages must
+be importable: installed, or on PYTHONPATH. FOLDER gets a log and a file of tables for each script, written as they
+come, and a summary. What the scripts save and offload is on the disk of temporary files, which TMPDIR names. The exit
+code is 1 if a script failed or ran out of its own time, 2 where there is no card, and 9 if a script was not begun.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan import ALL_SECONDS, DRY_SLACK, SCRIPTS, Script, choose, limit_of
+from plan import ALL_SECONDS, DRY_SLACK, KEPT, SCRIPTS, Script, choose, limit_of
 
 HERE = Path(__file__).resolve().parent
 LAST_LINES = 12  # of the log of a script that failed
+NOT_BEGUN = 9
 LEFT_OUT = "left out: "  # how a line of a log begins that names what was not measured
 
 
@@ -88,12 +89,14 @@ def main(words: Sequence[str]) -> int:
     flags += ["--dry"] if options.dry else []
     slack = DRY_SLACK if options.dry else 1.0
     outcomes: list[Outcome] = []
-    for script in choose(options.only):
+    for script in choose(options.only, kept=(KEPT, out)):
         left = options.seconds * slack - (time.monotonic() - begin)
         outcomes.append(run(script, flags, out, left, slack=slack))
         print(outcomes[-1], flush=True)
         (out / "summary.md").write_text("\n".join([f"# {card or 'no card'}", "", *map(str, outcomes), ""]))
-    return 1 if any(outcome.failed for outcome in outcomes) else 0
+    if any(outcome.failed for outcome in outcomes):
+        return 1
+    return NOT_BEGUN if any(outcome.seconds is None for outcome in outcomes) else 0
 
 
 def find_card() -> str | None:

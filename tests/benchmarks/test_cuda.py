@@ -93,10 +93,10 @@ def test_the_time_that_is_left_limits_a_script(run: ModuleType, tmp_path: Path) 
 
 def test_tables_are_chosen_by_name_and_those_that_are_kept_come_last(run: ModuleType, tmp_path: Path) -> None:
     both = ["save_held", "small_step"]
-    assert [script.name for script in run.choose(both, kept=tmp_path)] == ["small_step", "save_held"]
-    assert run.choose([], kept=tmp_path) == run.SCRIPTS
+    assert [script.name for script in run.choose(both, kept=[tmp_path])] == ["small_step", "save_held"]
+    assert run.choose([], kept=[tmp_path]) == run.SCRIPTS
     (tmp_path / "small_step.md").touch()
-    assert [script.name for script in run.choose(both, kept=tmp_path)] == both
+    assert [script.name for script in run.choose(both, kept=[tmp_path])] == both
     with pytest.raises(ValueError, match="speed: no such table; there are small_step, "):
         run.choose(["speed"])
 

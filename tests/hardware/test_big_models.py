@@ -239,7 +239,7 @@ def test_a_model_of_twice_its_budget_generates_the_same_tokens(
 def test_weights_that_torchao_packs_come_packed(
     on_device: Callable[..., list[object]], kind: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchao", reason="an extra of drivetrain-dispatch brings it")
+    pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-dispatch brings")
     on_device(loads_packed, kind, tmp_path)
 
 
@@ -248,7 +248,9 @@ def test_weights_that_torchao_packs_come_packed(
 def test_weights_that_bitsandbytes_packs_come_packed(
     on_device: Callable[..., list[object]], kind: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("bitsandbytes", reason="an extra of drivetrain-dispatch brings it")
+    pytest.importorskip(
+        "bitsandbytes", reason="wants bitsandbytes, which an extra of drivetrain-dispatch brings"
+    )
     on_device(loads_packed, kind, tmp_path)
 
 

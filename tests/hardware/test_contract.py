@@ -94,6 +94,6 @@ def check_deepspeed(stage: int) -> list[str]:
 def test_deepspeed_passes_the_contract(
     on_device: Callable[..., list[object]], stage: int, num_processes: int
 ) -> None:
-    pytest.importorskip("deepspeed", reason="an extra of drivetrain-backends brings it")
+    pytest.importorskip("deepspeed", reason="wants deepspeed, which an extra of drivetrain-backends brings")
     for ran in on_device(check_deepspeed, stage, num_processes=num_processes):
         assert {"tied weights", "frozen layer", "check_resume", "check_gan"} < set(ran)

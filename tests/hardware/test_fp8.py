@@ -170,7 +170,7 @@ def learns_by_transformer_engine(scaling: Any, folder: Path) -> str:
 def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
     on_device: Callable[..., list[object]],
 ) -> None:
-    pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+    pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(refused)
     on_device(by_hand)
 
@@ -179,19 +179,19 @@ def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
 def test_a_recipe_of_torchao_learns_as_bf16_does_or_is_refused_by_name(
     on_device: Callable[..., list[object]], scaling: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+    pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     print(*on_device(learns_or_is_refused, scaling, tmp_path))
 
 
 @pytest.mark.only_on("cuda", why="it asks the card for its generation")
 def test_recipes_of_small_blocks_want_blackwell(on_device: Callable[..., list[object]]) -> None:
-    pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+    pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(knows_its_generation)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_weights_are_gathered_in_fp8(on_device: Callable[..., list[object]], num_processes: int) -> None:
-    pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+    pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(gathers, "fsdp", num_processes=num_processes)
 
 
@@ -200,5 +200,5 @@ def test_weights_are_gathered_in_fp8(on_device: Callable[..., list[object]], num
 def test_a_recipe_of_transformer_engine_learns_as_bf16_does(
     on_device: Callable[..., list[object]], scaling: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformer_engine", reason="an extra of drivetrain-precision brings it")
+    pytest.importorskip("transformer_engine", reason="wants Transformer Engine")
     print(*on_device(learns_by_transformer_engine, scaling, tmp_path))

@@ -279,7 +279,7 @@ def test_allocations_have_stacks_and_pinned_memory_is_counted(
 
 @pytest.mark.only_on("cuda", why="it asks NVIDIA's driver")
 def test_the_driver_tells_power_temperature_and_use(on_device: Callable[..., list[object]]) -> None:
-    pytest.importorskip("pynvml", reason="an extra of drivetrain-memory brings it")
+    pytest.importorskip("pynvml", reason="wants pynvml, which an extra of drivetrain-memory brings")
     on_device(asks_the_driver)
 
 
@@ -291,5 +291,5 @@ def test_the_page_of_a_run_has_its_device(on_device: Callable[..., list[object]]
 def test_the_page_of_a_run_has_what_the_driver_tells(
     on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
-    pytest.importorskip("pynvml", reason="an extra of drivetrain-memory brings it")
+    pytest.importorskip("pynvml", reason="wants pynvml, which an extra of drivetrain-memory brings")
     on_device(is_drawn_with_the_driver, tmp_path)

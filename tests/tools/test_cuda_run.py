@@ -36,12 +36,14 @@ def test_what_the_packages_need_is_named_as_it_is_imported() -> None:
     [
         (["tests"], 2, "no CUDA device that torch can use: nothing was run"),
         (["tets"], 2, "'tets' is no part"),
+        (["--minutes", "-1"], 2, "--minutes -1: more than 0 is allowed"),
+        (["--out", __file__], 2, "no folder can be made there (File exists); name another one"),
     ],
 )
 def test_without_a_card_nothing_is_run_and_that_is_said(
     words: list[str], code: int, said: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "cuda" / "run.py"), *words, "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tools" / "cuda" / "run.py"), "--out", str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
@@ -79,8 +81,8 @@ def test_what_has_never_passed_on_a_card_comes_first_and_what_is_not_begun_fails
 ) -> None:
     (tmp_path / "passed.txt").write_text("test_each.py::test_old\n")
     code, said = run_session(tmp_path, minutes=5, test_each=SESSION)
-    assert code == 1, said
-    assert "1 tests were not begun: run again with the same --out" in said
+    assert code == 9, said
+    assert "1 tests were not begun" in said
     assert "test_each.py::test_new PASSED" in said
     assert (tmp_path / "passed.txt").read_text().split() == [
         "test_each.py::test_old",

@@ -28,8 +28,9 @@ from source_path import requirements, source_path
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "benchmarks", "slow")
 DEFAULT_PARTS = PARTS[:2]
-MINUTES = 8.0
+MINUTES, DRY_MINUTES = 8.0, 30.0
 GRACE_SECONDS = 45.0  # for what was begun within the minutes; then all is ended
+NOT_BEGUN = 9  # the exit code of a part that passed as far as it went
 # What tests and benchmarks use beside what the packages declare; each is named if it is missing.
 OPTIONAL = (
     "accelerate", "bitsandbytes", "deepspeed", "lightning", "peft", "pynvml", "torchao", "transformer_engine",
@@ -89,16 +90,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; the first two if none is named"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "cuda", help="folder of logs and tables")
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="after which a part begins nothing more"
+        "--out", type=Path, default=ROOT / "build" / "cuda", help="folder of logs and tables (build/cuda)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"after which a part begins nothing more ({MINUTES:g}; {DRY_MINUTES:g} with --dry)",
     )
     parser.add_argument("--dry", action="store_true", help="without a card: what can be played anywhere")
     options = parser.parse_args(arguments)
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"{unknown[0]!r} is no part; there are {', '.join(PARTS)}")
+    minutes = options.minutes or (DRY_MINUTES if options.dry else MINUTES)
+    if minutes <= 0:
+        parser.error(f"--minutes {minutes:g}: more than 0 is allowed")
     out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {out}: no folder can be made there ({error.strerror}); name another one")
     with TemporaryDirectory() as folder:
         variables = environment(Path(folder))
         facts = ask_facts(variables)
@@ -110,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
             return 2
         run = CardRun(
             out=out,
-            minutes=options.minutes,
+            minutes=minutes,
             dry=options.dry,
             missing=facts["missing"],
             variables=variables,
@@ -118,7 +129,8 @@ def main(arguments: Sequence[str]) -> int:
         chosen = [part for part in PARTS if part in (options.parts or DEFAULT_PARTS)]
         ends = {part: run_part(part, run) for part in chosen}
     for part, said in ends.items():
-        print(f"{part}: {said or 'passed'}; logs and tables are in {out}")
+        print(f"{part}: {said or 'passed'}")
+    print(f"logs and tables are in {out}")
     return int(any(said and not said.startswith("skipped") for said in ends.values()))
 
 
@@ -183,6 +195,8 @@ def run_part(part: str, run: CardRun) -> str:
     print(f"{part}: {seconds:.0f} s", flush=True)
     if code and seconds > limit:
         return f"ended after {seconds:.0f} s"
+    if code == NOT_BEGUN:
+        return "not all was begun: run it again with the same --out, which begins with that"
     return f"exit code {code}" if code else ""
 
 

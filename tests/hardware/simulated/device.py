@@ -28,7 +28,8 @@ from hardware.devices import Copies
 NAME = "npu"
 _NUM_DEVICES = 2
 _TORCH = str(Path(torch.__file__).parent)
-CAN_BE_MADE = importlib.util.find_spec("ninja") is not None and shutil.which("c++") is not None
+_HAS_NINJA = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
+CAN_BE_MADE = _HAS_NINJA and shutil.which("c++") is not None
 _SOURCES = sorted(Path(__file__).parent.glob("*.?pp"))
 
 
