@@ -1,5 +1,5 @@
 from drivetrain_doctor.doctor_finding import CheckReport, error, warning
-from drivetrain_doctor.examine import Examination
+from drivetrain_doctor.examination import Examination
 from drivetrain_doctor.report.table import merge_hosts, table
 
 FINE = CheckReport(name="limits", summary="20,000 open files")

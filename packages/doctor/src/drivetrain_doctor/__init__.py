@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from drivetrain_doctor.checked_run import CheckedRun as CheckedRun
     from drivetrain_doctor.checked_run import run_to_check as run_to_check
     from drivetrain_doctor.doctor_finding import DoctorFinding as DoctorFinding
-    from drivetrain_doctor.examine import Examination as Examination
-    from drivetrain_doctor.examine import examine as examine
+    from drivetrain_doctor.examination import Examination as Examination
+    from drivetrain_doctor.examination import examine as examine
     from drivetrain_doctor.links.link_faults import LinkFaults as LinkFaults
     from drivetrain_doctor.links.link_faults import find_faults as find_faults
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "CheckedRun": "checked_run",
     "DoctorFinding": "doctor_finding",
-    "Examination": "examine",
+    "Examination": "examination",
     "LinkFaults": "links.link_faults",
-    "examine": "examine",
+    "examine": "examination",
     "find_faults": "links.link_faults",
     "run_to_check": "checked_run",
 }

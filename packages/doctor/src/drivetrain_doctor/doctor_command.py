@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drivetrain_config import Layers, environ
 from drivetrain_doctor.checked_run import run_to_check
-from drivetrain_doctor.examine import Examination, examine
+from drivetrain_doctor.examination import Examination, examine
 from drivetrain_doctor.report.as_json import as_json
 from drivetrain_doctor.report.step_display import StepDisplay
 from drivetrain_doctor.report.table import table

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drivetrain_doctor.examine import Examination
+from drivetrain_doctor.examination import Examination
 
 
 def as_json(examination: Examination) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, State
-from drivetrain_doctor.examine import Examination
+from drivetrain_doctor.examination import Examination
 
 # How far apart two columns stand, and where findings begin.
 _GAP, _INDENT = "  ", "         "
