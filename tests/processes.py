@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 TESTS = Path(__file__).parent
+TOOLS = TESTS.parent / "tools"  # both are on the path of the tests too, see pyproject.toml
 MOST_GROUPS = 8  # of a pool's rank, see RankPool
 
 
@@ -71,7 +72,7 @@ def rank_environment(rank: int, num_processes: int, port: int, extra: dict[str, 
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
-            [str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            [str(TESTS), str(TOOLS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         ).rstrip(os.pathsep),
         **extra,
     }
