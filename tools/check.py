@@ -20,10 +20,10 @@ from checks import (
     cuda,
     english,
     floors,
-    lint,
     names,
     site,
     sizes,
+    style,
     suite,
     transformer_engine,
     types,
@@ -55,7 +55,7 @@ class Outcome:
 
 
 CHECKS = (
-    Check(name="lint", run=lint.check, looks_at="ruff's rules and formatting"),
+    Check(name="style", run=style.check, looks_at="ruff's rules and formatting"),
     Check(name="types", run=types.check, looks_at="pyright, strict"),
     Check(name="floors", run=floors.check, looks_at="imports point down the floors of docs/design.md only"),
     Check(

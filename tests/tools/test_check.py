@@ -11,11 +11,11 @@ def names(*words: str) -> list[str]:
 
 
 def test_without_a_name_the_fast_checks_run() -> None:
-    assert names() == ["lint", "types", "floors", "sizes", "english", "names", "docs"]
+    assert names() == ["style", "types", "floors", "sizes", "english", "names", "docs"]
 
 
 def test_named_checks_run_in_one_order() -> None:
-    assert names("sizes", "lint") == ["lint", "sizes"]
+    assert names("sizes", "style") == ["style", "sizes"]
 
 
 def test_alone_takes_packages() -> None:
@@ -29,7 +29,7 @@ def test_versions_takes_versions() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("lnit",), "'lnit' is no check; there are lint, types"),
+        (("lnit",), "'lnit' is no check; there are style, types"),
         (("state",), "'state' is a package, which only `alone` takes"),
         (("alone", "2.11"), "'2.11' is a version, which only `versions` takes"),
     ],
@@ -53,7 +53,7 @@ def test_the_report_shows_findings_and_one_table() -> None:
         "  a.py:1: too long",
         "",
         "check    result          seconds",
-        "lint     ok                  0.5",
+        "style    ok                  0.5",
         "types    1 finding          12.0",
     ]
 

@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 from checks.commands import captured, failure
-from checks.lint import format_findings, rule_findings
 from checks.site import warning_lines
+from checks.style import format_findings, rule_findings
 from checks.types import type_findings
 
 ROOT = Path("/repository")

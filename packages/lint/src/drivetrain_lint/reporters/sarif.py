@@ -28,7 +28,7 @@ def as_sarif(report: Report) -> str:
                 "tool": {
                     "driver": {
                         "name": "drivetrain lint",
-                        "semanticVersion": version("drivetrain-launcher"),
+                        "semanticVersion": version("drivetrain-lint"),
                         "rules": rules,
                     }
                 },
