@@ -109,6 +109,27 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
         assert accelerator.load_state() == step
 
 
+LATE_SIGNALS = """
+class Late:
+    def __del__(self):  # as the interpreter ends
+        os.kill(os.getpid(), signal.SIGTERM)
+
+import atexit, signal
+late = Late()
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+accelerator.request_stop("the limit is near")
+"""
+
+
+def test_a_signal_while_the_program_ends_does_not_change_its_exit_code(
+    run_ranks_script, tmp_path: Path
+) -> None:
+    source = TRAIN.replace("with accelerator:", LATE_SIGNALS + "with accelerator:")
+    (ended,) = run_ranks_script(source, str(tmp_path), num_processes=1)
+    assert ended.returncode == RESUME_EXIT_CODE, ended
+    assert len(steps_of(tmp_path)) == 1
+
+
 @pytest.mark.parametrize(
     ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
 )

@@ -35,7 +35,8 @@ class SaveSchedule:
     """A schedule that decides after each optimizer step whether a save is due, identically on all ranks.
 
     Until `close`, it handles the signals of `settings.save_on_signals`, and calls their previous handlers too. A
-    repeated signal has no further effect: a scheduler and a launcher often both send it.
+    repeated signal has no further effect: a scheduler and a launcher often both send it. After a stop, the process
+    ignores these signals until it ends.
 
     Args:
         context: The context of this process.
@@ -56,6 +57,7 @@ class SaveSchedule:
         )
         self._saved_at = time.monotonic()
         self._has_asked = False
+        self._has_stopped = False
         self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
         for name in settings.save_on_signals:
             if (number := getattr(signal.Signals, name, None)) is None:
@@ -97,14 +99,16 @@ class SaveSchedule:
         if not reasons:
             return None
         self._saved_at, self._has_asked = time.monotonic(), self._has_asked and _MINUTES not in reasons
-        return SaveReason(
-            tuple(reasons), next((reason for reason in reasons if reason not in (_STEPS, _MINUTES)), None)
-        )
+        stop = next((reason for reason in reasons if reason not in (_STEPS, _MINUTES)), None)
+        self._has_stopped = self._has_stopped or stop is not None
+        return SaveReason(tuple(reasons), stop)
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers; after a stop, ignore the signals instead."""
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            # Python and torch take a second to end. The launcher of another node, which learns of the stop only now,
+            # signals its ranks meanwhile: under the default handler they would end by SIGTERM, as if nothing was saved.
+            signal.signal(number, signal.SIG_IGN if self._has_stopped else handler)
         self._handlers = {}
         self._agreed.close()
 
