@@ -98,6 +98,11 @@ def test_a_file_that_imports_what_is_known_to_be_missing_is_skipped_by_name(tmp_
     assert (code, "No module named 'gone'" in said) == (2, True), said
 
 
+def test_a_run_that_chooses_nothing_is_no_success(tmp_path: Path) -> None:
+    code, said = run_session(tmp_path, minutes=1, test_each="def test_without_a_card(): pass\n")
+    assert code == pytest.ExitCode.NO_TESTS_COLLECTED, said
+
+
 def test_every_test_that_only_a_card_can_show_is_run_on_one(tmp_path: Path) -> None:
     """As if there were a card: those that ask for no device are chosen as well."""
     pretend = "import torch\ntorch.cuda.is_available = lambda: True\n"

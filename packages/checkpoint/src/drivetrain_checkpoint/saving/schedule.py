@@ -106,8 +106,8 @@ class SaveSchedule:
     def close(self) -> None:
         """Restore the previous signal handlers; after a stop, ignore the signals instead."""
         for number, handler in self._handlers.items():
-            # Python and torch take a second to end. The launcher of another node, which learns of the stop only now,
-            # signals its ranks meanwhile: under the default handler they would end by SIGTERM, as if nothing was saved.
+            # A process takes a second to end, in which a launcher that learns of the stop late signals its ranks.
+            # Under the default handler they would end by SIGTERM, as if nothing was saved.
             signal.signal(number, signal.SIG_IGN if self._has_stopped else handler)
         self._handlers = {}
         self._agreed.close()

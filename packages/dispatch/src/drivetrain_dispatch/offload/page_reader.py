@@ -89,12 +89,12 @@ class PageReader:
         self._limits = limits
         self._uses_left = Counter(order.units)
         self._ends: dict[int, int] = {}  # of each unit, the bytes to read up to its end
-        self._steps: list[tuple[int, int, int]] = []  # address, bytes, bytes before it
+        self._steps: list[_Step] = []
         total = 0
         for index in dict.fromkeys(order.units):
             for part in units[index]:
                 for address, size_bytes in part.pages.steps() if part.is_used() else ():
-                    self._steps.append((address, size_bytes, total))
+                    self._steps.append(_Step(address, size_bytes, before_bytes=total, unit=index))
                     total += size_bytes
             self._ends[index] = total
         self._next = 0
@@ -123,7 +123,7 @@ class PageReader:
             with self._changed:
                 self._used_bytes = used_bytes
                 self._changed.notify_all()
-        if previous != index and self._uses_left[previous] <= 0:
+        if self._is_done(previous):
             self._release(previous)
 
     def stop(self) -> None:
@@ -148,18 +148,40 @@ class PageReader:
                 # A folio of the page cache may begin in the part before, which is not used any more either.
                 part.file.forget(part.pages.first - _FOLIO_BYTES, part.pages.size_bytes + _FOLIO_BYTES)
 
+    def _is_done(self, index: int) -> bool:
+        """Return whether the forward has left a unit that it does not use again."""
+        return bool(self.used) and self.used[-1] != index and self._uses_left[index] <= 0
+
     def _read(self) -> None:
         while (step := self._next_step()) is not None:
-            if not populate(*step):
+            if not populate(step.address, step.size_bytes):
                 return  # the forward reads the rest by page faults
 
-    def _next_step(self) -> tuple[int, int] | None:
+    def _next_step(self) -> "_Step | None":
         """Return the next piece once there is room for it; None after the last one."""
         with self._changed:
             while not self._stopped and self._next < len(self._steps):
-                address, size_bytes, before = self._steps[self._next]
-                if before <= self._used_bytes + self._limits.ahead_bytes:
-                    self._next += 1
-                    return address, size_bytes
-                self._changed.wait()
+                step = self._steps[self._next]
+                if step.before_bytes > self._used_bytes + self._limits.ahead_bytes:
+                    self._changed.wait()
+                    continue
+                self._next += 1
+                if not self._is_done(step.unit):  # a reader that fell behind must not read what was released
+                    return step
         return None
+
+
+class _Step(NamedTuple):
+    """A piece that is read at once.
+
+    Attributes:
+        address: The address of its first byte.
+        size_bytes: Its size.
+        before_bytes: The bytes of all pieces before it.
+        unit: The unit that it belongs to.
+    """
+
+    address: int
+    size_bytes: int
+    before_bytes: int
+    unit: int
