@@ -17,8 +17,8 @@ from drivetrain_checkpoint.cli import merge, prune, show, verify
 from drivetrain_checkpoint.cli.printing import age_text, table
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.storage.place import locate, storage_of
+from drivetrain_messages import format_size
 from drivetrain_state import Context
-from drivetrain_weights import format_size
 
 WEIGHTS = "weights-m.r0.safetensors"
 
@@ -83,7 +83,7 @@ class TestList:
         assert "state.json has 1 bytes" in two[6]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", nine[1])
         size = sum(path.stat().st_size for path in (runs / "step-7").iterdir())
-        assert seven == ["7", "-", "-", format_size(size, digits=1), "-", "-", "not completed"]
+        assert seven == ["7", "-", "-", format_size(size), "-", "-", "not completed"]
 
     def test_json_has_it_all(self, runs: Path, capsys) -> None:
         assert listed(runs, json=True) == 0
@@ -262,7 +262,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from drivetrain_checkpoint.saving.writer_lock import WriterLock
-from drivetrain_weights import format_size
+from drivetrain_messages import format_size
 lock = WriterLock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)
@@ -339,7 +339,7 @@ def test_progress_on_a_terminal_is_one_line_and_an_error_adds_nothing(monkeypatc
         progress.advance(1000)
         progress.advance(1000)
     lines = terminal.getvalue()
-    assert re.match(r"\rverify x: 2.0 kB of 2.0 kB, .*/s *\n$", lines[lines.rindex("\r") :])
+    assert re.match(r"\rverify x: 2.00 kB of 2.00 kB, .*/s *\n$", lines[lines.rindex("\r") :])
     assert lines.count("\n") == 1
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     with pytest.raises(ValueError, match="bad"), Progress("verify x", 2000):

@@ -173,7 +173,7 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path, extra: str) -> No
         ),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_stategy: 1}",
-            r"yaml:3 fsdp_config\.fsdp_sharding_stategy: 1 \(an unknown key, did you mean 'fsdp_sharding_str",
+            r"yaml:3 fsdp_config\.fsdp_sharding_stategy: 1 \(an unknown key; did you mean fsdp_sharding_str",
         ),
         (
             "distributed_type: DEEPSPEED\ngradient_accumulation_steps: 2\n"
@@ -181,7 +181,7 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path, extra: str) -> No
             r"yaml:4 .*steps: 4 \(another key has run\.gradient_accumulation_steps=2\)",
         ),
         ("tpu_env: [A=1]", "yaml:2 tpu_env: "),
-        ("num_procesess: 2", r"yaml:2 num_procesess: 2 \(an unknown key, did you mean 'num_processes'\?\)"),
+        ("num_procesess: 2", r"yaml:2 num_procesess: 2 \(an unknown key; did you mean num_processes\)"),
         ("colour: red", r"yaml:2 colour: red \(an unknown key\)"),
     ],
 )
@@ -223,7 +223,7 @@ def test_what_accelerate_config_writes_of_fp8_names_a_recipe(
         ("{override_linear_precision: [false, false, true]}", "torchao_rowwise_with_gw_hp"),
         ("{override_linear_precision: [true, false, true]}", "--precision-fp8-exclude"),
         ("{use_mxfp8_block_scaling: true}", "te_mxfp8"),
-        ("{backnd: AO}", r"an unknown key, did you mean 'backend'"),
+        ("{backnd: AO}", r"an unknown key; did you mean backend"),
         ("narrow", r"fp8_config: narrow \(a mapping\)"),
     ],
 )

@@ -196,7 +196,7 @@ def test_words_for_true_and_false_numbers_and_dates_are_what_their_field_takes(t
 
 def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(tmp_path: Path) -> None:
     write(tmp_path, "train.yaml", "")
-    with pytest.raises(ConfigError, match=r"trian\.yaml: no such file, did you mean .*train\.yaml\?$"):
+    with pytest.raises(ConfigError, match=r"trian\.yaml: no such file; did you mean .*train\.yaml$"):
         read_file(tmp_path / "trian.yaml")
     with pytest.raises(ConfigError, match=r"no such file$"):
         read_file(tmp_path / "nowhere" / "x.yaml")

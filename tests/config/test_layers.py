@@ -124,9 +124,9 @@ def test_a_secret_is_shown_in_no_repr(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prob:\n  seed: 1\n", r"run\.yaml:1: there is no section 'prob', did you mean 'probe'"),
+        ("prob:\n  seed: 1\n", r"run\.yaml:1: there is no section 'prob'; did you mean probe"),
         ("prob:\n", r"run\.yaml:1: there is no section 'prob'"),
-        ("probe:\n  sed: 1\n", r"run\.yaml:2: section 'probe' has no field 'sed', did you mean 'seed'"),
+        ("probe:\n  sed: 1\n", r"run\.yaml:2: section 'probe' has no field 'sed'; did you mean seed"),
         ("probe:\n  seed: 'yes'\n", r"^probe\.seed='yes': must be an integer or null; from .*run\.yaml:2$"),
         ("probe:\n  seed: true\n", r"^probe\.seed=True: must be an integer or null; from .*run\.yaml:2$"),
         ("probe:\n  rate: null\n", r"^probe\.rate=None: must be a number; from .*run\.yaml:2$"),

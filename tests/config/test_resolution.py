@@ -203,12 +203,12 @@ def test_a_file_or_variable_that_is_overruled_is_no_disagreement(tmp_path: Path)
     [
         (
             {"cuont": 1},
-            r"^code: section 'probe' has no field 'cuont', did you mean 'count'\?; its fields: count, limit",
+            r"^code: section 'probe' has no field 'cuont'; did you mean count; its fields: count, limit",
         ),
         ({"count": "4"}, r"^probe\.count='4': must be an integer; take it out of its quotes; from code$"),
         (
             {"mode": "fp17"},
-            r"^probe\.mode='fp17': must be one of 'no', 'fp16', 'bf16', did you mean .*; from code$",
+            r"^probe\.mode='fp17': must be one of 'no', 'fp16', 'bf16'; did you mean .*; from code$",
         ),
         ({"count": -1}, r"^probe\.count=-1: must be at least 0; from code$"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from drivetrain_config import ConfigError, Source
 from drivetrain_config.source import Entry
-from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_secret, nearest
+from drivetrain_config.vocabulary import Vocabulary, check_field, converted, is_secret
 
 IN_FILE = Source("file", "run.yaml:3")
 
@@ -24,7 +24,7 @@ class Tracking:
 def test_an_unknown_section_is_told_with_the_nearest_and_all_there_are() -> None:
     own = {"trackings": Tracking}
     with pytest.raises(
-        ConfigError, match=r"run\.yaml:3: there is no section 'trakings', did you mean 'trackings'\?"
+        ConfigError, match=r"run\.yaml:3: there is no section 'trakings'; did you mean trackings"
     ):
         Vocabulary(own).section("trakings", IN_FILE)
     with pytest.raises(ConfigError, match=r"sections here: .*trackings"):
@@ -40,7 +40,7 @@ def test_a_section_given_in_code_is_known() -> None:
 def test_an_unknown_field_is_told_with_the_nearest_and_all_there_are() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^run\.yaml:3: section 'tracking' has no field 'nane', did you mean 'name'\?; its fields: login, n",
+        match=r"^run\.yaml:3: section 'tracking' has no field 'nane'; did you mean name; its fields: login, n",
     ):
         check_field("tracking", "nane", ["login", "name"], IN_FILE)
 
@@ -62,8 +62,3 @@ def test_a_field_is_secret_when_something_inside_it_is() -> None:
     assert is_secret(Tracking, "login")
     assert is_secret(Login, "password")
     assert not is_secret(Tracking, "name")
-
-
-def test_nothing_is_suggested_where_nothing_comes_near() -> None:
-    assert nearest("sed", ["seed", "cpu"]) == ", did you mean 'seed'?"
-    assert nearest("q", ["seed", "cpu"]) == ""

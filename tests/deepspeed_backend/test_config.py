@@ -128,7 +128,7 @@ def test_a_setting_and_a_given_configuration_contradict_each_other() -> None:
     [
         (
             {"gradient_cliping": 1.0},
-            r"gradient_cliping is nothing that DeepSpeed reads; did you mean gradient_clipping\?",
+            r"gradient_cliping is nothing that DeepSpeed reads; did you mean gradient_clipping",
         ),
         ({"zero_optimization": {"stagge": 2}}, r"did you mean zero_optimization.stage\?"),
         (

@@ -207,7 +207,7 @@ def test_options_that_nobody_knows_are_refused(
         "transformers": (transformers.AutoModelForCausalLM, mixtral),
         "diffusers": (diffusers.AutoencoderKL, autoencoder),
     }[library]
-    with pytest.raises(TypeError, match=f"{next(iter(options))!r} is not known: {hint}"):
+    with pytest.raises(TypeError, match=f"{next(iter(options))!r} is .*{hint}"):
         load_pretrained(model_class, folder, **options)
 
 

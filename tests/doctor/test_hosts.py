@@ -307,7 +307,7 @@ def test_a_small_shared_memory_and_a_full_folder_of_this_host(tmp_path: Path) ->
     )
     found = {check["name"]: check for check in json.loads(done.stdout)["hosts"][0]["checks"]}
     assert whats(found["shared memory"]) == [
-        "/dev/shm has 64.0 MiB free of 64.0 MiB, and this run fills 171.7 MiB"
+        "/dev/shm has 67.11 MB free of 67.11 MB, and this run fills 180.00 MB"
     ]
     assert whats(found["checkpoint disk"]) == [
         f"nothing can be written into {folder} (tmpfs): the file system is full"

@@ -54,7 +54,7 @@ def test_no_name_stands_in_two_lines_or_is_here_after_all() -> None:
 
 def test_a_misspelt_argument_or_attribute_is_told_as_python_does() -> None:
     with pytest.raises(
-        TypeError, match="unexpected keyword argument 'mixed_precison': did you mean mixed_prec"
+        TypeError, match="unexpected keyword argument 'mixed_precison'; did you mean mixed_prec"
     ):
         Accelerator(cpu=True, mixed_precison="no")
     accelerator = Accelerator(cpu=True)

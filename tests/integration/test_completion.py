@@ -147,4 +147,4 @@ def test_a_completion_takes_less_than_a_tenth_of_a_second(scripts: dict[str, str
 
 def test_another_shell_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "fsh"]) == 2
-    assert "there is no such script, did you mean fish? say bash, zsh or fish" in capsys.readouterr().err
+    assert "there is no such script; did you mean fish; say bash, zsh or fish" in capsys.readouterr().err

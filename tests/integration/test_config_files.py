@@ -81,7 +81,7 @@ def test_a_file_of_the_user_that_changes_a_run_is_in_its_plan_and_in_its_errors(
     assert f"note: settings from {path}, found in the user's folder" in capsys.readouterr().out
     path.write_text("launch:\n  num_proceses: 3\n")
     assert main(["launch", "--dry-run", "train.py"]) == 2
-    assert f"{path}:2: section 'launch' has no field 'num_proceses', did you mean" in capsys.readouterr().err
+    assert f"{path}:2: section 'launch' has no field 'num_proceses'; did you mean" in capsys.readouterr().err
 
 
 def test_a_file_that_is_there_needs_force_and_is_kept_as_a_copy(
@@ -180,8 +180,8 @@ def test_validate_lists_every_problem_and_fails(folder: Path, capsys: pytest.Cap
     (folder / "drivetrain.yaml").write_text("run:\n  mixed_precison: bf16\nlunch:\n  num_nodes: 2\n")
     assert main(["config", "validate"]) == 1
     shown = capsys.readouterr().err
-    assert "error: drivetrain.yaml:2: section 'run' has no field 'mixed_precison', did you mean" in shown
-    assert "error: drivetrain.yaml:3: there is no section 'lunch', did you mean 'launch'?" in shown
+    assert "error: drivetrain.yaml:2: section 'run' has no field 'mixed_precison'; did you mean" in shown
+    assert "error: drivetrain.yaml:3: there is no section 'lunch'; did you mean launch" in shown
 
 
 def test_a_misspelt_plugin_is_a_problem_and_an_unknown_one_a_note(
@@ -190,9 +190,9 @@ def test_a_misspelt_plugin_is_a_problem_and_an_unknown_one_a_note(
     (folder / "x.yaml").write_text("run:\n  backend: dpd\nlaunch:\n  cluster: slrum\n")
     assert main(["config", "validate", "x.yaml"]) == 1
     shown = capsys.readouterr().err
-    assert "error: run.backend='dpd': no installed package provides it, did you mean 'ddp'?" in shown
+    assert "error: run.backend='dpd': no installed package provides it; did you mean ddp" in shown
     assert "from x.yaml:2" in shown
-    assert "error: launch.cluster='slrum': no installed package provides it, did you mean 'slurm'?" in shown
+    assert "error: launch.cluster='slrum': no installed package provides it; did you mean slurm" in shown
     (folder / "x.yaml").write_text("run:\n  backend: mine\n")
     assert main(["config", "validate", "x.yaml"]) == 0
     assert "run.backend='mine': no package provides it in this environment" in capsys.readouterr().err
@@ -215,8 +215,7 @@ def test_the_wizard_refuses_a_flag_with_a_misspelt_plugin(
 ) -> None:
     assert main(["config", "--yes", "--backend", "fspd"]) == 2
     assert (
-        "run.backend='fspd': no installed package provides it, did you mean 'fsdp'?"
-        in capsys.readouterr().err
+        "run.backend='fspd': no installed package provides it; did you mean fsdp" in capsys.readouterr().err
     )
     assert not (folder / "drivetrain.yaml").exists()
 
@@ -267,16 +266,16 @@ def test_update_sets_and_unsets_and_keeps_comments_and_order(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("run.sed=1", "--set on the command line: section 'run' has no field 'sed', did you mean 'seed'?"),
-        ("rnu.seed=1", "there is no section 'rnu', did you mean 'run'?"),
+        ("run.sed=1", "--set on the command line: section 'run' has no field 'sed'; did you mean seed"),
+        ("rnu.seed=1", "there is no section 'rnu'; did you mean run"),
         ("run.seed=many", "run.seed='many': must be an integer or null; from --set on the command line"),
         (
             "run.backend=dpd",
-            "run.backend='dpd': no installed package provides it, did you mean 'ddp'? say one of",
+            "run.backend='dpd': no installed package provides it; did you mean ddp; say one of",
         ),
         (
             "run.log_with=jsonl,wandbb",
-            "run.log_with='wandbb': no installed package provides it, did you mean",
+            "run.log_with='wandbb': no installed package provides it; did you mean",
         ),
         ("run.seed=-1", "run.seed=-1: must lie between 0 and 2**63 - 1"),
         ("seed", "'seed': say SECTION.FIELD=VALUE"),

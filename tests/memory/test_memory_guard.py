@@ -71,10 +71,10 @@ def test_the_warning_says_what_holds_memory(group: Group, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         group.guard(describe=lambda: memory_breakdown(model)).check()
     (record,) = caplog.records
-    for text in ("92% of this job's memory limit", "965 MB of 1.05 GB", "page cache beside it: 62.9 MB"):
+    for text in ("92% of this job's memory limit", "964.69 MB of 1.05 GB", "page cache beside it: 62.91 MB"):
         assert text in record.message
-    assert "parameters 4 MB" in record.message
-    assert "largest modules: 0 4 MB, 1 440 B" in record.message
+    assert "parameters 4.00 MB" in record.message
+    assert "largest modules: 0 4.00 MB, 1 440 B" in record.message
 
 
 def test_it_warns_once_until_memory_has_fallen(group: Group, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ def test_ours_is_there(tmp_path: Path) -> None:
 def test_an_unknown_one_is_answered_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
         UnknownTrackerError,
-        match=r"'wandbb': no installed package brings .*'jsonl'.* did you mean 'wandb'",
+        match=r"'wandbb': no installed package brings .*'jsonl'.* did you mean wandb",
     ):
         make_tracker("wandbb", tmp_path)
 

@@ -117,7 +117,7 @@ def test_the_disk_holds_what_is_converted_once(tmp_path: Path, caplog: pytest.Lo
         )
 
     first = load()
-    assert "MB of converted weights" in caplog.text
+    assert "kB of converted weights" in caplog.text
     (written,) = offload.iterdir()
     when = written.stat().st_mtime_ns
     experts = sum(tensor.nbytes for name, tensor in wanted.state_dict().items() if "experts" in name)

@@ -398,8 +398,8 @@ def test_a_host_without_room_is_told_before_anything_is_read(tmp_path: Path) -> 
     first = model.first.detach()
     with pytest.raises(
         LoadError,
-        match=rf"cpu has no room for 'weight' \({8 * numel / 1e6:,.1f} MB\): of the [\d,.]* MB that device_map puts "
-        r"there 0.0 MB went before, [\d,.]* MB are left, so about [\d,.]* MB fit. Put less there .* as it was",
+        match=rf"cpu has no room for 'weight' \({8 * numel / 1e9:.2f} GB\): of the [\d.]* .B that device_map puts "
+        r"there 0 B went before, [\d.]* .B are left, so about [\d.]* .B fit. Put less there .* as it was",
     ):
         load_checkpoint_in_model(model, with_hole(tmp_path / "model.safetensors", numel))
     assert model.weight.is_meta
@@ -442,7 +442,7 @@ def test_memory_that_ends_on_the_way_names_the_tensor_and_what_fits(python: str,
     assert run.returncode == 0, run.stderr
     told, total = run.stdout.splitlines()
     assert told.startswith(
-        "cpu has no room for '3.weight' (67.1 MB): of the 402.7 MB that device_map puts there 201.3 MB"
+        "cpu has no room for '3.weight' (67.11 MB): of the 402.65 MB that device_map puts there 201.33 MB"
     )
     assert told.endswith("The model is as it was True")
     assert float(total) == 5 * 2048 * 4096

@@ -125,9 +125,7 @@ class TestOnTheDisk:
             resource.RLIMIT_FSIZE, (300_000, hard)
         )  # no file grows beyond: as a full disk does
         try:
-            with pytest.raises(
-                WeightFilesError, match=r"0\.00 GB of weights could not be written .* free the disk"
-            ):
+            with pytest.raises(WeightFilesError, match=r"of weights could not be written .* free the disk"):
                 dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

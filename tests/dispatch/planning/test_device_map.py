@@ -37,7 +37,7 @@ def test_a_name_is_no_prefix_of_a_longer_word() -> None:
 
 
 def test_names_that_are_not_there_are_refused_with_what_was_meant() -> None:
-    with pytest.raises(DeviceMapError, match=r"the model has no 'a.weigth'; did you mean 'a.weight'\?"):
+    with pytest.raises(DeviceMapError, match=r"the model has no 'a.weigth'; did you mean a.weight"):
         places_of_tensors(ModelLayout.of(model_of_two()), {"": "cpu", "a.weigth": "disk"})
 
 
@@ -76,7 +76,7 @@ def test_it_is_a_dict_and_prints_as_a_table() -> None:
     assert str(devices).splitlines() == [
         "module       device  size of each     time",
         "(the model)  cpu",
-        "layer        0             2.5 MB  1.50 ms",
+        "layer        0            2.50 MB  1.50 ms",
     ]
 
 
@@ -86,8 +86,8 @@ def test_layers_that_are_alike_share_a_line_until_another_accelerator_computes()
     sizes = dict.fromkeys(devices, 1000000) | {"layers.7": 2_000_000, "head": 1_000_000}
     lines = str(DeviceMap(devices | {"head": 1}, sizes=sizes)).splitlines()
     assert [line.split(maxsplit=1) for line in lines[1:]] == [
-        ["layers.0-4", "2 on 0, 2 on cpu, 1 on disk        1.0 MB"],
-        ["layers.5-6", "1                                  1.0 MB"],
-        ["layers.7", "disk                               2.0 MB"],
-        ["head", "1                                  1.0 MB"],
+        ["layers.0-4", "2 on 0, 2 on cpu, 1 on disk       1.00 MB"],
+        ["layers.5-6", "1                                 1.00 MB"],
+        ["layers.7", "disk                              2.00 MB"],
+        ["head", "1                                 1.00 MB"],
     ]

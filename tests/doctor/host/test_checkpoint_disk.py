@@ -16,7 +16,7 @@ def whats(measured: DiskMeasurement, checked: CheckedRun = TWO) -> list[tuple[st
 
 def test_a_fast_shared_folder_has_no_finding() -> None:
     verdict = judge_disk(GOOD, TWO)
-    assert (verdict.findings, verdict.summary) == ((), "nfs4, 1,000 MB/s, 1024.0 GiB free in /data")
+    assert (verdict.findings, verdict.summary) == ((), "nfs4, 1,000 MB/s, 1.10 TB free in /data")
 
 
 def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_folder_without_room_or_right_breaks_the_first_checkpoint() -> None:
 
 def test_little_room_is_told_in_parameters() -> None:
     (finding,) = judge_disk(replace(GOOD, free_bytes=1_600_000_000), TWO).findings
-    assert (finding.severity, finding.what) == ("warning", "1.5 GiB free in /data")
+    assert (finding.severity, finding.what) == ("warning", "1.60 GB free in /data")
     assert "one of 100 million parameters fills it" in finding.why
 
 

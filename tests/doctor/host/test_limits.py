@@ -69,7 +69,7 @@ def test_a_containers_pids_limit() -> None:
 def test_a_containers_memory_limit() -> None:
     tight = replace(WIDE, group=GroupLimits(memory_bytes=8 << 30, used_bytes=7 << 30))
     (finding,) = judge_limits(tight, EIGHT).findings
-    assert finding.what == "1.0 GiB of the control group's 8.0 GiB are free"
+    assert finding.what == "1.07 GB of the control group's 8.59 GB are free"
     assert "40 processes" in finding.why
 
 
@@ -77,7 +77,7 @@ def test_locked_memory_matters_with_infiniband_alone() -> None:
     tight = replace(WIDE, locked_bytes=64 << 10)
     assert whats(tight) == []
     assert whats(replace(tight, has_infiniband=True)) == [
-        ("error", "memory that may be locked: 0.1 MiB (ulimit -l), with InfiniBand")
+        ("error", "memory that may be locked: 65.54 kB (ulimit -l), with InfiniBand")
     ]
 
 
@@ -85,7 +85,7 @@ def test_virtual_memory_matters_with_cuda_alone() -> None:
     tight = replace(WIDE, address_bytes=16 << 30)
     assert whats(tight) == []
     assert whats(tight, replace(EIGHT, accelerator="cuda")) == [
-        ("error", "virtual memory of a process: 16.0 GiB (ulimit -v)")
+        ("error", "virtual memory of a process: 17.18 GB (ulimit -v)")
     ]
 
 

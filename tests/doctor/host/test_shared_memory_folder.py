@@ -25,11 +25,11 @@ def test_what_a_batch_needs_is_computed() -> None:
 def test_dockers_64_megabytes_are_a_warning_without_a_batch_and_an_error_with_a_large_one() -> None:
     (finding,) = judge_shared_memory(DOCKER, ASKED).findings
     assert finding.severity == "warning"
-    assert finding.what == "/dev/shm has 64.0 MiB free of 64.0 MiB, as Docker gives it"
+    assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, as Docker gives it"
     assert "docker run --shm-size=8g" in finding.mend
     (finding,) = judge_shared_memory(DOCKER, replace(ASKED, batch_bytes=10_000_000)).findings
     assert finding.severity == "error"
-    assert finding.what == "/dev/shm has 64.0 MiB free of 64.0 MiB, and this run fills 171.7 MiB"
+    assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, and this run fills 180.00 MB"
     assert "2 ranks x 4 workers x 2 prefetched batches" in finding.why
 
 

@@ -90,7 +90,7 @@ def test_a_browser_shows_the_page_and_runs_nothing_of_hostile_names(tmp_path: Pa
     assert "<script" not in shown
     assert "<img" not in shown
     assert shown.count("<svg") == 4  # host and device of both ranks
-    for text in ("2.10 GB", "750 MB", "forward (rank 1)", "Where it went: rank 0"):
+    for text in ("2.10 GB", "750.00 MB", "forward (rank 1)", "Where it went: rank 0"):
         assert text in shown
 
 
@@ -134,8 +134,8 @@ def test_numbers_have_units() -> None:
     assert [bytes_text(size) for size in (0, 999, 1500, 2e6, 12_340_000_000)] == [
         "0 B",
         "999 B",
-        "1.5 kB",
-        "2 MB",
+        "1.50 kB",
+        "2.00 MB",
         "12.34 GB",
     ]
     assert [seconds_text(seconds) for seconds in (0.5, 61, 7500)] == ["0.5 s", "1 min 01 s", "2 h 05 min"]

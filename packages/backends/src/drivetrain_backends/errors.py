@@ -1,7 +1,5 @@
 """The errors of pairing a model with its optimizer and of training it through a backend."""
 
-from collections.abc import Sequence
-
 
 class PairingError(ValueError):
     """A model, optimizer, scheduler or loss was prepared without another of them that it needs."""
@@ -57,9 +55,3 @@ class ReplacedParameterError(RuntimeError):
 
 class SecondDerivativeError(RuntimeError):
     """A backward with `create_graph=True` ran under a backend that releases parameters during backward."""
-
-
-def first_of(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names for an error's message, and how many others there are."""
-    others = f" and {len(names) - most} others" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{others}"

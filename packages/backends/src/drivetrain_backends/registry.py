@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
 from drivetrain_backends.errors import UnknownBackendError
+from drivetrain_messages import suggest
 
 _GROUP = "drivetrain.backends"
 
@@ -35,11 +35,12 @@ class BackendRegistry:
             return self.added[name]
         for point in entry_points(group=_GROUP, name=name):
             return point.load()
-        near = get_close_matches(name, self.names(), n=1, cutoff=0.65)
-        meant = f"did you mean {near[0]!r}? " if near else ""
+        known = self.names()
+        meant = suggest(name, known, likeness=0.65)
         raise UnknownBackendError(
-            f"backend={name!r}: {meant}must be 'auto' or one of {', '.join(map(repr, self.names()))}; a backend of "
-            f"another package is found by its entry point {_GROUP!r} once that package is installed"
+            f"backend={name!r}: there is no such backend{meant}; must be 'auto' or one of "
+            f"{', '.join(map(repr, known))}; a backend of another package is found by its "
+            f"entry point {_GROUP!r} once that package is installed"
         )
 
 

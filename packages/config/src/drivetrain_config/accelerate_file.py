@@ -5,7 +5,6 @@ A key without a counterpart is refused by name, unless the file switches it off.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from drivetrain_config.accelerate_fp8 import FP8_CONFIG
 from drivetrain_config.accelerate_fsdp import FSDP
 from drivetrain_config.accelerate_words import Family, read_words
 from drivetrain_config.errors import ConfigError
+from drivetrain_messages import suggest
 
 _MARKS = ("compute_environment", "distributed_type")
 
@@ -234,8 +234,7 @@ def _refusal(key: str, value: Any, place: _Place) -> str:
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    near = get_close_matches(key, known, n=1)
-    return f"an unknown key{f', did you mean {near[0]!r}?' if near else ''}"
+    return f"an unknown key{suggest(key, known)}"
 
 
 def _type_name(value: Any) -> str:

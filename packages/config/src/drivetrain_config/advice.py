@@ -5,10 +5,11 @@ then a launch does not import what the wizard alone needs. The function takes wh
 and returns an `Advice`, or None where nothing is to be asked. It needs no import from drivetrain.
 
 Known are the facts of the machine (`machine.accelerator`, `machine.accelerator_count`, `machine.accelerator_name`,
-`machine.accelerator_memory_gib`, `machine.can_bf16`, `machine.can_fp16`, `machine.num_cpus`, `machine.memory_gib`,
-`machine.host`, `machine.folder`), what a cluster has decided (`cluster.name`, `cluster.num_nodes`), what is installed
-(`installed.backends` and `installed.trackers`, each a mapping of names to summaries), the number of processes that
-the answers amount to (`plan.num_processes`), and the value of every setting so far (`run.backend`).
+`machine.accelerator_memory_bytes`, `machine.can_bf16`, `machine.can_fp16`, `machine.num_cpus`,
+`machine.memory_bytes`, `machine.host`, `machine.folder`), what a cluster has decided (`cluster.name`,
+`cluster.num_nodes`), what is installed (`installed.backends` and `installed.trackers`, each a mapping of names to
+summaries), the number of processes that the answers amount to (`plan.num_processes`), and the value of every setting
+so far (`run.backend`).
 """
 
 from collections.abc import Callable, Mapping

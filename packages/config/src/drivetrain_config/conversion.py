@@ -4,7 +4,6 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,6 +23,7 @@ from drivetrain_config.kinds import (
     item_kinds,
     members,
 )
+from drivetrain_messages import suggest
 
 _BOOLS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -152,7 +152,7 @@ def _to_literal(value: Any, kind: Any, text: bool) -> Any:
         spelled = [choice for choice in known if isinstance(choice, str) and _BOOLS.get(choice) is value]
         if len(spelled) == 1:
             return spelled[0]
-    raise ConversionError(f"must be {describe(kind)}{_nearest(value, choices(kind) or ())}")
+    raise ConversionError(f"must be {describe(kind)}{suggest(str(value), map(str, choices(kind) or ()))}")
 
 
 def _is_choice(value: Any, choice: Any, text: bool) -> bool:
@@ -163,7 +163,7 @@ def _to_enum(value: Any, kind: type[Enum], text: bool) -> Enum:
     for member in kind:
         if value is member or value == member.name or _is_choice(value, member.value, text):
             return member
-    raise ConversionError(f"must be {describe(kind)}{_nearest(value, choices(kind) or ())}")
+    raise ConversionError(f"must be {describe(kind)}{suggest(str(value), map(str, choices(kind) or ()))}")
 
 
 def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
@@ -202,7 +202,7 @@ def _to_dataclass(value: Any, kind: Any, text: bool) -> Any:
         )
     for name in value:
         if name not in types:
-            raise ConversionError(f"has no {name!r}{_nearest(name, types)}; allowed are {', '.join(types)}")
+            raise ConversionError(f"has no {name!r}{suggest(name, types)}; allowed are {', '.join(types)}")
     for field in fields(kind):
         if field.init and field.name not in value and field.default is field.default_factory is MISSING:
             raise ConversionError(f"needs {field.name!r}, {describe(types[field.name])}")
@@ -247,8 +247,3 @@ def _json(value: str) -> Any:
     if too_deep:
         raise ConversionError(f"is nested too deeply: {MOST_LEVELS} levels are allowed")
     return found
-
-
-def _nearest(value: Any, known: Any) -> str:
-    near = get_close_matches(str(value), [str(each) for each in known], n=1)
-    return f", did you mean {near[0]!r}?" if near else ""

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from drivetrain_config.errors import ConfigError
 from drivetrain_config.file_text import parse_json, read_text, too_deep
 from drivetrain_config.kinds import is_too_deep
 from drivetrain_config.yaml_file import Lines, read_yaml
+from drivetrain_messages import suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,8 @@ def _text(path: Path) -> str:
         return read_text(path)
     except FileNotFoundError:
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, beside, n=1, cutoff=0.75)
-        raise ConfigError(
-            f"{path}: no such file{f', did you mean {path.with_name(near[0])}?' if near else ''}"
-        ) from None
+        meant = suggest(path.name, beside, likeness=0.75, form=str(path.with_name("{}")))
+        raise ConfigError(f"{path}: no such file{meant}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

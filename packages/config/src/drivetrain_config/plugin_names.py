@@ -6,13 +6,13 @@ right if the script contains it; where the script is not at hand, it is wrong if
 
 import re
 from collections.abc import Collection
-from difflib import get_close_matches
 from typing import Any
 
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.installed import entry_points
 from drivetrain_config.schema import FieldSpec
 from drivetrain_config.source import Source
+from drivetrain_messages import suggest
 
 _RESEMBLANCE = 0.65  # difflib's ratio from which a name counts as misspelt
 
@@ -70,16 +70,15 @@ def _is_known(name: str, known: Collection[str]) -> bool:
 
 def _review(field: str, name: str, known: Collection[str], source: Source, script: str | None) -> str:
     """Return a note of a name that is not known, if it may be right."""
-    near = get_close_matches(name.lower(), known, n=1, cutoff=_RESEMBLANCE)
-    is_own = not near if script is None else contains_word(script, name)
+    meant = suggest(name.lower(), known, likeness=_RESEMBLANCE)
+    is_own = not meant if script is None else contains_word(script, name)
     listed = ", ".join(known)
     if is_own:
         return (
             f"{field}={name!r}: no package provides it in this environment, which has {listed}; it is right if the "
             f"script registers it, or another environment has it; from {source}"
         )
-    meant = f", did you mean {near[0]!r}?" if near else ";"
     raise ConfigError(
-        f"{field}={name!r}: no installed package provides it{meant} say one of {listed}; from {source}. A name that "
+        f"{field}={name!r}: no installed package provides it{meant}; say one of {listed}; from {source}. A name that "
         "the script registers itself is accepted by a launch if the script's file contains it"
     )

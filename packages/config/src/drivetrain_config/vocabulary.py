@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 from drivetrain_config.conversion import ConversionError, convert
@@ -10,6 +9,7 @@ from drivetrain_config.errors import ConfigError
 from drivetrain_config.kinds import describe, field_types, holds_secret
 from drivetrain_config.registry import section_names, sections
 from drivetrain_config.source import Entry, Source
+from drivetrain_messages import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,13 @@ class Vocabulary:
         known = self.names()
         listed = ", ".join(known) or "none"
         raise ConfigError(
-            f"{source}: there is no section {name!r}{nearest(name, known)}; sections here: {listed}"
+            f"{source}: there is no section {name!r}{suggest(name, known)}; sections here: {listed}"
         )
 
     def sections_with(self, field: str) -> list[str]:
         """Return the names of the sections that have a field; this loads all sections."""
         every = {**sections(), **self.own}
         return sorted(name for name, section in every.items() if field in field_types(section))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion of the nearest name, for a message; empty if no name is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def check_field(section: str, field: str, known: Iterable[str], source: Source) -> None:
@@ -64,7 +58,7 @@ def check_field(section: str, field: str, known: Iterable[str], source: Source) 
     names = list(known)
     if field not in names:
         raise ConfigError(
-            f"{source}: section {section!r} has no field {field!r}{nearest(field, names)}; "
+            f"{source}: section {section!r} has no field {field!r}{suggest(field, names)}; "
             f"its fields: {', '.join(names)}"
         )
 

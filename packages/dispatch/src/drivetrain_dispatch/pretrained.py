@@ -4,7 +4,6 @@ import copy
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.quantization.block_scaled import BLOCK
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+from drivetrain_messages import suggest
 from drivetrain_weights.regular_file import read_json
 from drivetrain_weights.weight_index import find_variant
 
@@ -254,11 +254,12 @@ def _check_options(options: Iterable[str], known: Collection[str]) -> None:
     for name in options:
         if name in known:
             continue
-        near = get_close_matches(name, [*signature(load_pretrained).parameters, *known], n=1)
-        hint = f"give {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"did you mean {near[0]}?" if near else (
-            "it is no argument of load_pretrained and no field of the model's configuration"
-        )  # fmt: skip
-        raise TypeError(f"load_pretrained: {name!r} is not known: {hint}")
+        if name in _ELSEWHERE:
+            raise TypeError(f"load_pretrained: {name!r} is not known: give {_ELSEWHERE[name]}")
+        meant = suggest(name, [*signature(load_pretrained).parameters, *known])
+        raise TypeError(
+            f"load_pretrained: {name!r} is no argument of it and no field of the model's configuration{meant}"
+        )
 
 
 @contextmanager

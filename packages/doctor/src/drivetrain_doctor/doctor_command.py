@@ -13,11 +13,11 @@ from drivetrain_doctor.report.as_json import as_json
 from drivetrain_doctor.report.step_display import StepDisplay
 from drivetrain_doctor.report.table import table
 from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.placed_settings import place_layers
 from drivetrain_launcher.run.output.terminals import coloured_outputs
+from drivetrain_messages import say
 
 _LONGEST_LINE = 120
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain_backends import AutoValue
 from drivetrain_config import Resolved
+from drivetrain_messages import format_table
 
 
 class PlanMismatchError(RuntimeError):
@@ -75,13 +76,10 @@ class EffectivePlan:
             )
             for r in shown
         ]
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines = ["effective plan (settings not listed have their defaults)"]
         told = {**self.facts, **{f"{name}, in detail": value for name, value in self.details.items()}}
         lines += [f"  {name}: {_short(value)}" for name, value in told.items()]
-        lines += [
-            "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
+        lines.append(format_table(table, indent="  "))
         lines += [f"  {row.setting}: {row.reason}" for row in shown if row.reason and row.asked is not None]
         for row in shown:
             if isinstance(row.applied, Mapping) and row.applied != row.asked:

@@ -1,11 +1,11 @@
 """The errors for Accelerate names that drivetrain does not have; each message names the counterpart."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.accelerate_names import counterpart
+from drivetrain_messages import suggest
 
 
 class ForeignNames:
@@ -43,8 +43,7 @@ def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
     for name in given:
         if (here := counterpart("argument", name)) is not None:
             raise TypeError(f"Accelerator() takes no {name}=, which is Accelerate's; here: {here}")
-        near = get_close_matches(name, signature(construct).parameters, n=1)
-        meant = f": did you mean {near[0]}=?" if near else ""
+        meant = suggest(name, signature(construct).parameters, form="{}=")
         raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}{meant}")
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 # Bytes of training state for each parameter in fp32: weights, gradients and Adam's two moments.
 _BYTES_PER_PARAMETER = 16
-_GIB = 2**30
 
 
 def ask_mixed_precision(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -35,7 +34,7 @@ def ask_backend(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     installed: Mapping[str, str] = known["installed.backends"]
     if known["plan.num_processes"] < 2 or not installed:
         return None
-    memory = known.get("machine.accelerator_memory_gib")
+    memory = known.get("machine.accelerator_memory_bytes")
     room = "" if memory is None else f", up to about {_most_billions(memory):.1f} billion parameters here"
     return {
         "value": "auto",
@@ -78,9 +77,9 @@ def ask_log_with(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def _most_billions(memory_gib: float) -> float:
+def _most_billions(memory_bytes: int) -> float:
     """Return the number of parameters, in billions, whose training state fills a device by half."""
-    return memory_gib * _GIB / 2 / _BYTES_PER_PARAMETER / 1e9
+    return memory_bytes / 2 / _BYTES_PER_PARAMETER / 1e9
 
 
 def _single_process() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from drivetrain_messages import format_size
 from drivetrain_state.device_links import LinkType, nvidia_link
 
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "xla", "cpu"]
@@ -140,7 +141,7 @@ def describe_environment() -> str:
 def _line(group: DeviceGroup) -> str:
     can = [name for name in ("fp16", "bf16", "fp8") if getattr(group.ability, name)]
     parts = [f"{group.kind} x {group.count}", *dict.fromkeys(group.names)]
-    parts += [f"{size / 2**30:.1f} GiB" for size in dict.fromkeys(group.memory_bytes)]
+    parts += [format_size(size) for size in dict.fromkeys(group.memory_bytes)]
     parts += [" ".join(can), *([group.link] if group.link else [])]
     return ", ".join(parts)
 

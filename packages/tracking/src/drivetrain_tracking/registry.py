@@ -1,13 +1,13 @@
 """A registry of the trackers that installed packages announce by entry points."""
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
+from drivetrain_messages import suggest
 from drivetrain_tracking.errors import UnknownTrackerError
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Tracker
@@ -39,11 +39,10 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
             tracker.check_library()
         return tracker
     platform = f"the platform {name!r} is installed, but n" if _is_installed(name) else "n"
-    near = get_close_matches(name.lower(), tracker_names(), n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else "."
+    meant = suggest(name.lower(), tracker_names())
     raise UnknownTrackerError(
         f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "
-        f"{', '.join(map(repr, tracker_names()))}{meant} Pass a tracker of your own as an object, "
+        f"{', '.join(map(repr, tracker_names()))}{meant}. Pass a tracker of your own as an object, "
         f"log_with=[MyTracker(...)] of the Accelerator (drivetrain_tracking.Tracker says what it is), or install a "
         f"package that announces one as {ENTRY_POINT_GROUP!r}"
     )

@@ -2,15 +2,13 @@
 
 `open_weights` maps a file, the shards of an index, or a folder into memory, so that a tensor is read on first use.
 `read_torch_file` reads files of `torch.save` without running code from them. `find_tied_parameters` and
-`retie_parameters` keep tied weights tied. `parse_size` reads sizes such as "20GB".
+`retie_parameters` keep tied weights tied.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_weights.aligned_file import write_aligned as write_aligned
-    from drivetrain_weights.byte_sizes import format_size as format_size
-    from drivetrain_weights.byte_sizes import parse_size as parse_size
     from drivetrain_weights.errors import NoWeightsError as NoWeightsError
     from drivetrain_weights.errors import SeveralWeightsError as SeveralWeightsError
     from drivetrain_weights.errors import TiedParametersError as TiedParametersError
@@ -38,9 +36,7 @@ _MODULES = {
     "WeightIndex": "weight_index",
     "box_of_dtensor": "tensor_box",
     "find_tied_parameters": "tied_parameters",
-    "format_size": "byte_sizes",
     "open_weights": "weight_index",
-    "parse_size": "byte_sizes",
     "read_index": "weight_index",
     "read_torch_file": "torch_file",
     "retie_parameters": "tied_parameters",

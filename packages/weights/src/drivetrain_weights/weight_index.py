@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from drivetrain_messages import list_some
 from drivetrain_weights.errors import NoWeightsError, SeveralWeightsError, WeightFilesError
 from drivetrain_weights.mapped_file import MappedFile
 from drivetrain_weights.regular_file import read_json
@@ -117,11 +118,8 @@ def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> d
         held[file] = MappedFile(path.parent / file)
     places = index.weight_map
     if lacking := sorted(name for name, file in places.items() if name not in held[file].names):
-        more = f" and {len(lacking) - _NUM_SHOWN} more" if len(lacking) > _NUM_SHOWN else ""
-        raise WeightFilesError(
-            f"{path} names tensors that their files do not hold: "
-            f"{', '.join(f'{name!r} ({places[name]})' for name in lacking[:_NUM_SHOWN])}{more}"
-        )
+        absent = list_some((f"{name!r} ({places[name]})" for name in lacking), most=_NUM_SHOWN)
+        raise WeightFilesError(f"{path} names tensors that their files do not hold: {absent}")
     return {
         name: opened
         for file, opened in held.items()

@@ -61,9 +61,9 @@ def test_a_found_file_is_told_and_its_settings_reach_the_job_which_looks_for_non
         ((*ON, "tran.py"), "no such script; did you mean"),
         ((*ON, "--folder", "elsewhere", "train.py"), "--folder elsewhere: does not exist here"),
         pytest.param(
-            (*ON, "--mixed-precision", "bf61", "train.py"), "did you mean 'bf16'", marks=needs_umbrella
+            (*ON, "--mixed-precision", "bf61", "train.py"), "did you mean bf16", marks=needs_umbrella
         ),
-        pytest.param((*ON, "--backend", "fsdb", "train.py"), "did you mean 'fsdp'", marks=needs_umbrella),
+        pytest.param((*ON, "--backend", "fsdb", "train.py"), "did you mean fsdp", marks=needs_umbrella),
         ((*ON, "--num-nodes", "2", "--num-processes", "3", "train.py"), "cannot be split evenly"),
         ((*ON, "--node-rank", "0", "train.py"), "the cluster decides the rank of each node"),
         ((*ON, "--env", "RANK=0", "train.py"), "--env RANK: the launcher sets it"),

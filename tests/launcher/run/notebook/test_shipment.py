@@ -96,8 +96,8 @@ def test_a_large_closure_is_told_with_its_largest_part() -> None:
     shipment.content.close()
     (note,) = shipment.notes
     assert note == (
-        "train and what it uses are 120 MiB, which each rank gets a copy of (closure 'table': 120 MiB); load large "
-        "data inside the function"
+        "train and what it uses are 125.83 MB, which each rank gets a copy of (closure 'table': 125.83 MB); load "
+        "large data inside the function"
     )
     with pack(len, ("small",)).content as content:
         assert content.tell() < 1000

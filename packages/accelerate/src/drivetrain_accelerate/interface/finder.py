@@ -19,7 +19,7 @@ from drivetrain_accelerate.interface.installed_package import (
 from drivetrain_accelerate.interface.interface_module import InterfaceLoader
 from drivetrain_accelerate.interface.missing_names import missing
 from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
-from drivetrain_config.vocabulary import nearest
+from drivetrain_messages import suggest
 
 _NAME = "accelerate"
 _ANY = DistributionFinder.Context()
@@ -126,7 +126,7 @@ def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
     hint = missing(table, around, name)
     if not hint:
         return ModuleNotFoundError(f"{text}, and {around} has no such name", name=around)
-    if hint != nearest(name, table.submodules(around)):
+    if hint != suggest(name, table.submodules(around)):
         text = f"cannot import name {name!r} from {around!r}"
     return ModuleNotFoundError(f"{text}{hint}", name=around)
 

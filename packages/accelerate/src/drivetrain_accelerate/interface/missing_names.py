@@ -1,7 +1,7 @@
 """The hint for a name that a module of the interface does not have."""
 
 from drivetrain_accelerate.interface.module_table import ModuleTable
-from drivetrain_config.vocabulary import nearest
+from drivetrain_messages import suggest
 
 
 def missing(table: ModuleTable, module: str, name: str) -> str:
@@ -18,6 +18,4 @@ def missing(table: ModuleTable, module: str, name: str) -> str:
         return f": it means several things; import that of {' or '.join(places)}"
     if found := next((each for each in table.names if each.endswith(f".{name}")), None):
         return f": the module is {found}"
-    if meant := nearest(name, table.names_in(module)):
-        return meant
-    return nearest(name, table.holders)
+    return suggest(name, table.names_in(module)) or suggest(name, table.holders)

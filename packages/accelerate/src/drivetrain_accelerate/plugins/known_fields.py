@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
-from drivetrain_config.vocabulary import nearest
+from drivetrain_messages import suggest
 
 Options = TypeVar("Options")
 
@@ -27,7 +27,7 @@ def with_known_fields(kind: type[Options]) -> type[Options]:
             raise TypeError(
                 f"{kind.__name__}() got an unexpected keyword argument {unknown!r}: Accelerate "
                 f"{PROVIDED_VERSIONS[-1]}, whose interface is provided, has no such {what}"
-                f"{nearest(unknown, known) or '.'} The {what}s are {', '.join(known)}"
+                f"{suggest(unknown, known)}. The {what}s are {', '.join(known)}"
             )
         construct(self, *args, **kwargs)
 

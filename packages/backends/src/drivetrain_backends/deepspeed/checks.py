@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.deepspeed.compat import full_shape, is_divided
 from drivetrain_backends.deepspeed.library import accelerator
-from drivetrain_backends.errors import EngineConfigError, first_of
+from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.packed_weights import is_wrapper
 from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
+from drivetrain_messages import list_some
 from drivetrain_precision import Policy, PrecisionError
 
 
@@ -101,8 +102,8 @@ def check_parameters(
     names = parameter_names({"": model})
     if packed := [name for p, name in names.items() if is_wrapper(p)]:
         raise ValueError(
-            f"{first_of(packed)}: packed by torchao, in a class whose weights DeepSpeed can neither move nor send to "
-            "other ranks; pack the base by bitsandbytes, or choose backend='ddp' or 'fsdp'"
+            f"{list_some(packed)}: packed by torchao, in a class whose weights DeepSpeed can neither move nor send "
+            "to other ranks; pack the base by bitsandbytes, or choose backend='ddp' or 'fsdp'"
         )
     _check_layout(model, names, stage)
     trained = {p: name for p, name in names.items() if optimizer is not None and p.requires_grad}
@@ -119,7 +120,7 @@ def check_parameters(
             )
     if wide := [name for p, name in trained.items() if p.dtype == torch.float64]:
         raise ValueError(
-            f"{first_of(wide)}: of torch.float64, which DeepSpeed does not train in (its masters are float32); "
+            f"{list_some(wide)}: of torch.float64, which DeepSpeed does not train in (its masters are float32); "
             "prepare model.float(), with an optimizer built over it, or choose another backend"
         )
     if len(kinds := {p.dtype: name for p, name in trained.items()}) > 1 and is_kept:
@@ -138,20 +139,20 @@ def _check_layout(model: nn.Module, names: Mapping[Tensor, str], stage: int) -> 
     """Refuse parameters that DeepSpeed cannot broadcast, flatten or reduce."""
     if apart := [name for p, name in names.items() if not p.is_contiguous()]:
         raise ValueError(
-            f"{first_of(apart)}: not contiguous in memory (transposed, or channels_last), which DeepSpeed cannot "
+            f"{list_some(apart)}: not contiguous in memory (transposed, or channels_last), which DeepSpeed cannot "
             "send to other ranks, nor lay out flat. Before prepare(), parameter.data = parameter.data.contiguous(); "
             "inputs may stay in channels_last, in which convolutions then compute"
         )
     if odd := [name for p, name in names.items() if p.is_complex() and (p.requires_grad or stage == 3)]:
         raise ValueError(
-            f"{first_of(odd)}: complex, which DeepSpeed does not train in (its masters are float32); keep it as "
+            f"{list_some(odd)}: complex, which DeepSpeed does not train in (its masters are float32); keep it as "
             "torch.view_as_real(...) in the module, or choose another backend"
         )
     sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     if given := [names[m.weight] for m in sparse if m.weight in names and m.weight.requires_grad]:
         raise ValueError(
-            f"{first_of(given)}: of an embedding with sparse=True, whose sparse gradients DeepSpeed does not reduce; "
-            "build it with sparse=False, or choose backend='ddp'"
+            f"{list_some(given)}: of an embedding with sparse=True, whose sparse gradients DeepSpeed does not "
+            "reduce; build it with sparse=False, or choose backend='ddp'"
         )
 
 
@@ -159,7 +160,7 @@ def _check_held(trained: dict[Tensor, str], optimizer: Optimizer, stage: int) ->
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if left_out := [name for p, name in trained.items() if p not in held]:
         raise ValueError(
-            f"{first_of(left_out)}: to be trained, but not held by {type(optimizer).__name__}: DeepSpeed's stage "
+            f"{list_some(left_out)}: to be trained, but not held by {type(optimizer).__name__}: DeepSpeed's stage "
             f"{stage} would leave their gradients out of the norm that is clipped by. Give them to the "
             "optimizer, or freeze them before prepare(), requires_grad_(False)"
         )

@@ -12,9 +12,10 @@ from drivetrain_backends.compat import as_they_are, foreach_norm, version_of
 from drivetrain_backends.deepspeed.compat import close_window
 from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_of
 from drivetrain_backends.deepspeed.library import accumulates
-from drivetrain_backends.errors import AccumulationError, UnreducedGradientError, first_of
+from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
+from drivetrain_messages import list_some
 from drivetrain_precision import LossScaler
 from drivetrain_state import ProgressRecord
 
@@ -93,7 +94,7 @@ class _TrainedModel:
         self.is_watched = False
         if odd := [n for n, old, new in zip(self.names, before, self.values(), strict=True) if old != new]:
             raise AccumulationError(
-                f"{first_of(odd)}: written during backward(), as by an optimizer that steps in a hook "
+                f"{list_some(odd)}: written during backward(), as by an optimizer that steps in a hook "
                 "(register_post_accumulate_grad_hook, register_hook), before gradients are averaged: remove the "
                 "hook, and step the prepared optimizer after backward()"
             )

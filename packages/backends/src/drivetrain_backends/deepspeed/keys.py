@@ -1,10 +1,10 @@
 """The keys of a DeepSpeed configuration, as of 0.19; DeepSpeed silently drops others, such as misspelt ones."""
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from drivetrain_backends.errors import EngineConfigError
+from drivetrain_messages import suggest
 
 # None for single values, and for sections that are free or that DeepSpeed checks itself.
 _ENGINE: dict[str, frozenset[str] | None] = {
@@ -187,6 +187,5 @@ def check_keys(given: Mapping[str, Any], where: str) -> None:
 def _check(section: Mapping[str, Any], allowed: Iterable[str], where: str, prefix: str) -> None:
     for name in section:
         if name not in allowed:
-            near = get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else "; take it out"
+            hint = suggest(name, allowed, form=f"{prefix}{{}}") or "; take it out"
             raise EngineConfigError(f"{where}: {prefix}{name} is nothing that DeepSpeed reads{hint}")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.deepspeed import compat
-from drivetrain_backends.errors import AccumulationError, first_of
+from drivetrain_backends.errors import AccumulationError
+from drivetrain_messages import list_some
 
 
 class ReachedParameters:
@@ -51,8 +52,8 @@ class ReachedParameters:
             frozen = [name for parameter, name in self._names.items() if not parameter.requires_grad]
         if frozen:
             raise AccumulationError(
-                f"{first_of(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on moving "
-                "it by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
+                f"{list_some(frozen)}: frozen since prepare(), and DeepSpeed's stage {self._stage} would go on "
+                "moving it by momentum and weight decay, for it steps all parameters as one vector. Freeze it before "
                 "prepare(): free_memory(), requires_grad_(False), prepare() with an optimizer over the others; or "
                 "choose stage 0"
             )
@@ -105,7 +106,7 @@ class ReachedParameters:
         lacking = [(p, name) for index, (p, name) in enumerate(self._names.items()) if index not in found]
         if frozen := [name for parameter, name in lacking if not parameter.requires_grad]:
             raise AccumulationError(
-                f"{first_of(frozen)}: frozen since prepare(), in a backward of this window: DeepSpeed's stage 3 "
+                f"{list_some(frozen)}: frozen since prepare(), in a backward of this window: DeepSpeed's stage 3 "
                 "expects gradients of all parameters that it was prepared with. Freeze before prepare(), or detach "
                 "what is not to be trained in this micro-batch; stages 1 and 2 take it"
             )
@@ -166,7 +167,7 @@ class ReachedParameters:
         """
         if names:
             raise AccumulationError(
-                f"{first_of(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
+                f"{list_some(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "
                 f"{self._stage} would move it all the same, by momentum, weight decay or an earlier gradient. Freeze "
                 "before prepare() what is not to be trained, requires_grad_(False); where it is in some steps only, "
                 "choose backend='ddp' with ddp.find_unused_parameters"
@@ -177,7 +178,7 @@ def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
     """Return the message for ranks that would reduce different parameters."""
     everywhere = set[str](gathered[0]).intersection(*gathered)
     some = [
-        f"rank {rank} has {first_of(odd)}"
+        f"rank {rank} has {list_some(odd)}"
         for rank, own in enumerate(gathered)
         if (odd := [n for n in own if n not in everywhere])
     ]

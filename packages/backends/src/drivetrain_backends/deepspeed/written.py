@@ -10,7 +10,8 @@ from torch import Tensor
 
 from drivetrain_backends.compat import as_they_are, version_of
 from drivetrain_backends.deepspeed.compat import flat_groups, read_as_they_are
-from drivetrain_backends.errors import AccumulationError, ReplacedParameterError, first_of
+from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
+from drivetrain_messages import list_some
 from drivetrain_state import Context, gather_object
 
 _ELEMENTS_AT_ONCE = 2**24
@@ -184,7 +185,7 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
 def converted(names: list[str]) -> str:
     """Return the message that refuses parameters of another dtype than at `prepare`."""
     return (
-        f"{first_of(names)}: converted to another dtype after prepare(), by model.to(dtype) or .data, while the "
+        f"{list_some(names)}: converted to another dtype after prepare(), by model.to(dtype) or .data, while the "
         "DeepSpeed engine keeps the earlier one: choose mixed_precision, or convert the model before prepare()"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain_backends.errors import UnshardedParameterError, first_of
+from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp.compat import (
     call_after_gathering,
     check_before_backward,
@@ -20,6 +20,7 @@ from drivetrain_backends.fsdp.compat import (
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.parameter_writes import Writes
 from drivetrain_backends.modules.wrap_policy import class_name
+from drivetrain_messages import list_some
 
 
 class CountedParameter(nn.Parameter):
@@ -66,7 +67,7 @@ class ForwardWrites:
         """
         if names := [name for _, writes in self._writes.values() for name in writes.since()]:
             raise UnshardedParameterError(
-                f"{first_of(names)} of {self._kind}: a forward, or a hook in backward, wrote "
+                f"{list_some(names)} of {self._kind}: a forward, or a hook in backward, wrote "
                 "into it, where FSDP drops what is written: it gathers parameters anew for each forward. Write after "
                 "the step in its place, inside accelerator.gathered(model, write=True); keep what a forward updates "
                 "in a buffer; or use backend='ddp'"

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from drivetrain_backends.errors import AccumulationError, first_of
+from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.snapshot import GradientSnapshot
 from drivetrain_backends.optim.parameter_matching import parameter_names
+from drivetrain_messages import list_some
 
 
 class EditWatch:
@@ -140,8 +141,9 @@ class EditWatch:
         if self._window.num_micro_batches > 1:
             state = f"those of an accumulation window of {self._window.num_micro_batches} micro-batches"
         return AccumulationError(
-            f"gradients of {' and '.join(type(model).__name__ for model in self._models)} ({first_of(listed, 3)}) "
-            f"were changed since their last loss, and they are {state}, not yet what a step takes. In place of "
+            f"gradients of {' and '.join(type(model).__name__ for model in self._models)} "
+            f"({list_some(listed, most=3)}) were changed since their last loss, and they are {state}, not yet what a "
+            "step takes. In place of "
             "model.zero_grad() or p.grad = None call zero_grad() of the prepared optimizer, which leaves an open "
             "window alone; of torch's clip_grad_norm_, accelerator.clip_grad_norm_; of loss.backward(), "
             "accelerator.backward(loss). What else edits gradients does so after "

@@ -11,7 +11,7 @@ from weakref import ref
 from torch import Tensor
 
 from drivetrain_backends.compat import names_of_hooks
-from drivetrain_backends.errors import AccumulationError, first_of
+from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
@@ -21,6 +21,7 @@ from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK
 from drivetrain_backends.modules.parameter_writes import Writes
 from drivetrain_backends.optim.parameter_matching import parameter_names
+from drivetrain_messages import list_some
 from drivetrain_precision import PrecisionSettings
 from drivetrain_state import Context
 
@@ -233,7 +234,7 @@ def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
     if written := writes.since():
         hooks = sorted({name for group in groups for p in group.parameters() for name in names_of_hooks(p)})
         raise AccumulationError(
-            f"{first_of(written)} changed while backward() ran: a hook steps there{' (' if hooks else ''}"
+            f"{list_some(written)} changed while backward() ran: a hook steps there{' (' if hooks else ''}"
             f"{', '.join(hooks)}{')' if hooks else ''}, before gradients are averaged over ranks, unscaled and "
             "accumulated. Step after backward(), with an optimizer that was passed to prepare()"
         )

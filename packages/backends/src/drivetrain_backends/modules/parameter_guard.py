@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.compat import modules_in, parameters_in
-from drivetrain_backends.errors import PairingError, ReplacedParameterError, first_of
+from drivetrain_backends.errors import PairingError, ReplacedParameterError
+from drivetrain_messages import list_some
 
 # A look at a model of 200 parameters takes about 25 us: less than 2 us a step at one look in 16 steps.
 STEPS_A_LOOK = 16
@@ -53,9 +54,9 @@ class KnownParameters:
             }
             if lost := [self._frozen[p] for p in unfrozen if p not in held]:
                 raise PairingError(
-                    f"{first_of(lost)}: frozen when {type(self._model).__name__} was prepared, trained now, and held "
-                    "by no prepared optimizer, so that nothing steps on the gradients. Freeze again what is not to "
-                    "be trained; else free_memory(), and prepare() with an optimizer over all that is"
+                    f"{list_some(lost)}: frozen when {type(self._model).__name__} was prepared, trained now, and "
+                    "held by no prepared optimizer, so that nothing steps on the gradients. Freeze again what is not "
+                    "to be trained; else free_memory(), and prepare() with an optimizer over all that is"
                 )
 
     def look_at_forms(self, because: str, *, error: BaseException | None = None) -> None:
@@ -77,7 +78,7 @@ class KnownParameters:
                 else f"from {where} to {p.device}"
             )
             raise ReplacedParameterError(
-                f"{first_of([name for _, name, *_ in changed])} of {type(self._model).__name__}: converted {what} "
+                f"{list_some([name for _, name, *_ in changed])} of {type(self._model).__name__}: converted {what} "
                 f"after prepare(), {because}. Convert and move a model before prepare(), or free_memory() and "
                 "prepare() again; for an export or an evaluation, convert a copy"
             ) from error
@@ -97,8 +98,8 @@ class KnownParameters:
         if not new and not gone:
             self._take_up()
             return
-        changes = [f"{first_of(new)} created or assigned"] if new else []
-        changes += [f"{first_of(gone)} replaced or taken out"] if gone else []
+        changes = [f"{list_some(new)} created or assigned"] if new else []
+        changes += [f"{list_some(gone)} replaced or taken out"] if gone else []
         raise ReplacedParameterError(
             f"the parameters of {type(self._model).__name__} are not those of prepare(): {'; '.join(changes)}. New "
             "ones are stepped by no optimizer and shared by no ranks. Change the model before prepare(), or "

@@ -12,7 +12,7 @@ from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table,
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.storage.place import storage_of
-from drivetrain_weights import format_size
+from drivetrain_messages import format_size
 
 _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
 
@@ -64,7 +64,7 @@ def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now
             said = (time_text(one.manifest.saved_at), age_text(one.manifest.saved_at, now))
             held = (str(one.manifest.world_size), ", ".join(one.manifest.models) or "-")
         state = _state(one) + (", newest" if one is newest else "")
-        rows.append((str(step_of(one.folder)), *said, format_size(_size_bytes(one), digits=1), *held, state))
+        rows.append((str(step_of(one.folder)), *said, format_size(_size_bytes(one)), *held, state))
     return table(_HEADER, rows)
 
 

@@ -4,13 +4,12 @@ import sys
 from dataclasses import dataclass, field
 
 from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
-from drivetrain_checkpoint.cli.printing import counted
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.export.export_plan import parse_shard_size
 from drivetrain_checkpoint.export.merge import choose_model, merge_shards
 from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import read_manifest
-from drivetrain_weights import format_size
+from drivetrain_messages import format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ def run(arguments: MergeArguments) -> int:
         )
     for file, names in plan.files.items():
         size_bytes = sum(plan.tensors[name].size_bytes for name in names)
-        sys.stdout.write(f"{file}: {counted(len(names), 'tensor')}, {format_size(size_bytes, digits=1)}\n")
+        sys.stdout.write(f"{file}: {format_count(len(names), 'tensor')}, {format_size(size_bytes)}\n")
     for name, stored in plan.ties.items():
         sys.stdout.write(f"{name} is {stored}\n")
     return 0

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
 
+from drivetrain_messages import format_table
+
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -21,17 +23,7 @@ def time_text(saved_at: str) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table with one line per row and columns as wide as needed; it ends with a line break."""
-    lines = [tuple(name.upper() for name in header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
-        for line in lines
-    )
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a number with its noun: "1 file", "2 files"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return format_table([[name.upper() for name in header], *rows]) + "\n"
 
 
 def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:

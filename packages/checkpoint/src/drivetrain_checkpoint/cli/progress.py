@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from drivetrain_weights import format_size
+from drivetrain_messages import format_size
 
 _REDRAW_SECONDS = 0.2
 _LINE_SECONDS = 10.0  # where stderr is a file
@@ -36,9 +36,7 @@ class Progress:
     def _show(self, now: float) -> None:
         self._shown = now
         rate = int(self._done_bytes / max(now - self._began, 1e-6))
-        done, total, speed = (
-            format_size(size, digits=1) for size in (self._done_bytes, self._total_bytes, rate)
-        )
+        done, total, speed = (format_size(size) for size in (self._done_bytes, self._total_bytes, rate))
         text = f"{self._doing}: {done} of {total}, {speed}/s"
         # Padding with spaces overwrites the rest of a longer line.
         sys.stderr.write(f"\r{text:<79}" if self._redraws else f"{text}\n")

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, WRONG, directory_of, report_errors
-from drivetrain_checkpoint.cli.printing import counted
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
-from drivetrain_weights import format_size
+from drivetrain_messages import format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +127,12 @@ def _writing(directory: Place) -> Generator[None]:
 def _say(plan: PrunePlan, doing: str) -> None:
     for one, size_bytes in zip(plan.going, plan.sizes, strict=True):
         why = "" if one.committed else ", never completed"
-        sys.stdout.write(f"{doing} {one.folder.name} ({format_size(size_bytes, digits=1)}{why})\n")
+        sys.stdout.write(f"{doing} {one.folder.name} ({format_size(size_bytes)}{why})\n")
     for one in plan.staying:
         if one.is_valid:
             sys.stdout.write(f"keep {one.folder.name}\n")
         else:
             # A damaged checkpoint, or without a valid one also an incomplete save: they may be all there is.
             sys.stdout.write(f"keep {one.folder.name}, to be looked at: {one.problem}\n")
-    freed = format_size(sum(plan.sizes), digits=1)
-    sys.stdout.write(f"{doing} {counted(len(plan.going), 'folder')}, {freed}\n")
+    freed = format_size(sum(plan.sizes))
+    sys.stdout.write(f"{doing} {format_count(len(plan.going), 'folder')}, {freed}\n")

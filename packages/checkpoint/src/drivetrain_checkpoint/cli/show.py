@@ -10,7 +10,6 @@ from typing import Any
 from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
 from drivetrain_checkpoint.cli.printing import (
     age_text,
-    counted,
     metrics_as_json,
     table,
     time_text,
@@ -19,7 +18,7 @@ from drivetrain_checkpoint.format.division import Division
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_weights import format_size
+from drivetrain_messages import format_count, format_size
 
 _NUM_SHOWN = 10  # tensors per part, without --tensors
 
@@ -45,7 +44,7 @@ def run(arguments: ShowArguments) -> int:
         sys.stdout.write(f"{json.dumps(_as_json(folder, manifest, problem), indent=2, allow_nan=False)}\n")
         return 0
     sys.stdout.write(_summary(folder, manifest, problem))
-    files = [(record.name, format_size(record.size_bytes, digits=1)) for record in manifest.files.values()]
+    files = [(record.name, format_size(record.size_bytes)) for record in manifest.files.values()]
     sys.stdout.write("\n" + table(("file", "size"), files))
     for part, tensors in manifest.tensors.items():
         if tensors:
@@ -95,7 +94,7 @@ def _summary(folder: Place, manifest: Manifest, problem: str | None) -> str:
         "ranks": f"{manifest.world_size}{f', as {mesh}' if mesh else ''}",
         "models": ", ".join(manifest.models) or "none",
         "metrics": _pairs(manifest.metrics) or "none",
-        "size": f"{format_size(manifest.size_bytes, digits=1)} in {counted(len(manifest.files), 'file')}",
+        "size": f"{format_size(manifest.size_bytes)} in {format_count(len(manifest.files), 'file')}",
         "written by": ", ".join(f"{name} {version}" for name, version in manifest.libraries.items()),
         "state": f"not valid: {problem}" if problem else "valid: every file is there in its size",
     }
@@ -112,7 +111,7 @@ def _tensors(part: str, tensors: Mapping[str, Division], most: int | None) -> st
     rows = [(name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_pieces)) for name, tensor in shown]
     left = len(tensors) - len(shown)
     return (
-        f"{part}: {counted(len(tensors), 'tensor')}, {format_size(size_bytes, digits=1)}\n"
+        f"{part}: {format_count(len(tensors), 'tensor')}, {format_size(size_bytes)}\n"
         + table(("name", "dtype", "shape", "pieces"), rows)
         + (f"... and {left} more; --tensors lists all\n" if left else "")
     )

@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass, field
 
 from drivetrain_checkpoint.cli.arguments import WRONG, checkpoint_of, directory_of, place_of, report_errors
-from drivetrain_checkpoint.cli.printing import counted
 from drivetrain_checkpoint.cli.progress import Progress
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.layout import has_manifest, step_of
@@ -12,7 +11,7 @@ from drivetrain_checkpoint.format.manifest import Manifest, read_manifest
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.verify import verify_checkpoint
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_weights import format_size
+from drivetrain_messages import format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,5 +58,5 @@ def _verify(folder: Place) -> bool:
 
 def _verdict(manifest: Manifest, num_damaged: int) -> str:
     if num_damaged:
-        return f"damaged in {counted(num_damaged, 'place')}"
-    return f"good: {counted(len(manifest.files), 'file')}, {format_size(manifest.size_bytes, digits=1)}"
+        return f"damaged in {format_count(num_damaged, 'place')}"
+    return f"good: {format_count(len(manifest.files), 'file')}, {format_size(manifest.size_bytes)}"

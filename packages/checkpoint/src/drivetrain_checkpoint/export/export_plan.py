@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_weights.byte_sizes import SIZE_UNITS, parse_size
+from drivetrain_messages import SIZE_UNITS, parse_size
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 from drivetrain_weights.tied_parameters import first_names, memory_key, tied_groups
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain_checkpoint.export.export_plan import tied_names
 from drivetrain_checkpoint.export.reader import ExportedTensors, open_export
+from drivetrain_messages import list_some
 
 
 class IncompatibleNames(NamedTuple):
@@ -109,7 +110,8 @@ def match_export(
     unexpected = [name for name in exported if name not in shapes]
     if strict and (missing or unexpected):
         raise ValueError(
-            f"the export is not of this {kind}: missing {_some(missing)}, unexpected {_some(unexpected)}; build the "
+            f"the export is not of this {kind}: missing {list_some(missing) or 'none'}, unexpected "
+            f"{list_some(unexpected) or 'none'}; build the "
             "model that was exported, or pass strict=False to load the rest"
         )
     for name, source in sources.items():
@@ -148,7 +150,3 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{list(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

@@ -18,7 +18,8 @@ from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memo
 from drivetrain_dispatch.estimate.step_memory import StepMemory, measure_forward, measure_step
 from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
-from drivetrain_weights import WeightFilesError, format_size
+from drivetrain_messages import format_size, format_table
+from drivetrain_weights import WeightFilesError
 
 _USAGE = 2  # exit code of a command that cannot be carried out
 
@@ -182,16 +183,8 @@ def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequ
             sizes = asdict(each.memory)
             cells = (format_size(sizes[name.replace(" ", "_")]) for name in shown)
             rows.append((each.mode.name, *cells))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if len(rows) > 1:
-        lines += [
-            "  ".join(
-                f"{cell:<{width}}" if not at else f"{cell:>{width}}"
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        lines.append("")
+        lines += [format_table(rows, right=range(1, len(rows[0]))), ""]
     lines += [f"{each.mode.name}: {each.mode.about}" for each in estimates if each.memory is not None]
     lines += [f"{each.mode.name}: not told: {each.why_not}" for each in estimates if each.memory is None]
     return "\n".join(lines)

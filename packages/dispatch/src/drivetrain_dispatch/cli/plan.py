@@ -30,7 +30,7 @@ from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
-from drivetrain_weights import parse_size
+from drivetrain_messages import format_size, format_table, parse_size
 
 _SEQ = 4096  # default number of tokens in a prompt, if the model takes as many
 _USAGE = 2  # exit code of a command that cannot be carried out
@@ -257,14 +257,7 @@ def _as_text(
     size = sum(found.device_map.sizes.values()) / 1e9
     rows = [("device", "at its peak", "of", "weights", "on their way", "kept", "activations")]
     rows += [_row(str(device), held) for device, held in found.holdings.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(
-            f"{cell:<{width}}" if not at else f"{cell:>{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    table = [format_table(rows, right=range(1, len(rows[0])))]
     kept = ", ".join(filter(None, (_dtype_of(model), arguments.quantize)))
     said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {rate.bytes_per_second / 1e9:g} GB/s of memory"
     return "\n".join(
@@ -297,12 +290,8 @@ def _limit(found: Forecast) -> str:
 
 def _row(device: str, held: DeviceUse) -> tuple[str, ...]:
     parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
-    budget = "no end" if held.budget_bytes is None else _gigabytes(held.budget_bytes)
-    return (device, _gigabytes(held.peak_bytes), budget, *map(_gigabytes, parts))
-
-
-def _gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:,.2f} GB"
+    budget = "no end" if held.budget_bytes is None else format_size(held.budget_bytes)
+    return (device, format_size(held.peak_bytes), budget, *map(format_size, parts))
 
 
 def _seconds(seconds: float) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
+from drivetrain_messages import format_size
 from drivetrain_weights import MappedFile
 from drivetrain_weights.aligned_file import create_aligned
 
@@ -54,9 +55,9 @@ def write_converted_file(
             f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
         ) from error
     logger.warning(
-        "wrote %.1f MB of converted weights for the disk to %s; later loads of the same checkpoint with the same "
+        "wrote %s of converted weights for the disk to %s; later loads of the same checkpoint with the same "
         "map reuse them",
-        path.stat().st_size / 1e6,
+        format_size(path.stat().st_size),
         path,
     )
     return file

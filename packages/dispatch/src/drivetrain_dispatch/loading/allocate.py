@@ -8,6 +8,7 @@ from torch import Tensor
 from drivetrain_dispatch.errors import LoadError
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.planning.memory_budget import free_bytes
+from drivetrain_messages import format_size
 
 
 def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
@@ -73,13 +74,9 @@ def no_room(
     wanted = sum(other.size_bytes for other in tensors if other.place == place)
     if free is None and place != "disk":
         free = free_bytes(place)
-    fits = "" if free is None else f", {_shown(free)} are left, so about {_shown(taken + free)} fit"
+    fits = "" if free is None else f", {format_size(free)} are left, so about {format_size(taken + free)} fit"
     return LoadError(
-        f"{place} has no room for {planned.names[0]!r} ({_shown(planned.size_bytes)}): of the {_shown(wanted)} that "
-        f"device_map puts there {_shown(taken)} went before{fits}. Put less there (on another device, or on 'disk'), "
-        "or give a smaller dtype. The model is as it was"
+        f"{place} has no room for {planned.names[0]!r} ({format_size(planned.size_bytes)}): of the "
+        f"{format_size(wanted)} that device_map puts there {format_size(taken)} went before{fits}. Put less there "
+        "(on another device, or on 'disk'), or give a smaller dtype. The model is as it was"
     )
-
-
-def _shown(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"

@@ -9,6 +9,7 @@ import torch
 from drivetrain_dispatch.conversion.converted_file import write_converted_file
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
+from drivetrain_messages import format_size
 
 
 def with_computed_in_memory(
@@ -51,7 +52,7 @@ def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path
         )
         raise ValueError(
             f"device_map puts {next(iter(names))!r} on the disk, and the checkpoint holds it in another form: name a "
-            f"folder where it and {len(names) - 1} more ({size / 1e9:.2f} GB) are written once, offload_folder=..."
+            f"folder where it and {len(names) - 1} more ({format_size(size)}) are written once, offload_folder=..."
         )
 
 

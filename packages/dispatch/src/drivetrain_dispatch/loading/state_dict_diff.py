@@ -7,6 +7,7 @@ import torch
 from drivetrain_dispatch.errors import WeightsMismatchError
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec
 from drivetrain_dispatch.model.sizes import enclosing_modules
+from drivetrain_messages import list_some
 
 _NUM_SHOWN = 5  # names of each kind, in an error message
 
@@ -110,8 +111,7 @@ def _listed(tensors: Mapping[str, TensorSpec]) -> list[str]:
 
 
 def _shown(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _NUM_SHOWN} more" if len(texts) > _NUM_SHOWN else ""
-    return f"{', '.join(texts[:_NUM_SHOWN])}{more}"
+    return list_some(texts, most=_NUM_SHOWN)
 
 
 def _kind(dtype: torch.dtype) -> str:

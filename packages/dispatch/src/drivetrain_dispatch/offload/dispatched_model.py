@@ -13,6 +13,7 @@ from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, 
 from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine
 from drivetrain_dispatch.offload.residency import OffloadStats
 from drivetrain_dispatch.offload.trace import OffloadTrace
+from drivetrain_messages import list_some
 
 _ATTRIBUTE = "_drivetrain_dispatch"  # the name of the model's attribute
 
@@ -73,10 +74,9 @@ def check_has_weights(tensors: Iterable[tuple[str, Tensor]]) -> None:
         DeviceMapError: A tensor is on the meta device.
     """
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise DeviceMapError(
-            f"{empty[0]!r}{more} on the meta device: load weights first, with load_checkpoint_in_model, or with "
-            "load_checkpoint_and_dispatch at once"
+            f"{list_some(map(repr, empty), most=1)} on the meta device: load weights first, with "
+            "load_checkpoint_in_model, or with load_checkpoint_and_dispatch at once"
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.model.tensor_subclass import parts_of
+from drivetrain_messages import format_size
 from drivetrain_weights import MappedFile
 from drivetrain_weights.aligned_file import write_aligned
 
@@ -77,7 +78,7 @@ def write_offloaded(
     except OSError as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise WeightFilesError(
-            f"{size / 1e9:.2f} GB of weights could not be written to {path.parent} ({error}): free the disk, or name "
+            f"{format_size(size)} of weights could not be written to {path.parent} ({error}): free the disk, or name "
             "another folder"
         ) from error
     return WritableFile(path) if write_back else MappedFile(path)

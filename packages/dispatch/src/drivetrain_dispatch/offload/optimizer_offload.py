@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_dispatch.errors import OffloadedError, WeightFilesError
+from drivetrain_messages import format_size
 
 _MARK = "_drivetrain_offload"  # the name of the optimizer's attribute
 _SMALL_BYTES = 64 << 10  # step counts and the like stay in memory
@@ -71,7 +72,7 @@ class OptimizerOffload:
             pages = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
         except OSError as error:
             raise WeightFilesError(
-                f"{self._folder} has no room for {tensor.nbytes / 1e6:.1f} MB of an optimizer's state ({error}): "
+                f"{self._folder} has no room for {format_size(tensor.nbytes)} of an optimizer's state ({error}): "
                 "free the disk, or name another folder"
             ) from error
         finally:

@@ -10,6 +10,7 @@ from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts, size_in_bytes
 from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.planning.placement import Placement
+from drivetrain_messages import format_size
 from drivetrain_weights import MappedFile
 
 
@@ -88,6 +89,6 @@ def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> 
         return kept if stays or home.type != "cpu" else [part.pin_memory() for part in kept]
     except RuntimeError as error:  # torch.OutOfMemoryError, or a driver's error on memory that it cannot pin
         raise DeviceMapError(
-            f"{home} has no room for {name!r} ({size_in_bytes(tensor) / 1e6:.1f} MB; {error}): give the map's "
+            f"{home} has no room for {name!r} ({format_size(size_in_bytes(tensor))}; {error}): give the map's "
             f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
         ) from error

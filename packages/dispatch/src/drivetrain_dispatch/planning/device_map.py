@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +10,7 @@ from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_messages import format_size, format_table, list_some, suggest
 
 # A device as users write it: an accelerator's index, a string such as "cuda:1", "cpu" or "disk", or a torch.device.
 Device: TypeAlias = int | str | torch.device
@@ -63,20 +63,12 @@ class DeviceMap(dict[str, Device]):
         timed = any(self.seconds.values())
         lines = [["module", "device", "size of each", *(["time"] if timed else [])]]
         for row in rows_of(self, self.sizes, self.seconds):
-            size = "" if row.size_bytes is None else f"{row.size_bytes / 1e6:,.1f} MB"
+            size = "" if row.size_bytes is None else format_size(row.size_bytes)
             time = "" if row.seconds is None else f"{row.seconds * 1e3:,.2f} ms"
             lines.append([row.name or "(the model)", row.where(), size, *([time] if timed else [])])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        shown = [
-            "  ".join(
-                f"{cell:<{width}}" if at < 2 else f"{cell:>{width}}"
-                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        shown = [format_table(lines, right=[2, 3])]
         windows = [
-            f"{device} keeps {size / 1e6:,.1f} MB for what comes"
-            for device, size in self.window_bytes.items()
+            f"{device} keeps {format_size(size)} for what comes" for device, size in self.window_bytes.items()
         ]
         return "\n".join([*shown, *windows, *([] if self.rates is None else [self.rates])])
 
@@ -207,13 +199,11 @@ def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
 
 
 def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return f"{', '.join(map(repr, names[:_NUM_SHOWN]))}{more}"
+    return list_some(map(repr, names), most=_NUM_SHOWN)
 
 
 def _meant(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "; see model.named_modules()"
+    return suggest(name, known) or "; see model.named_modules()"
 
 
 def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
-from drivetrain_weights import parse_size
+from drivetrain_messages import parse_size
 
 DISK_BYTES_PER_SECOND = 3e9  # a typical NVMe drive
 _COUNTED = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?\s*[a-z]+)(?:\s+(.*\S))?\s*", re.IGNORECASE)

@@ -9,7 +9,7 @@ from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.device_map import Device, place_of
 from drivetrain_memory.batch_size.host_limit import available_host_bytes
-from drivetrain_weights import parse_size
+from drivetrain_messages import parse_size
 
 _LEFT_FREE = 0.05  # the fraction of a device that stays free: allocators do not fill it to the last byte
 

@@ -19,7 +19,7 @@ from drivetrain_dispatch.planning.initial_placement import (
 )
 from drivetrain_dispatch.planning.local_search import Found, Search
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
-from drivetrain_weights import format_size
+from drivetrain_messages import format_size
 
 _UNUSED = Bandwidths(to_device=inf, from_disk=inf)  # for a forward that fetches nothing
 _NUM_IMPROVED = 8  # placements from which the local search starts

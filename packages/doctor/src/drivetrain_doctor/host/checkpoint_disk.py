@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from drivetrain_doctor.byte_size import byte_size
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_messages import format_size
 
 _NETWORK = (
     "nfs",
@@ -91,7 +91,7 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
         )
         return CheckVerdict(summary=f"{folder}{told}", findings=(finding,))
     speed = measured.bytes_per_second
-    summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {byte_size(measured.free_bytes)} free in {folder}{told}"
+    summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
     return CheckVerdict(
         summary=summary, findings=(*_space(measured, speed), *_file_system(measured, checked))
     )
@@ -103,7 +103,7 @@ def _space(measured: DiskMeasurement, speed: float) -> list[DoctorFinding]:
         model = measured.free_bytes / 16
         findings.append(
             warning(
-                f"{byte_size(measured.free_bytes)} free in {measured.folder}",
+                f"{format_size(measured.free_bytes)} free in {measured.folder}",
                 why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
                 "million parameters fills it; a new one is written before the old one goes",
                 mend="free space, or name another folder; keep_last in the checkpoint section removes old "

@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain_doctor.byte_size import byte_size
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
+from drivetrain_messages import format_size
 
 # A rank opens its libraries, its output and its sockets; with workers also a file for each tensor in flight.
 _FILES_OF_A_RANK = 256
@@ -87,7 +87,7 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdic
     if measured.has_infiniband and measured.locked_bytes is not None:
         findings.append(
             error(
-                f"memory that may be locked: {byte_size(measured.locked_bytes)} (ulimit -l), with InfiniBand",
+                f"memory that may be locked: {format_size(measured.locked_bytes)} (ulimit -l), with InfiniBand",
                 why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate "
                 "memory'",
                 mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
@@ -98,7 +98,7 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdic
     if measured.address_bytes is not None and checked.accelerator == "cuda":
         findings.append(
             error(
-                f"virtual memory of a process: {byte_size(measured.address_bytes)} (ulimit -v)",
+                f"virtual memory of a process: {format_size(measured.address_bytes)} (ulimit -v)",
                 why="CUDA reserves more address space than the host has memory, and fails to start",
                 mend="ulimit -v unlimited",
                 address_bytes=measured.address_bytes,
@@ -108,7 +108,7 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdic
     group = measured.group
     parts = [f"{files} open files"]
     parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
-    parts += [] if group.memory_bytes is None else [f"{byte_size(group.memory_bytes)} in the control group"]
+    parts += [] if group.memory_bytes is None else [f"{format_size(group.memory_bytes)} in the control group"]
     return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
 
 
@@ -185,9 +185,9 @@ def _memory(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFindi
         return []
     return [
         warning(
-            f"{byte_size(max(free, 0))} of the control group's {byte_size(group.memory_bytes)} are free",
+            f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
             why=f"{processes} processes (ranks and workers) want at least "
-            f"{byte_size(_LEAST_BYTES_OF_A_PROCESS)} each; "
+            f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; "
             "beyond the limit the kernel kills one (exit code 137)",
             mend="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), or fewer workers",
             free_bytes=free,

@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_doctor.byte_size import byte_size
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_messages import format_size
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
 _PREFETCH = 2
@@ -68,7 +68,7 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
             mend=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
         )
         return CheckVerdict(summary=f"{folder}", findings=(finding,))
-    summary = f"{byte_size(measured.free_bytes)} of {byte_size(size)} free in {folder}"
+    summary = f"{format_size(measured.free_bytes)} of {format_size(size)} free in {folder}"
     return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, checked)))
 
 
@@ -78,10 +78,11 @@ def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> 
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
     ranks = checked.processes_per_node
     if needed > free:
-        batch = f"{byte_size(checked.batch_bytes or 0)} a batch"
+        batch = f"{format_size(checked.batch_bytes or 0)} a batch"
         return [
             error(
-                f"{folder} has {byte_size(free)} free of {byte_size(size)}, and this run fills {byte_size(needed)}",
+                f"{folder} has {format_size(free)} free of {format_size(size)}, and this run fills "
+                f"{format_size(needed)}",
                 why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches and the one in "
                 f"use, at {batch}: a worker dies of a bus error ('insufficient shared memory')",
                 mend=mend,
@@ -93,9 +94,9 @@ def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> 
         docker = ", as Docker gives it" if size == 64 << 20 else ""
         return [
             warning(
-                f"{folder} has {byte_size(free)} free of {byte_size(size)}{docker}",
+                f"{folder} has {format_size(free)} free of {format_size(size)}{docker}",
                 why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches must fit: at "
-                f"{byte_size(free / max(1, ranks * (checked.num_workers * _PREFETCH + 1)))} a batch a worker dies "
+                f"{format_size(free / max(1, ranks * (checked.num_workers * _PREFETCH + 1)))} a batch a worker dies "
                 "of a bus error; --batch-megabytes N computes it for your batch",
                 mend=mend,
                 free_bytes=free,

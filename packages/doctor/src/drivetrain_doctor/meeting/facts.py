@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import distributions
 
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_messages import list_some
 
 # A difference in these breaks a run; in others it may.
 _MUST_AGREE = ("torch",)
@@ -62,8 +63,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
 def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str]) -> DoctorFinding:
     usual, count = Counter(values.values()).most_common(1)[0]
     others = {rank: value for rank, value in values.items() if value != usual}
-    shown = ", ".join(f"{value} on {names[rank]}" for rank, value in list(others.items())[:_SHOWN])
-    more = "" if len(others) <= _SHOWN else f" and {len(others) - _SHOWN} more"
+    shown = list_some((f"{value} on {names[rank]}" for rank, value in others.items()), most=_SHOWN)
     most = (
         f"{usual} on {names[next(rank for rank in values if rank not in others)]}"
         if count == 1
@@ -71,13 +71,13 @@ def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str
     )
     if subject.isupper():
         return warning(
-            f"{subject} differs: {shown}{more}, where it is {most}",
+            f"{subject} differs: {shown}, where it is {most}",
             why="NCCL then chooses differently on the hosts, and may hang",
             mend=f"set {subject} alike on all hosts, or nowhere",
         )
     is_grave = subject in _MUST_AGREE or (subject == "python" and _minors_differ(values))
     return (error if is_grave else warning)(
-        f"{subject} differs: {shown}{more}, where it is {most}",
+        f"{subject} differs: {shown}, where it is {most}",
         why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
         mend="one environment for all hosts: the same image, or a shared folder; pip install "
         f"'{subject}=={usual}' there"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, State
 from drivetrain_doctor.examination import Examination
+from drivetrain_messages import list_some
 
 # How far apart two columns stand, and where findings begin.
 _GAP, _INDENT = "  ", "         "
@@ -116,9 +117,7 @@ def _title(examination: Examination) -> str:
 def _finding_lines(
     finding: DoctorFinding, hosts: tuple[str, ...], *, is_coloured: bool, width: int
 ) -> list[str]:
-    where = (
-        f" [{', '.join(hosts[:_SHOWN])}{f' and {len(hosts) - _SHOWN} more' if len(hosts) > _SHOWN else ''}]"
-    )
+    where = f" [{list_some(hosts, most=_SHOWN)}]"
     parts = (
         (finding.severity, f"{finding.severity}: ", finding.what + (where if hosts else "")),
         ("", "why:  ", finding.why),

@@ -8,8 +8,8 @@ from drivetrain_config.accelerate_fsdp import FSDP
 from drivetrain_config.accelerate_launch import LAUNCH
 from drivetrain_config.accelerate_words import read_words
 from drivetrain_launcher.cli.given_flags import GivenFlags
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import UsageError
+from drivetrain_messages import say
 
 FAMILIES = (FSDP, DEEPSPEED, FP8, LAUNCH)
 _SHORT = {"-t": "tee", "-r": "redirects"}

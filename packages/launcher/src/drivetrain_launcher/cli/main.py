@@ -8,15 +8,14 @@ imported, so that `drivetrain --help` is fast. The entry point `checkpoint.list`
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, cast, get_type_hints
 
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.installed import EntryPoint
 from drivetrain_config.registry import commands
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.module_summary import module_summary
+from drivetrain_messages import say, suggest
 
 # The exit code for an invalid command line, as with argparse.
 _USAGE = 2
@@ -56,8 +55,7 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
     if members:
         return _run(rest, members, f"{group}{name} ")
     names = _names(found)
-    near = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {group}{near[0]}" if near else ""
+    hint = suggest(name, names, form=f"{group}{{}}")
     raise UsageError(
         f"{group}{name}: no such command{hint}; the installed packages provide {', '.join(names)}"
     )

@@ -16,7 +16,6 @@ A command's arguments are a frozen dataclass. Each field becomes a flag, like th
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, get_origin, get_type_hints
 
 from drivetrain_config import Flag, Layers, environ, flags, sections
@@ -27,6 +26,7 @@ from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.process_counts import settle_process_counts
+from drivetrain_messages import suggest
 
 # The key of the command's own flags, among the names of sections.
 _OWN = ""
@@ -187,9 +187,10 @@ class CommandParser:
         else:
             value = text if equals else _next(written, waiting, flag)
         if flag.choices is not None and value not in flag.choices:
-            near = get_close_matches(str(value), flag.choices, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"{written} {value}: {meant}say one of {', '.join(flag.choices)}")
+            meant = suggest(str(value), flag.choices)
+            raise UsageError(
+                f"{written} {value}: is no value of it{meant}; say one of {', '.join(flag.choices)}"
+            )
         if isinstance(value, str) and (meant := node_range(name, value)) is not None:
             for part, text in meant.items():
                 given.add(replace(flag, field=part), text, written=written)
@@ -205,12 +206,11 @@ class CommandParser:
         reason = refusal(written)
         if reason is not None:
             return f"{written}: {reason}"
-        near = get_close_matches(written.replace("_", "-"), self.flags, n=1)
         sections = ", ".join(dict.fromkeys(flag.section for flag in self.flags.values() if flag.section))
-        meant = f"the installed packages provide those of {sections}; " if sections else ""
-        if near:
-            meant = f"did you mean {near[0]}; "
-        return f"{written}: no such flag; {meant}{_SEE_HELP}"
+        meant = suggest(written.replace("_", "-"), self.flags)
+        if not meant and sections:
+            meant = f"; the installed packages provide those of {sections}"
+        return f"{written}: no such flag{meant}; {_SEE_HELP}"
 
     def _converted(self, name: str, given: object) -> Any:
         try:

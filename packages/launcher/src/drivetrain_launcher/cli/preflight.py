@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from drivetrain_config.plugin_names import check_plugins, word_pattern
 from drivetrain_config.schema import specs
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import suggest
 
 
 def check_module(name: str, folder: Path) -> None:
@@ -32,8 +32,8 @@ def check_module(name: str, folder: Path) -> None:
     if _is_there(package, folder):
         return
     beside = [each.name for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"]
-    near = get_close_matches(package, [name.removesuffix(".py") for name in beside], n=1)
-    hint = f"; did you mean {name.replace(package, near[0], 1)}" if near else ""
+    rest = name.removeprefix(package)
+    hint = suggest(package, [name.removesuffix(".py") for name in beside], form=f"{{}}{rest}")
     raise LaunchError(f"-m {name}: there is no module {package} in {folder}, nor one that is installed{hint}")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from zlib import crc32
 
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import list_some
 
 # Below the ports that Linux gives to clients (32768 and above), and without torchrun's default, 29500. The number of
 # ports is a prime, so that the ports of jobs with consecutive numbers differ.
@@ -96,5 +97,4 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], st
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown or "others"
+    return list_some(sorted(names), most=4) or "others"

@@ -15,8 +15,8 @@ from drivetrain_launcher.clusters.jobset_state import (
 from drivetrain_launcher.clusters.kubectl import ObjectName, read_objects, start_kubectl
 from drivetrain_launcher.clusters.kubernetes_manifest import CONTAINER
 from drivetrain_launcher.clusters.system_command import patiently
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import list_some, say
 
 _POLL_SECONDS = 2.0
 _NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -99,8 +99,7 @@ class JobSetOutput:
     def _tell_waiting(self, pods: tuple[PodState, ...]) -> None:
         waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]
         if waiting:
-            more = f" and {len(waiting) - 3} more" if len(waiting) > 3 else ""
-            self._tell(f"waiting for {', '.join(waiting[:3])}{more}")
+            self._tell(f"waiting for {list_some(waiting, most=3)}")
 
     def _stream(self, attempt: int, pods: tuple[PodState, ...]) -> None:
         """Write the output of all pods until they end, or the connection does."""

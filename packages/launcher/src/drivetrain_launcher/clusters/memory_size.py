@@ -1,7 +1,7 @@
 """Sizes of memory as text, such as "64GB"."""
 
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_weights import parse_size
+from drivetrain_messages import parse_size
 
 
 def memory_bytes(text: str) -> int:

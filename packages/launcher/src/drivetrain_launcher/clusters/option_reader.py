@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import suggest
 
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
@@ -17,10 +17,9 @@ def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]
     """
     for name, value in options.items():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
             raise LaunchError(
-                f"--option {name}={value}: {cluster} has no such option; {hint}there are {', '.join(sorted(known))}"
+                f"--option {name}={value}: {cluster} has no such option{suggest(name, known)}; there are "
+                f"{', '.join(sorted(known))}"
             )
 
 

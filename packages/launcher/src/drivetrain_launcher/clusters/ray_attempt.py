@@ -16,8 +16,8 @@ from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.clusters.ray_job import RayJob
 from drivetrain_launcher.clusters.ray_node import Node
 from drivetrain_launcher.clusters.ray_placement import ray_variables
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import say
 
 # The exit code of a launcher that SIGTERM ended without a save.
 _STOPPED_EXIT_CODE = 128 + 15

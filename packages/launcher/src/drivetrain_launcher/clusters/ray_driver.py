@@ -16,8 +16,8 @@ from drivetrain_config import environ
 from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.clusters.ray_attempt import Attempt, AttemptEnd
 from drivetrain_launcher.clusters.ray_job import JOB_VARIABLE, RayJob
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import say
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
 """The clusters that installed packages announce by entry points, and the one whose job this process is in."""
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import cast
 
 from drivetrain_config.installed import entry_points
 from drivetrain_launcher.clusters.protocol import Cluster, JobPlacement
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import suggest
 
 CLUSTERS_GROUP = "drivetrain.clusters"
 
@@ -25,10 +25,9 @@ def make_cluster(name: str) -> Cluster:
     for point in entry_points(CLUSTERS_GROUP):
         if point.name == name:
             return cast("Callable[[], Cluster]", point.load())()
-    near = get_close_matches(name, cluster_names(), n=1)
-    hint = f"; did you mean {near[0]}" if near else ""
+    known = cluster_names()
     raise LaunchError(
-        f"cluster {name}: no installed package provides it{hint}; there are {', '.join(cluster_names())}"
+        f"cluster {name}: no installed package provides it{suggest(name, known)}; there are {', '.join(known)}"
     )
 
 

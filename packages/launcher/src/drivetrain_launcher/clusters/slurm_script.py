@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from difflib import get_close_matches
 from pathlib import Path
 
 from drivetrain_launcher.clusters.memory_size import memory_bytes
@@ -10,6 +9,7 @@ from drivetrain_launcher.clusters.protocol import JobRequest, Submission
 from drivetrain_launcher.clusters.request_checks import check_words
 from drivetrain_launcher.clusters.system_command import in_this_python
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import suggest
 
 # The options of sbatch that a request may add; the others are set by the request's own fields, or change what a
 # script is.
@@ -211,8 +211,7 @@ def _check_option(name: str) -> None:
     if name in _OURS:
         raise LaunchError(f"slurm: option {name!r}: it follows from {_OURS[name]}; set that instead")
     if name not in OPTIONS:
-        near = get_close_matches(name, OPTIONS, n=1)
-        hint = f"; did you mean {near[0]}" if near else f"; there are {', '.join(sorted(OPTIONS))}"
+        hint = suggest(name, OPTIONS) or f"; there are {', '.join(sorted(OPTIONS))}"
         raise LaunchError(f"slurm: option {name!r}: sbatch has no such option for a job of drivetrain{hint}")
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import say
 
 Answer = TypeVar("Answer")
 

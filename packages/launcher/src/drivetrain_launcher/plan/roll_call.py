@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import list_some
 from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_roll_call"
@@ -214,5 +215,4 @@ def missing_numbers(store: Store, meeting: Meeting, error: RendezvousTimeoutErro
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown or "none"
+    return list_some(names, most=_MOST_NAMED) or "none"

@@ -31,7 +31,6 @@ from drivetrain_launcher.compat import (
     ranks_started_by,
     remaining_restarts,
 )
-from drivetrain_launcher.console import say, torch_silenced
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
 from drivetrain_launcher.membership.handler import ElasticNodes
@@ -57,7 +56,9 @@ from drivetrain_launcher.run.preload.preloader import Preloader
 from drivetrain_launcher.run.rank_starter import RankStarter
 from drivetrain_launcher.run.signals import StopSignals
 from drivetrain_launcher.run.stopped_ranks import StoppedRanks
+from drivetrain_launcher.run.torch_messages import silence_torch
 from drivetrain_launcher.run.worker_logs import WorkerLogs
+from drivetrain_messages import say
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
 
@@ -79,7 +80,7 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
         with (
             TemporaryDirectory(prefix="drivetrain_") as scratch,
             environ.exported(**plan.environment),
-            torch_silenced(),
+            silence_torch(),
         ):
             with _kept(plan) as (keeper, streams):
                 return _run(

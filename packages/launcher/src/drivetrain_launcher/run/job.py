@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE, JobPlacement
 from drivetrain_launcher.clusters.registry import make_cluster
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
+from drivetrain_messages import say
 
 if TYPE_CHECKING:
     from threading import Event

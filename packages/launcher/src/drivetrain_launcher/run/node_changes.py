@@ -4,9 +4,9 @@ import time
 from collections.abc import Collection, Sequence
 
 from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
-from drivetrain_launcher.console import say
 from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.run.failures import RankFailure
+from drivetrain_messages import format_count, say
 
 # The time that ranks have to end when they cannot save: a save takes the ranks of all nodes.
 _SHORT_STOP_SECONDS = 2.0
@@ -38,14 +38,16 @@ class NodeChanges:
         self._nodes.pids = tuple(pids)
         state, before = self._nodes.state, self._num_nodes
         self._num_nodes = len(state.members)
-        size = f"{_counted(self._num_nodes, 'node')} ({_counted(state.world_size, 'process')})"
+        size = f"{format_count(self._num_nodes, 'node')} ({format_count(state.world_size, 'process')})"
         if before == 0:
             say(f"{'the run goes on' if state.round > 1 else 'the run begins'} with {size}")
         else:
             of_before = f" of {before}" if self._num_nodes < before else ""
-            count = f"{self._num_nodes}{of_before} nodes" if of_before else _counted(self._num_nodes, "node")
+            count = (
+                f"{self._num_nodes}{of_before} nodes" if of_before else format_count(self._num_nodes, "node")
+            )
             say(
-                f"{state.reason}; going on with {count} ({_counted(state.world_size, 'process')}), whose ranks "
+                f"{state.reason}; going on with {count} ({format_count(state.world_size, 'process')}), whose ranks "
                 "start again from their newest checkpoint"
             )
 
@@ -111,8 +113,3 @@ def _may_be_caused(failure: RankFailure) -> bool:
         or failure.exit_code in _CAUSED_CODES
         or (failure.signal in _CAUSED_SIGNALS and not failure.error)
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"

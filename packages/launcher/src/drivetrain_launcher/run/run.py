@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from drivetrain_config import environ
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import ANY_PORT, LaunchPlan
 from drivetrain_launcher.run.job import check_address, requeue_after
 from drivetrain_launcher.run.runpy_main import run_as_main
+from drivetrain_messages import say
 
 if TYPE_CHECKING:
     from drivetrain_launcher.run.preload.preloader import Preloader

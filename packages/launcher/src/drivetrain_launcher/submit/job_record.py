@@ -4,7 +4,6 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from drivetrain_config.conversion import ConversionError, convert
@@ -12,6 +11,7 @@ from drivetrain_config.file_text import parse_json, read_text
 from drivetrain_config.kinds import plain
 from drivetrain_launcher.clusters.protocol import JobRequest
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import suggest
 
 _ENDING = ".job.json"
 
@@ -61,11 +61,9 @@ def find_record(job_id: str, log_dir: Path) -> JobRecord:
         if record.job_id == job_id:
             return record
     known = [record.job_id for record in records]
-    near = get_close_matches(job_id, known, n=1)
-    hint = f"; did you mean {near[0]}" if near else ""
-    there = f"; there are {', '.join(known)}" if known else ""
+    hint = suggest(job_id, known) + (f"; there are {', '.join(known)}" if known else "")
     raise LaunchError(
-        f"job {job_id}: {log_dir.absolute()} has no record of it{hint}{there}; --log-dir names another folder"
+        f"job {job_id}: {log_dir.absolute()} has no record of it{hint}; --log-dir names another folder"
     )
 
 

@@ -4,9 +4,9 @@ import shlex
 import sys
 
 from drivetrain_launcher.clusters.protocol import Cluster, Submission
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.submit.job_record import JobRecord, write_private, write_record
+from drivetrain_messages import say
 
 # The exit code of a command that Ctrl-C ended, as shells give it.
 _INTERRUPTED = 130

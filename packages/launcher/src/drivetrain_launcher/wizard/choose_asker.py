@@ -3,9 +3,9 @@
 import sys
 
 from drivetrain_config import environ
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.interview import Asker
+from drivetrain_messages import say
 
 
 def choose_asker() -> Asker:

@@ -13,8 +13,7 @@ from drivetrain_config.installed import entry_points
 from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.module_summary import module_summary
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
-
-_GIB = 2**30
+from drivetrain_messages import format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +24,11 @@ class MachineFacts:
         host: The name of this machine.
         folder: The name of the working folder.
         num_cpus: The number of CPU cores that this process may use.
-        memory_gib: The memory of the machine in GiB; None if unknown.
+        memory_bytes: The memory of the machine; None if unknown.
         accelerator: The kind of accelerator that torch would use, such as "cuda"; None if there is none.
         accelerator_count: The number of accelerators visible to this process.
         accelerator_name: The driver's name of the first accelerator.
-        accelerator_memory_gib: The memory of the smallest accelerator in GiB; None if unknown.
+        accelerator_memory_bytes: The memory of the smallest accelerator; None if unknown.
         can_fp16: Whether the accelerators have units or kernels for float16.
         can_bf16: Whether the accelerators have units or kernels for bfloat16.
         cluster: The cluster whose job this process is in; None outside any job.
@@ -41,11 +40,11 @@ class MachineFacts:
     host: str = "localhost"
     folder: str = "run"
     num_cpus: int = 1
-    memory_gib: float | None = None
+    memory_bytes: int | None = None
     accelerator: str | None = None
     accelerator_count: int = 0
     accelerator_name: str = ""
-    accelerator_memory_gib: float | None = None
+    accelerator_memory_bytes: int | None = None
     can_fp16: bool = False
     can_bf16: bool = False
     cluster: str | None = None
@@ -66,12 +65,13 @@ class MachineFacts:
         }
 
     def __str__(self) -> str:
-        memory = "" if self.memory_gib is None else f", {self.memory_gib:.0f} GiB of memory"
-        cores = f"{self.num_cpus} CPU core{'s' if self.num_cpus != 1 else ''}{memory}"
+        memory = "" if self.memory_bytes is None else f", {format_size(self.memory_bytes)} of memory"
+        cores = f"{format_count(self.num_cpus, 'CPU core')}{memory}"
         if self.accelerator is None:
             found = f"no accelerator, {cores}"
         else:
-            size = "" if self.accelerator_memory_gib is None else f" ({self.accelerator_memory_gib:.0f} GiB)"
+            memory = self.accelerator_memory_bytes
+            size = "" if memory is None else f" ({format_size(memory)})"
             found = f"{self.accelerator_count} x {self.accelerator_name}{size}, {cores}"
         job = "" if self.cluster is None else f", in a job of {self.num_nodes} nodes under {self.cluster}"
         return f"{self.host}: {found}{job}"
@@ -89,7 +89,7 @@ def detect_machine() -> MachineFacts:
         host=platform.node() or "localhost",
         folder=Path.cwd().name or "run",
         num_cpus=_num_cpus(),
-        memory_gib=_memory_gib(),
+        memory_bytes=_memory_bytes(),
         cluster=None if placement is None else placement.cluster,
         num_nodes=None if placement is None else placement.num_nodes,
         backends={
@@ -112,7 +112,7 @@ def _accelerators() -> dict[str, Any]:
         "accelerator": kind,
         "accelerator_count": group.count,
         "accelerator_name": group.names[0] if group.names else kind,
-        "accelerator_memory_gib": min(group.memory_bytes) / _GIB if group.memory_bytes else None,
+        "accelerator_memory_bytes": min(group.memory_bytes) if group.memory_bytes else None,
         "can_fp16": group.ability.fp16,
         "can_bf16": group.ability.bf16,
     }
@@ -124,9 +124,9 @@ def _num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_gib() -> float | None:
+def _memory_bytes() -> int | None:
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # the system does not tell
         return None
 

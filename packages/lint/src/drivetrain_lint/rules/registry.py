@@ -1,7 +1,6 @@
 """All rules, and the choice among them."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from drivetrain_lint.errors import LintArgumentError
 from drivetrain_lint.rules import (
@@ -13,6 +12,7 @@ from drivetrain_lint.rules import (
     shared_output,
 )
 from drivetrain_lint.rules.rule import Rule
+from drivetrain_messages import suggest
 
 ALL_RULES: tuple[Rule, ...] = (
     *diverging_ranks.RULES,
@@ -37,12 +37,9 @@ def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> t
     chosen = [rule for rule in ALL_RULES if (rule.is_default if not select else _named(rule, select))]
     for word in (*select, *ignore):
         if word != "all" and not any(_named(rule, [word]) for rule in ALL_RULES):
-            near = get_close_matches(
-                word, [name for rule in ALL_RULES for name in (rule.code, rule.name)], n=1
-            )
-            meant = f"did you mean {near[0]}? " if near else ""
+            meant = suggest(word, [name for rule in ALL_RULES for name in (rule.code, rule.name)])
             raise LintArgumentError(
-                f"{word}: no such rule; {meant}the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
+                f"{word}: no such rule{meant}; the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
                 "stands for all that begin so"
             )
     return tuple(rule for rule in chosen if not _named(rule, ignore))

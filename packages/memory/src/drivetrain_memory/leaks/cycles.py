@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from drivetrain_memory.leaks.origin import line_that_made
+from drivetrain_messages import format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class TensorCycle:
     def __str__(self) -> str:
         made = f", made at {self.line}" if self.line else ""
         return (
-            f"{self.count} reference cycles {' -> '.join(self.types)} held {self.tensor_bytes / 1e6:.2f} MB of "
+            f"{self.count} reference cycles {' -> '.join(self.types)} held {format_size(self.tensor_bytes)} of "
             f"tensors until the garbage collector came{made}"
         )
 

@@ -2,17 +2,12 @@
 
 import math
 
+from drivetrain_messages import format_size
+
 
 def bytes_text(size_bytes: float) -> str:
-    """Return a size such as "1.50 GB"; units of 1000, as torch and the makers of devices count."""
-    if math.isnan(size_bytes):
-        return "-"
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB"):
-        if abs(size) < 1000:
-            return f"{size:.3g} {unit}" if abs(size) < 999.5 else f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:,.2f} GB"
+    """Return a size such as "1.50 GB"; "-" for NaN, a size that is not known."""
+    return "-" if math.isnan(size_bytes) else format_size(size_bytes)
 
 
 def seconds_text(seconds: float) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from drivetrain_messages import format_table
 from drivetrain_precision.scaling.layer_counts import LayerTotals
 
 Where = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
@@ -113,8 +114,7 @@ class GradientReport:
         """
         shown = self.layers[:most]
         rows = [_HEADER, *(_row(layer) for layer in shown)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(_cell(cell, widths[i], i) for i, cell in enumerate(row)).rstrip() for row in rows]
+        lines = [format_table(rows, right=range(_NUM_LEFT, len(_HEADER)))]
         if len(shown) < len(self.layers):
             lines.append(f"and {len(self.layers) - len(shown)} layers with smaller shares")
         if self.not_watched:
@@ -156,10 +156,6 @@ def _row(layer: LayerGradients) -> tuple[str, ...]:
         f"{totals.nonfinite_gradients}",
         f"{totals.nonfinite_activations}",
     )
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.ljust(width) if column < _NUM_LEFT else text.rjust(width)
 
 
 def _call(number: int) -> str:

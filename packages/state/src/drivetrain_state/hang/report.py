@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from drivetrain_messages import format_table
+
 _SILENT = "no answer: it was killed or stopped, or a native call holds Python's lock"
 _OWN_CODE = "waits for no other rank, while the others wait"
 _DIFFER = "waits elsewhere than most: one of the two took another path through the code"
@@ -140,10 +142,7 @@ def hang_table(
     ):
         idle = _span([answers[rank].idle_seconds for rank in members if rank in answers])
         rows.append(("" if innocent else ">", compact_ranks(members), idle, label, where, call))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return format_table(rows)
 
 
 def stacks_text(world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drivetrain_messages import format_size
 from drivetrain_tracking.errors import (
     DeliveryFileError,
     DeliveryInUseError,
@@ -96,7 +97,7 @@ def _show_progress(size_bytes: int) -> Callable[[Delivery], None]:
     def show(delivery: Delivery) -> None:
         if sys.stderr.isatty():
             share = delivery.offset / max(1, size_bytes)
-            sys.stderr.write(f"\r{share:4.0%} of {size_bytes / 1e6:.1f} MB")
+            sys.stderr.write(f"\r{share:4.0%} of {format_size(size_bytes)}")
             sys.stderr.flush()
 
     return show

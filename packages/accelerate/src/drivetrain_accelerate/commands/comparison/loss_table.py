@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drivetrain_messages import format_table
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
@@ -59,11 +61,7 @@ def table_of(rows: Sequence[LossRow], tolerance: float) -> str:
         mark = "" if row.is_same(tolerance) else "differs"
         first = [str(row.rank)] if has_ranks else []
         cells.append([*first, str(row.step), _shown(row.real), _shown(row.ours), difference, mark])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    return format_table(cells, right=range(len(head)))
 
 
 def _shown(loss: float | None) -> str:

@@ -2,13 +2,13 @@
 
 import sys
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from drivetrain_config import commands
 from drivetrain_launcher.cli.completion.bash_script import bash_script
 from drivetrain_launcher.cli.completion.command_words import read_commands, section_flags
 from drivetrain_launcher.cli.completion.fish_script import fish_script
 from drivetrain_launcher.cli.completion.zsh_script import zsh_script
+from drivetrain_messages import suggest
 
 _SCRIPTS = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
 
@@ -21,9 +21,8 @@ class CompletionArguments:
 
     def __post_init__(self) -> None:
         if self.shell not in _SCRIPTS:
-            near = get_close_matches(self.shell, _SCRIPTS, n=1)
-            hint = f", did you mean {near[0]}?" if near else ";"
-            raise ValueError(f"shell={self.shell!r}: there is no such script{hint} say bash, zsh or fish")
+            hint = suggest(self.shell, _SCRIPTS)
+            raise ValueError(f"shell={self.shell!r}: there is no such script{hint}; say bash, zsh or fish")
 
 
 def run(arguments: CompletionArguments) -> int:

@@ -16,7 +16,6 @@ from drivetrain_config.plugin_names import check_plugins
 from drivetrain_config.schema import specs
 from drivetrain_config.source import Entry, Source
 from drivetrain_config.vocabulary import check_field, converted
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.choose_asker import choose_asker
 from drivetrain_launcher.wizard.interview import Asker, ask_all, take_recommended
@@ -24,6 +23,7 @@ from drivetrain_launcher.wizard.machine_facts import MachineFacts, detect_machin
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
 from drivetrain_launcher.wizard.settings_text import launch_line, settings_text
 from drivetrain_launcher.wizard.settings_writer import backup_of, write_settings
+from drivetrain_messages import say
 
 _FILE = Path("drivetrain.yaml")
 _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C

@@ -9,8 +9,8 @@ from drivetrain_config.files import read_file
 from drivetrain_config.found_file import find_file, settings_places
 from drivetrain_config.installed import entry_points
 from drivetrain_config.validation import review_file
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import say
 
 _INVALID = 1
 

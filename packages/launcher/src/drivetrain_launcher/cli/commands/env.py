@@ -11,6 +11,7 @@ from typing import Any
 from drivetrain_config import Layers, Source, environ, resolve, sections
 from drivetrain_config.found_file import settings_places
 from drivetrain_config.kinds import plain
+from drivetrain_messages import format_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,5 @@ def _as_text(
     for section, found in settings.items():
         lines += ["", section]
         rows = [(name, json.dumps(setting.value), str(setting.source)) for name, setting in found.items()]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines += [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+        lines.append(format_table(rows, indent="  "))
     return "\n".join([*lines, ""])

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from drivetrain_launcher.cli.preflight import (
 )
 from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.clusters.registry import find_placement
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import Host, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
@@ -26,6 +24,7 @@ from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
+from drivetrain_messages import say, suggest
 
 # Entry points of modules that scripts run through: what they need imported first in the process of `--preload`.
 PRELOAD_GROUP = "drivetrain.preload"
@@ -180,7 +179,6 @@ def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
     path = Path(arguments.script)
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, beside, n=1)
-        hint = f"; did you mean {path.with_name(near[0])}" if near else ""
+        hint = suggest(path.name, beside, form=str(path.with_name("{}")))
         raise LaunchError(f"{arguments.script}: no such script (looked for {path.absolute()}){hint}")
     return LaunchTarget(name=arguments.script, arguments=arguments.arguments)

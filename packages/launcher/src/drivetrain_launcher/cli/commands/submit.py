@@ -1,7 +1,6 @@
 """Submit a job to a cluster, and show its output."""
 
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ from drivetrain_config import environ, flags
 from drivetrain_launcher.cli.commands.launch import file_notes, resolve_said
 from drivetrain_launcher.cli.preflight import check_module, check_plugins_of, misplaced_flags
 from drivetrain_launcher.clusters.registry import make_cluster
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
 from drivetrain_launcher.submit.job_planner import plan_job
 from drivetrain_launcher.submit.pairs import read_variables
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 from drivetrain_launcher.submit.submitter import describe, follow_job, how_to_go_on, submit_job
+from drivetrain_messages import say, suggest
 
 
 def run(arguments: SubmitArguments) -> int:
@@ -80,8 +79,7 @@ def _source(script: Path) -> str:
     if script.is_file():
         return script.read_text(encoding="utf-8", errors="replace")
     beside = [each.name for each in script.parent.iterdir()] if script.parent.is_dir() else []
-    near = get_close_matches(script.name, beside, n=1)
-    hint = f"; did you mean {script.with_name(near[0])}" if near else ""
+    hint = suggest(script.name, beside, form=str(script.with_name("{}")))
     raise LaunchError(
         f"{script}: no such script{hint}; if only the nodes have it, name their folder with --folder /PATH"
     )

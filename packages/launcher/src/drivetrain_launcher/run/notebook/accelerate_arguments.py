@@ -1,9 +1,9 @@
 """The arguments of Accelerate's notebook_launcher that ours does not name: honoured, or refused with a remedy."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import suggest
 
 _SEVERAL_MACHINES = (
     "a notebook drives the processes of its own machine; for several, put the function into a script and run "
@@ -48,8 +48,7 @@ def read_port(arguments: Mapping[str, object], *, master_port: int) -> int:
         if name == "use_port":
             continue
         if name not in _REFUSED:
-            near = get_close_matches(name, [*_OWN, *_REFUSED, "use_port"], n=1)
-            hint = f"; the closest is {near[0]}" if near else ""
+            hint = suggest(name, [*_OWN, *_REFUSED, "use_port"])
             raise TypeError(f"notebook_launcher() has no argument {name!r}{hint}")
         allowed, remedy = _REFUSED[name]
         if value not in allowed:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drivetrain_config import environ
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.run.failures import describe_root, find_root
 from drivetrain_launcher.run.notebook.call import Call, FailedRank, Interrupted, Outcome
@@ -22,6 +21,7 @@ from drivetrain_launcher.run.notebook.rank_channel import Message, new_content
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
 from drivetrain_launcher.run.notebook.returned import CallSetup, Returned
 from drivetrain_launcher.run.notebook.shipment import Shipment
+from drivetrain_messages import say
 
 _GRACE_SECONDS = 30.0
 

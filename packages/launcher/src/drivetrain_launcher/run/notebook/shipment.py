@@ -19,6 +19,7 @@ import cloudpickle
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.run.notebook.rank_channel import new_content
 from drivetrain_launcher.run.notebook.unshippable import Named, find_culprit, parts_of
+from drivetrain_messages import format_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,8 +185,8 @@ def _tell_size(function: Callable[..., Any], args: Sequence[Any], size: int) -> 
     sizes = [(_shipped_size(part.value), part.label) for part in parts]
     most, label = max(sizes, default=(0, ""))
     return (
-        f"{_name_of(function)} and what it uses are {size / 2**20:,.0f} MiB, which each rank gets a copy of"
-        + (f" ({label}: {most / 2**20:,.0f} MiB)" if label else "")
+        f"{_name_of(function)} and what it uses are {format_size(size)}, which each rank gets a copy of"
+        + (f" ({label}: {format_size(most)})" if label else "")
         + "; load large data inside the function"
     )
 

@@ -10,13 +10,13 @@ from select import select
 from typing import IO, Any
 
 from drivetrain_config import environ
-from drivetrain_launcher.console import say
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.preload.forked_rank import ForkedRank
 from drivetrain_launcher.run.process_link import ProcessLink
 from drivetrain_launcher.run.worker import PRELOAD_FLAG
+from drivetrain_messages import say
 
 # OpenMP reads them, and the cores of its process, when torch is imported.
 _READ_AT_IMPORT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

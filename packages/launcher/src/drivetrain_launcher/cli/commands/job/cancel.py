@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_launcher.clusters.registry import make_cluster
-from drivetrain_launcher.console import say
 from drivetrain_launcher.submit.job_record import find_record
+from drivetrain_messages import say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

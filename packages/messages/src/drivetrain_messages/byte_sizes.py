@@ -29,14 +29,9 @@ def parse_size(size: int | str) -> int:
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 
-def format_size(size_bytes: int, *, digits: int = 2) -> str:
-    """Return a size in the largest unit of powers of 1000 that keeps the number at 1 or above, such as "1.50 GB".
-
-    Args:
-        size_bytes: The size in bytes.
-        digits: The number of digits behind the point; bytes have none.
-    """
+def format_size(size_bytes: float) -> str:
+    """Return a size in the largest unit of powers of 1000 that keeps the number above 1, such as "1.50 GB"."""
     size, unit = float(size_bytes), 0
-    while unit < len(_DECIMAL_UNITS) - 1 and round(size, digits if unit else 0) >= 1000:
+    while unit < len(_DECIMAL_UNITS) - 1 and abs(round(size, 2 if unit else 0)) >= 1000:
         size, unit = size / 1000, unit + 1
-    return f"{size:.{digits}f} {_DECIMAL_UNITS[unit]}" if unit else f"{size_bytes} B"
+    return f"{size:.2f} {_DECIMAL_UNITS[unit]}" if unit else f"{size:.0f} B"

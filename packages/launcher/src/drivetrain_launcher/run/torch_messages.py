@@ -1,7 +1,6 @@
-"""The launcher's messages on the terminal, marked to stand apart from the script's output."""
+"""Silence what torch logs about ranks, which the launcher reports itself."""
 
 import logging
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -13,14 +12,8 @@ _TALKERS = (
 )
 
 
-def say(text: str) -> None:
-    """Write a line to stderr with the launcher's prefix."""
-    sys.stderr.write(f"drivetrain: {text}\n")
-    sys.stderr.flush()
-
-
 @contextmanager
-def torch_silenced() -> Generator[None]:
+def silence_torch() -> Generator[None]:
     """Run the block without torch's log messages about ranks."""
     loggers = [logging.getLogger(name) for name in _TALKERS]
     before = [logger.level for logger in loggers]

@@ -1,0 +1,29 @@
+"""The known name that a misspelled one is nearest to."""
+
+from collections.abc import Iterable
+
+
+def find_near(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """Return the nearest known name; None if none is near.
+
+    Args:
+        name: The name as given.
+        known: The names that there are.
+        likeness: How alike two names must be, from 0 to 1 for equal ones; see `difflib.get_close_matches`.
+    """
+    from difflib import get_close_matches  # only an error needs it, and every command imports this file
+
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+
+
+def suggest(name: str, known: Iterable[str], *, likeness: float = 0.6, form: str = "{}") -> str:
+    """Return the end of an error about an unknown name: "; did you mean NEAREST", or "" if no known name is near.
+
+    Args:
+        name: The name as given.
+        known: The names that there are.
+        likeness: How alike two names must be; see `find_near`.
+        form: The form in which the nearest name is shown, such as "--{}".
+    """
+    near = find_near(name, known, likeness=likeness)
+    return "" if near is None else f"; did you mean {form.format(near)}"

@@ -1,0 +1,25 @@
+"""Tables for a terminal or a log."""
+
+from collections.abc import Collection, Sequence
+
+
+def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> str:
+    """Return rows as lines with columns as wide as needed and two blanks between them.
+
+    Args:
+        rows: The cells of each row, the same number in all; the first row may be a header.
+        right: The columns that are aligned at their right end, as numbers are.
+        indent: The text that each line begins with.
+
+    Returns:
+        One line per row, without blanks at the end, joined by line breaks; "" without a row.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            f"{cell:>{width}}" if at in right else f"{cell:<{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
