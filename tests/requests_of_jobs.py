@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from drivetrain_launcher.clusters.protocol import JobRequest
+from drivetrain_clusters.protocol import JobRequest
 
 # What shells, YAML, Kubernetes, Ray and Slurm give a meaning.
 TRAPS = (

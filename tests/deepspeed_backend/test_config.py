@@ -130,10 +130,10 @@ def test_a_setting_and_a_given_configuration_contradict_each_other() -> None:
             {"gradient_cliping": 1.0},
             r"gradient_cliping is nothing that DeepSpeed reads; did you mean gradient_clipping",
         ),
-        ({"zero_optimization": {"stagge": 2}}, r"did you mean zero_optimization.stage\?"),
+        ({"zero_optimization": {"stagge": 2}}, r"did you mean zero_optimization.stage"),
         (
             {"zero_optimization": {"offload_param": {"dev": "cpu"}}},
-            r"did you mean zero_optimization.offload_param.device\?",
+            r"did you mean zero_optimization.offload_param.device",
         ),
         ({"zero_optimization": True}, "must be an object with a stage"),
         ({"bf16": {"on": True}}, "bf16.on is nothing"),

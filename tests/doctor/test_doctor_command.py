@@ -86,7 +86,7 @@ def test_impossible_requests_are_refused(drivetrain: Callable, arguments: tuple[
 
 
 CLUSTER = """
-from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_clusters.protocol import JobPlacement
 
 
 class Cluster:

@@ -1,4 +1,4 @@
-from checks.names import classes_twice, files_twice
+from checks.names import classes_twice
 from checks.sources import parse
 
 
@@ -11,12 +11,6 @@ def test_a_class_that_stands_twice_is_found() -> None:
     assert "a class 'Piece' stands in packages/a/src/a/x.py:1 too" in finding.message
 
 
-def test_a_file_that_stands_twice_is_found() -> None:
-    paths = ["a/carrier.py", "b/carrier.py", "a/errors.py", "b/errors.py", "a/__init__.py", "b/__init__.py"]
-    (finding,) = files_twice([parse(path, "") for path in paths], {"errors": "one a package"})
-    assert finding.where == "b/carrier.py"
-
-
 def test_an_exception_that_nothing_needs_any_more_is_found() -> None:
-    (finding,) = files_twice([parse("a/errors.py", "")], {"errors": "one a package"})
-    assert "a file 'errors' may stand several times (one a package), and does not" in finding.message
+    (finding,) = classes_twice([parse("a/errors.py", "class Piece: ...\n")], {"Piece": "of two"})
+    assert "a class 'Piece' may stand several times (of two), and does not" in finding.message

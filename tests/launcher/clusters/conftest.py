@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clusters import SlurmCluster, missing_commands, slurm_cluster
 from ray_cluster import LocalRay, ray_cluster
+from slurm_cluster import SlurmCluster, missing_commands, slurm_cluster
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

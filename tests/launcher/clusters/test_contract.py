@@ -9,16 +9,16 @@ import pytest
 import yaml
 
 from cluster_jobs import hydra_job, open_mpi_job, slurm_job
-from drivetrain_launcher.clusters.kubernetes import Kubernetes
-from drivetrain_launcher.clusters.local import Local
-from drivetrain_launcher.clusters.mpi import Mpi
-from drivetrain_launcher.clusters.protocol import Cluster, JobPlacement, JobRequest, Submission
-from drivetrain_launcher.clusters.ray import Ray
-from drivetrain_launcher.clusters.ray_job import plan_ray
-from drivetrain_launcher.clusters.ray_placement import ray_variables
-from drivetrain_launcher.clusters.registry import cluster_names, make_cluster
-from drivetrain_launcher.clusters.slurm import Slurm
-from drivetrain_launcher.testing import ClusterContract
+from drivetrain_clusters.kubernetes.cluster import Kubernetes
+from drivetrain_clusters.local.cluster import Local
+from drivetrain_clusters.mpi.cluster import Mpi
+from drivetrain_clusters.protocol import Cluster, JobPlacement, JobRequest, Submission
+from drivetrain_clusters.ray.cluster import Ray
+from drivetrain_clusters.ray.job import plan_ray
+from drivetrain_clusters.ray.placement import ray_variables
+from drivetrain_clusters.registry import cluster_names, make_cluster
+from drivetrain_clusters.slurm.cluster import Slurm
+from drivetrain_clusters.testing import ClusterContract
 from ray_cluster import LocalRay
 from requests_of_jobs import make_request
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_clusters.kubernetes.cluster import Kubernetes
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.clusters.kubernetes import Kubernetes
 from played_kubernetes import PlayedCluster, played_kubernetes
 from requests_of_jobs import TRAPS, make_request
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launcher.clusters.local import Local
-from drivetrain_launcher.clusters.protocol import JobRequest, Submission
+from drivetrain_clusters.local.cluster import Local
+from drivetrain_clusters.protocol import JobRequest, Submission
 from drivetrain_launcher.errors import LaunchError
 
 

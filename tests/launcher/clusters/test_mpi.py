@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launcher.clusters.mpi import Mpi
-from drivetrain_launcher.clusters.protocol import JobRequest
+from drivetrain_clusters.mpi.cluster import Mpi
+from drivetrain_clusters.protocol import JobRequest
 from drivetrain_launcher.errors import LaunchError
 
 LAUNCH = (sys.executable, "-m", "drivetrain_launcher", "launch", "--cpu")

@@ -9,8 +9,8 @@ from threading import Timer
 
 import pytest
 
+from drivetrain_clusters.ray.cluster import Ray
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.clusters.ray import Ray
 from ray_cluster import LocalRay
 from requests_of_jobs import TRAPS, make_request
 
@@ -212,7 +212,7 @@ def test_without_ray_the_error_names_the_extra(
     assert shown.returncode == 0, shown.stderr
     done = drivetrain(*line, "train.py", environment={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2
-    assert "pip install 'drivetrain-launcher[ray]' brings it" in done.stderr
+    assert "pip install 'drivetrain-clusters[ray]' brings it" in done.stderr
 
 
 def test_a_plan_shows_the_job_and_says_who_must_see_the_folder() -> None:

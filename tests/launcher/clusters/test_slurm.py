@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launcher.clusters.protocol import JobRequest, Submission
-from drivetrain_launcher.clusters.slurm import Slurm
+from drivetrain_clusters.protocol import JobRequest, Submission
+from drivetrain_clusters.slurm.cluster import Slurm
 from drivetrain_launcher.errors import LaunchError
 
 pytestmark = pytest.mark.timeout(

@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher import Host, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
-from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.plan.core_binding import CoreBinding, plan_bindings, unused_cores
 from drivetrain_launcher.plan.cpu_topology import Core, CpuTopology
 

@@ -1,12 +1,12 @@
 import pytest
 
 from cluster_jobs import hydra_job, open_mpi_job, slurm_job
+from drivetrain_clusters.mpi.placement import mpi_placement
+from drivetrain_clusters.protocol import JobPlacement
+from drivetrain_clusters.slurm.placement import slurm_placement
 from drivetrain_config import Layers, resolve
 from drivetrain_config.source import Entry, Source
 from drivetrain_launcher import Host, LaunchError, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
-from drivetrain_launcher.clusters.mpi_placement import mpi_placement
-from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.clusters.slurm_placement import slurm_placement
 from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
 
 TARGET = LaunchTarget(name="train.py")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster_jobs import hydra_job, slurm_job
+from drivetrain_clusters.slurm.placement import slurm_placement
 from drivetrain_launcher import Host, LaunchError, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
-from drivetrain_launcher.clusters.slurm_placement import slurm_placement
 from drivetrain_launcher.run.job import check_address, may_requeue, requeue_after
 from processes import free_port
 
@@ -107,7 +107,7 @@ def test_a_stop_while_a_launcher_waits_for_task_0_ends_the_wait() -> None:
         "import os, signal, sys, threading; sys.path.insert(0, sys.argv[1])\n"
         "from cluster_jobs import slurm_job\n"
         "from drivetrain_launcher import LaunchPlan, LaunchTarget\n"
-        "from drivetrain_launcher.clusters.slurm_placement import slurm_placement\n"
+        "from drivetrain_clusters.slurm.placement import slurm_placement\n"
         "from drivetrain_launcher.run.job import requeue_after\n"
         "plan = LaunchPlan(mode='elastic', target=LaunchTarget(name='x'), \n"
         "                  placement=slurm_placement(slurm_job()[1]), shutdown_timeout_seconds=600)\n"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher.plan.host_detection import Host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch

@@ -127,7 +127,7 @@ def test_ctrl_c_stops_following_and_says_how_to_go_on(script: Callable, tmp_path
 
 ENDLESS = """
 import os, signal, time
-from drivetrain_launcher.clusters.protocol import Submission
+from drivetrain_clusters.protocol import Submission
 class Endless:
     def plan(self, request): return Submission(files={}, command=(), request=request)
     def submit(self, submission): return "7"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
+from drivetrain_clusters.errors import ClusterError
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.installed import EntryPoint
 from drivetrain_config.registry import commands
@@ -32,7 +33,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     """
     try:
         return _run(sys.argv[1:] if tokens is None else list(tokens), commands())
-    except (LaunchError, ConfigError) as error:
+    except (LaunchError, ClusterError, ConfigError) as error:
         say(f"error: {error}")
         return _USAGE
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher.settings import OutputPrefix, RendezvousBackend
 
 if TYPE_CHECKING:

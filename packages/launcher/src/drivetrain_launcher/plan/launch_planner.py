@@ -6,7 +6,7 @@ All functions are pure, so that a plan for ten thousand ranks can be built and r
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from drivetrain_launcher.clusters.protocol import JobPlacement
+from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget

@@ -7,9 +7,9 @@ All functions are pure.
 from collections.abc import Mapping
 from typing import Any
 
+from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_config import Layers
 from drivetrain_config.source import Entry, Source
-from drivetrain_launcher.clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
 

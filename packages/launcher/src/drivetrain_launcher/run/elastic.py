@@ -21,8 +21,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_config import environ
-from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.compat import (
     HAS_SHUTDOWN_TIMEOUT,
     exit_codes,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -3,8 +3,9 @@
 import time
 from typing import TYPE_CHECKING
 
-from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE, JobPlacement
-from drivetrain_launcher.clusters.registry import make_cluster
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobPlacement
+from drivetrain_clusters.registry import make_cluster
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_messages import say
@@ -125,7 +126,7 @@ def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
     try:
         if make_cluster(place.cluster).requeue(place):
             say(f"{job} is in the queue again, and goes on from what was saved")
-    except LaunchError as error:
+    except ClusterError as error:
         say(f"{job} was not put into the queue again: {error}")
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 
-from drivetrain_launcher.clusters.protocol import RESUME_EXIT_CODE
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.run.failures import RankFailure
 from drivetrain_messages import format_count, say

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from drivetrain_clusters.protocol import JobPlacement
+from drivetrain_clusters.registry import find_placement
 from drivetrain_config import Layers, environ, flags, resolve, sections
 from drivetrain_config.installed import entry_points
 from drivetrain_launcher.cli.preflight import (
@@ -15,8 +17,6 @@ from drivetrain_launcher.cli.preflight import (
     check_through,
     misplaced_flags,
 )
-from drivetrain_launcher.clusters.protocol import JobPlacement
-from drivetrain_launcher.clusters.registry import find_placement
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import Host, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget

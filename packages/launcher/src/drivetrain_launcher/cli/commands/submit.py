@@ -4,16 +4,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from drivetrain_clusters.jobs.submitter import describe, follow_job, how_to_go_on, submit_job
+from drivetrain_clusters.registry import make_cluster
 from drivetrain_config import environ, flags
 from drivetrain_launcher.cli.commands.launch import file_notes, resolve_said
 from drivetrain_launcher.cli.preflight import check_module, check_plugins_of, misplaced_flags
-from drivetrain_launcher.clusters.registry import make_cluster
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
 from drivetrain_launcher.submit.job_planner import plan_job
 from drivetrain_launcher.submit.pairs import read_variables
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
-from drivetrain_launcher.submit.submitter import describe, follow_job, how_to_go_on, submit_job
 from drivetrain_messages import say, suggest
 
 

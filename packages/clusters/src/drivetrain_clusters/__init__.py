@@ -1,0 +1,42 @@
+"""Clusters as plug-ins: a process's place in a job of Slurm, MPI, Kubernetes or Ray, and how a job is submitted.
+
+`protocol.py` is what a cluster is, `registry.py` finds those that are installed; each cluster has a folder. `jobs/`
+submits, follows and cancels.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_clusters.errors import ClusterError as ClusterError
+    from drivetrain_clusters.protocol import Cluster as Cluster
+    from drivetrain_clusters.protocol import JobPlacement as JobPlacement
+    from drivetrain_clusters.protocol import JobRequest as JobRequest
+    from drivetrain_clusters.protocol import Submission as Submission
+    from drivetrain_clusters.registry import cluster_names as cluster_names
+    from drivetrain_clusters.registry import find_placement as find_placement
+    from drivetrain_clusters.registry import make_cluster as make_cluster
+
+# Public name -> the module that defines it.
+_MODULES = {
+    "Cluster": "protocol",
+    "ClusterError": "errors",
+    "JobPlacement": "protocol",
+    "JobRequest": "protocol",
+    "Submission": "protocol",
+    "cluster_names": "registry",
+    "find_placement": "registry",
+    "make_cluster": "registry",
+}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_clusters.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_clusters' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -1,0 +1,100 @@
+"""Read the variables of a job: integers, contradictions, and a port that follows from the job's name."""
+
+from collections.abc import Mapping
+from zlib import crc32
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_messages import list_some
+
+# Below the ports that Linux gives to clients (32768 and above), and without torchrun's default, 29500. The number of
+# ports is a prime, so that the ports of jobs with consecutive numbers differ.
+_FIRST_PORT = 10000
+_NUM_PORTS = 19391
+_STEPS_APART = 13
+
+
+class JobVariables:
+    """The environment of a task, with errors that name a variable and its value.
+
+    Args:
+        cluster: The name of the cluster, for error messages.
+        environment: The environment of the task.
+    """
+
+    def __init__(self, cluster: str, environment: Mapping[str, str]) -> None:
+        self._cluster = cluster
+        self._environment = environment
+
+    def text(self, *names: str) -> tuple[str, str]:
+        """Return the value and the name of the first variable that is set.
+
+        Raises:
+            ClusterError: None of them is set.
+        """
+        for name in names:
+            if value := self._environment.get(name):
+                return value, name
+        others = [name for name in self._environment if name.startswith(names[0].split("_")[0])]
+        raise ClusterError(
+            f"{self._cluster}: {' or '.join(names)} is not set, but {_some(others)} "
+            f"{'is' if len(others) == 1 else 'are'}: a task's environment was changed or copied from another "
+            "process; pass it on whole, or say --cluster none and give the ranks with --node-rank"
+        )
+
+    def integer(self, *names: str, least: int = 0) -> tuple[int, str]:
+        """Return the value and the name of the first variable that is set, as an integer.
+
+        Raises:
+            ClusterError: None of them is set, or the value is no integer of at least `least`.
+        """
+        text, name = self.text(*names)
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+            raise ClusterError(f"{self._cluster}: {name}={text!r}: must be an integer of at least {least}")
+        return int(text), name
+
+    def optional_integer(self, name: str) -> int | None:
+        """Return a variable as an integer; None if it is not set."""
+        return self.integer(name)[0] if self._environment.get(name) else None
+
+    def show(self, *names: str) -> str:
+        """Return variables with their values, for an error message."""
+        return ", ".join(f"{name}={self._environment.get(name, '(unset)')}" for name in names)
+
+    def contradict(self, why: str, *names: str) -> ClusterError:
+        """Return the error of variables that contradict each other."""
+        return ClusterError(
+            f"{self._cluster}: {self.show(*names)} contradict each other: {why}. Leave the variables as the "
+            "cluster sets them, or say --cluster none and give the ranks with --node-rank"
+        )
+
+
+def job_port(job_id: str, step: int = 0) -> int:
+    """Return a port for a step of a job, so that jobs that share a node are unlikely to use the same one.
+
+    Two jobs with numbers less than 1,491 apart never have the same port for steps 0 to 12, nor two with less than
+    19,391 apart for the same step. A job whose name is no number gets a port by its checksum.
+    """
+    number = int(job_id) if job_id.isascii() and job_id.isdecimal() else crc32(job_id.encode())
+    return _FIRST_PORT + (number * _STEPS_APART + step) % _NUM_PORTS
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], str] | None:
+    """Return the accelerators that a task was bound to, and the variable that says so; None if it was bound to none.
+
+    A variable that is set but empty, or that says "NoDevFiles" as Slurm does, binds the task to no accelerator.
+    """
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+        "ASCEND_RT_VISIBLE_DEVICES",
+    ):
+        if name in environment:
+            text = environment[name]
+            found = () if text in ("NoDevFiles", "-1") else tuple(each.strip() for each in text.split(","))
+            return tuple(each for each in found if each), name
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return list_some(sorted(names), most=4) or "others"

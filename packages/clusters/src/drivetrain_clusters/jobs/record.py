@@ -1,0 +1,74 @@
+"""The record of a submitted job, with which `drivetrain job` finds it again."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import JobRequest
+from drivetrain_config.conversion import ConversionError, convert
+from drivetrain_config.file_text import parse_json, read_text
+from drivetrain_config.kinds import plain
+from drivetrain_messages import suggest
+
+_ENDING = ".job.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A submitted job.
+
+    Attributes:
+        cluster: The name of the cluster.
+        job_id: The job, as the cluster names it.
+        request: The request that it was planned from.
+    """
+
+    cluster: str
+    job_id: str
+    request: JobRequest
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a text file that only its owner can read, since variables of a job may be secrets."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_record(record: JobRecord) -> Path:
+    """Write the record of a job into its log folder, and return the path."""
+    safe = re.sub(r"[^A-Za-z0-9.-]", "_", f"{record.cluster}-{record.job_id}")
+    path = record.request.log_dir / f"{safe}{_ENDING}"
+    write_private(path, json.dumps(plain(record), indent=2) + "\n")
+    return path
+
+
+def find_record(job_id: str, log_dir: Path) -> JobRecord:
+    """Return the record of a job.
+
+    Args:
+        job_id: The job, as the cluster names it.
+        log_dir: The folder of the job's output, as it was at submission.
+
+    Raises:
+        ClusterError: There is no record of the job; the message gives the nearest id and lists those that there are.
+    """
+    records = [_read(path) for path in sorted(log_dir.glob(f"*{_ENDING}"))]
+    for record in records:
+        if record.job_id == job_id:
+            return record
+    known = [record.job_id for record in records]
+    hint = suggest(job_id, known) + (f"; there are {', '.join(known)}" if known else "")
+    raise ClusterError(
+        f"job {job_id}: {log_dir.absolute()} has no record of it{hint}; --log-dir names another folder"
+    )
+
+
+def _read(path: Path) -> JobRecord:
+    try:
+        return convert(parse_json(path, read_text(path)), JobRecord)
+    except (OSError, ValueError, ConversionError) as error:
+        raise ClusterError(f"{path}: is no record of a job that can be read: {error}; remove it") from error

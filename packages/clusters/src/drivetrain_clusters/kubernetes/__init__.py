@@ -1,0 +1,1 @@
+"""Kubernetes: a pod's place in its JobSet, jobs as manifests."""

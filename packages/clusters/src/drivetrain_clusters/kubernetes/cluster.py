@@ -1,0 +1,90 @@
+"""Kubernetes as a cluster: jobs are JobSets, and kubectl submits them.
+
+Every launch asks each cluster for its placement: what submits is imported where it is used, to keep starts fast.
+"""
+
+from collections.abc import Callable, Mapping
+
+from drivetrain_clusters.kubernetes.placement import kubernetes_placement
+from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+
+
+class Kubernetes:
+    """A Kubernetes cluster in which JobSet 0.6 or newer is installed; the context of kubectl says which cluster.
+
+    A job is a JobSet with one pod for each node. The JobSet starts all pods again after a preemption, and after the
+    ranks have saved and ended with exit code 75.
+    """
+
+    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
+        """Return the place of this pod, from the variables of our manifest or of Kubeflow; None outside such a job.
+
+        Raises:
+            ClusterError: Variables are missing or contradict each other.
+        """
+        return kubernetes_placement(environment)
+
+    def requeue(self, placement: JobPlacement) -> bool:
+        """Return False: the JobSet starts the job again once its launchers have ended with exit code 75."""
+        del placement
+        return False
+
+    def plan(self, request: JobRequest) -> Submission:
+        """Return the manifest and the command that creates the JobSet. Pure.
+
+        Raises:
+            ClusterError: An option is unknown or invalid, or the job's name cannot be that of a Kubernetes object.
+        """
+        from drivetrain_clusters.kubernetes.kubectl import KUBECTL
+        from drivetrain_clusters.kubernetes.manifest import jobset_manifest
+        from drivetrain_clusters.kubernetes.options import read_kubernetes_options
+        from drivetrain_clusters.kubernetes.yaml import to_yaml
+
+        options = read_kubernetes_options(request)
+        manifest = jobset_manifest(request, options)
+        name: str = manifest["metadata"]["name"]
+        path = request.log_dir / f"{name}.jobset.yaml"
+        notes = [f"the image must hold {request.folder}, or a volume of --option volumes=CLAIM:/FOLDER must"]
+        if name != request.name:
+            notes.append(f"the job is called {name} there, since Kubernetes does not allow {request.name!r}")
+        return Submission(
+            files={path: to_yaml(manifest)},
+            # Not apply: to change a job that is there would be refused, or would break it.
+            command=(KUBECTL, "create", f"--filename={path}"),
+            request=request,
+            notes=tuple(notes),
+        )
+
+    def submit(self, submission: Submission) -> str:
+        """Create the JobSet, and return its namespace and name.
+
+        Raises:
+            ClusterError: kubectl is not installed, or the cluster refused the JobSet.
+        """
+        from drivetrain_clusters.kubernetes.kubectl import ObjectName, read_objects
+
+        made = read_objects(submission.command[1:])
+        found = ObjectName(namespace=made["metadata"]["namespace"], name=made["metadata"]["name"])
+        return str(found)
+
+    def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
+        """Write the output of all nodes until the JobSet ends; return the exit code of the node that failed first.
+
+        Raises:
+            ClusterError: kubectl is not installed, or the cluster does not know the job.
+        """
+        from drivetrain_clusters.kubernetes.jobset_output import JobSetOutput
+        from drivetrain_clusters.kubernetes.kubectl import ObjectName
+
+        return JobSetOutput(ObjectName.parse(job_id), submission.request.num_nodes, write).follow()
+
+    def cancel(self, job_id: str) -> None:
+        """Delete the JobSet; its pods have time to save.
+
+        Raises:
+            ClusterError: kubectl is not installed, or the cluster does not know the job.
+        """
+        from drivetrain_clusters.kubernetes.kubectl import ObjectName, run_kubectl
+
+        job = ObjectName.parse(job_id)
+        run_kubectl(["delete", "jobset", job.name, f"--namespace={job.namespace}", "--wait=false"])

@@ -1,0 +1,152 @@
+"""Follow the output of a JobSet's pods, across its restarts, until it ends."""
+
+import re
+import time
+from collections.abc import Callable
+from threading import Thread
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.kubernetes.jobset_state import (
+    JobSetState,
+    PodState,
+    exit_code_of,
+    read_jobset,
+    read_pods,
+)
+from drivetrain_clusters.kubernetes.kubectl import ObjectName, read_objects, start_kubectl
+from drivetrain_clusters.kubernetes.manifest import CONTAINER
+from drivetrain_clusters.system_command import patiently
+from drivetrain_messages import list_some, say
+
+_POLL_SECONDS = 2.0
+_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
+_ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
+# [pod/NAME/CONTAINER] 2026-01-31T12:00:00.123456789Z TEXT
+_LINE = re.compile(r"\[pod/(?P<pod>[^/\]]+)/[^\]]*\] (?P<time>\S+) ?(?P<text>.*)", re.DOTALL)
+
+
+class JobSetOutput:
+    """The output of a JobSet, of which each line is written once.
+
+    Args:
+        job: The name of the JobSet.
+        num_nodes: The number of its pods.
+        write: Takes the output.
+    """
+
+    def __init__(self, job: ObjectName, num_nodes: int, write: Callable[[str], None]) -> None:
+        self._job = job
+        self._num_nodes = num_nodes
+        self._write = write
+        # The time of the newest line of each pod, with which a connection that broke goes on.
+        self._newest: dict[str, str] = {}
+        self._told = ""
+
+    def follow(self) -> int:
+        """Write the output until the JobSet ends, and return its exit code.
+
+        Raises:
+            ClusterError: kubectl failed, or the JobSet is no longer there.
+        """
+        read_attempts: set[int] = set()
+        self._state()  # a job that is not there is an error at once
+        while True:
+            state, pods = patiently(self._state_and_pods)
+            started = [pod for pod in pods if pod.has_started]
+            is_new = state.restarts not in read_attempts and len(started) == self._num_nodes
+            if is_new or (state.restarts in read_attempts and any(pod.is_running for pod in pods)):
+                self._tell_restart(state, is_new=is_new)
+                if not is_new:
+                    time.sleep(
+                        _POLL_SECONDS
+                    )  # the connection broke, or the cluster has not yet noticed the end
+                read_attempts.add(state.restarts)
+                self._stream(state.restarts, pods)
+            elif state.end is not None:
+                if started and state.restarts not in read_attempts:
+                    self._stream(state.restarts, pods)
+                self._tell(f"job {self._job} {state.end.lower()}: {state.message}" if state.message else "")
+                return exit_code_of(state, pods)
+            else:
+                self._tell_waiting(pods)
+                time.sleep(_POLL_SECONDS)
+
+    def _state_and_pods(self) -> tuple[JobSetState, tuple[PodState, ...]]:
+        state = self._state()
+        return state, self._pods(state.restarts)
+
+    def _state(self) -> JobSetState:
+        where = f"--namespace={self._job.namespace}"
+        return read_jobset(read_objects(["get", "jobset", self._job.name, where]))
+
+    def _pods(self, attempt: int) -> tuple[PodState, ...]:
+        where = f"--namespace={self._job.namespace}"
+        return read_pods(read_objects(["get", "pods", where, f"--selector={self._selector(attempt)}"]))
+
+    def _selector(self, attempt: int) -> str:
+        return f"{_NAME_LABEL}={self._job.name},{_ATTEMPT_LABEL}={attempt}"
+
+    def _tell(self, text: str) -> None:
+        """Say what is new, once."""
+        if text and text != self._told:
+            say(text)
+        self._told = text
+
+    def _tell_restart(self, state: JobSetState, *, is_new: bool) -> None:
+        if is_new and state.restarts:
+            self._tell(f"job {self._job} starts again, restart {state.restarts}")
+
+    def _tell_waiting(self, pods: tuple[PodState, ...]) -> None:
+        waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]
+        if waiting:
+            self._tell(f"waiting for {list_some(waiting, most=3)}")
+
+    def _stream(self, attempt: int, pods: tuple[PodState, ...]) -> None:
+        """Write the output of all pods until they end, or the connection does."""
+        words = [
+            "logs",
+            "--follow",
+            "--prefix",
+            "--timestamps",
+            "--tail=-1",
+            f"--namespace={self._job.namespace}",
+            f"--selector={self._selector(attempt)}",
+            f"--container={CONTAINER}",
+            f"--max-log-requests={max(self._num_nodes, 5)}",
+        ]
+        seen = [self._newest[pod.name] for pod in pods if pod.name in self._newest]
+        if len(seen) == len(pods):
+            words.append(f"--since-time={min(seen)}")
+        process = start_kubectl(words)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        errors: list[str] = []
+        reader = Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+        reader.start()
+        ranks = {pod.name: pod.node_rank for pod in pods}
+        before = dict(self._newest)
+        try:
+            for line in process.stdout:
+                self._write_line(line, ranks, before)
+            process.wait()
+            reader.join()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if process.returncode != 0 and not self._newest:
+            raise ClusterError(f"kubectl logs failed: {''.join(errors).strip()}")
+
+    def _write_line(self, line: str, ranks: dict[str, int], before: dict[str, str]) -> None:
+        """Write a line with its node in front, unless an earlier connection has shown it."""
+        form = _LINE.match(line)
+        if form is None:
+            self._write(line)
+            return
+        pod, stamp = form["pod"], form["time"]
+        # Without the Z, times of different precision are in the order of their text.
+        if stamp.removesuffix("Z") <= before.get(pod, "").removesuffix("Z"):
+            return
+        self._newest[pod] = stamp
+        mark = f"[node {ranks.get(pod, 0)}] " if self._num_nodes > 1 else ""
+        self._write(f"{mark}{form['text']}")

@@ -1,0 +1,148 @@
+"""The place of a pod in its job, from the variables of our manifest or of Kubeflow. Pure."""
+
+import re
+from collections.abc import Mapping
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import JobPlacement
+
+_CLUSTER = "kubernetes"
+_INDEX = "JOB_COMPLETION_INDEX"
+_OURS = {
+    "job_id": "DRIVETRAIN_KUBERNETES_JOB",
+    "num_nodes": "DRIVETRAIN_KUBERNETES_NODES",
+    "master_addr": "DRIVETRAIN_KUBERNETES_MASTER",
+    "master_port": "DRIVETRAIN_KUBERNETES_PORT",
+    "restart_count": "DRIVETRAIN_KUBERNETES_RESTARTS",
+    "node_rank": _INDEX,
+}
+# PyTorchJob and Trainer set torchrun's variables; the addresses also without the prefix.
+_KUBEFLOW = {
+    "num_nodes": ("PET_NNODES",),
+    "node_rank": ("PET_NODE_RANK",),
+    "master_addr": ("PET_MASTER_ADDR", "MASTER_ADDR"),
+    "master_port": ("PET_MASTER_PORT", "MASTER_PORT"),
+}
+# PyTorchJob before it set torchrun's variables: ranks and sizes are those of pods, whose names say what they are.
+_OLD_KUBEFLOW = {
+    "num_nodes": "WORLD_SIZE",
+    "node_rank": "RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+_REPLICA = re.compile(r"(.+)-(?:master|worker)-[0-9]+", re.ASCII)
+_FOLLOWING = re.compile(r"-(?:master-0|node-0-0(?:\..*)?)$")
+_MANIFEST = "`drivetrain submit --on kubernetes --dry-run` prints a manifest that sets all of them"
+
+
+def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
+    """Return the place of this pod; None outside a job of several nodes that says where they meet.
+
+    The index of an indexed Job alone is no place: the pods of such a Job may be runs of their own.
+
+    Raises:
+        ClusterError: Variables are missing or contradict each other.
+    """
+    if any(name.startswith("DRIVETRAIN_KUBERNETES_") for name in environment):
+        return _of_manifest(environment)
+    if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
+        return _of_kubeflow(environment)
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        return _of_old_kubeflow(environment)
+    return None
+
+
+def _of_old_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
+    """Return the place of a PyTorchJob's pod; None for a process of which another launcher has set the ranks."""
+    replica = _REPLICA.fullmatch(environment.get("HOSTNAME", ""))
+    is_rank = any(name in environment for name in ("LOCAL_RANK", "GROUP_RANK"))
+    if replica is None or is_rank or any(name not in environment for name in _OLD_KUBEFLOW.values()):
+        return None
+    return _place(environment, job_id=replica[1], names=_OLD_KUBEFLOW, restarts=0)
+
+
+def _of_manifest(environment: Mapping[str, str]) -> JobPlacement:
+    needed = [name for field, name in _OURS.items() if field != "restart_count"]
+    if missing := [name for name in needed if name not in environment]:
+        raise ClusterError(
+            f"{', '.join(missing)}: not set in this pod, but {_first(environment)} is; {_MANIFEST}"
+        )
+    return _place(
+        environment,
+        job_id=environment[_OURS["job_id"]],
+        names=_OURS,
+        restarts=_number(environment, _OURS["restart_count"], least=0)
+        if environment.get(_OURS["restart_count"])
+        else 0,
+    )
+
+
+def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
+    if ":" in environment["PET_NNODES"]:
+        return None  # an elastic job: the nodes agree on their ranks, and torchrun's own flags say where
+    names: dict[str, str] = {}
+    for field, choices in _KUBEFLOW.items():
+        given = [name for name in choices if name in environment]
+        if not given:
+            raise ClusterError(
+                f"{' or '.join(choices)}: not set in this pod, but PET_NNODES={environment['PET_NNODES']} is; "
+                "Kubeflow sets both"
+            )
+        names[field] = given[0]
+        for other in given[1:]:
+            if environment[other] != environment[given[0]]:
+                raise _contradiction(environment, given[0], other)
+    if _INDEX in environment and environment[_INDEX] != environment["PET_NODE_RANK"]:
+        raise _contradiction(environment, "PET_NODE_RANK", _INDEX)
+    job_id = _FOLLOWING.sub("", environment[names["master_addr"]])
+    return _place(environment, job_id=job_id, names=names, restarts=0)
+
+
+def _place(
+    environment: Mapping[str, str], *, job_id: str, names: Mapping[str, str], restarts: int
+) -> JobPlacement:
+    num_nodes = _number(environment, names["num_nodes"], least=1)
+    node_rank = _number(environment, names["node_rank"], least=0)
+    if node_rank >= num_nodes:
+        raise ClusterError(
+            f"{names['node_rank']}={node_rank}: contradicts {names['num_nodes']}={num_nodes}; ranks of nodes count "
+            f"from 0 to {num_nodes - 1}"
+        )
+    port = _number(environment, names["master_port"], least=1)
+    if port > 65535:
+        raise ClusterError(f"{names['master_port']}={port}: must be a port, from 1 to 65535")
+    address = environment[names["master_addr"]]
+    if not address:
+        raise ClusterError(f"{names['master_addr']} is empty; it must name the pod of node 0")
+    return JobPlacement(
+        cluster=_CLUSTER,
+        job_id=job_id,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        tasks_per_node=1,
+        local_task=0,
+        num_tasks=num_nodes,
+        task_rank=node_rank,
+        # A pod of one node needs no name, which its cluster may not resolve for itself.
+        master_addr="127.0.0.1" if num_nodes == 1 else address,
+        master_port=port,
+        restart_count=restarts,
+        sources=dict(names),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, *, least: int) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ClusterError(f"{name}={text!r}: must be a number of at least {least}")
+    return int(text)
+
+
+def _contradiction(environment: Mapping[str, str], one: str, other: str) -> ClusterError:
+    return ClusterError(
+        f"{one}={environment[one]} contradicts {other}={environment[other]}; unset one of them"
+    )
+
+
+def _first(environment: Mapping[str, str]) -> str:
+    return next(name for name in environment if name.startswith("DRIVETRAIN_KUBERNETES_"))

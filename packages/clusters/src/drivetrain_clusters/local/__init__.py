@@ -1,0 +1,1 @@
+"""This machine as a cluster: jobs are detached scripts."""

@@ -1,0 +1,109 @@
+"""The script of a job on this machine: it starts the command again after a save, and remembers its exit code."""
+
+import re
+import shlex
+from pathlib import Path
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest, Submission
+from drivetrain_clusters.request_checks import check_words
+from drivetrain_clusters.system_command import in_this_python
+
+JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
+RESTARTS_VARIABLE = "DRIVETRAIN_LOCAL_JOB_RESTARTS"
+
+# The job's id is the process id of its shell. SIGTERM ends it: the command saves, and is not started again.
+SCRIPT_BEGIN = "#!/bin/sh\n# Written by drivetrain submit.\n"
+_SCRIPT = """cd {folder} || exit 1
+exec >>{stem}-$$.out 2>&1
+{exports}
+export {job}=$$
+restarts=0 stopped=
+trap 'stopped=yes; kill -TERM "$child" 2>/dev/null' TERM INT
+while :; do
+    export {restarts}=$restarts
+    {command} &
+    child=$!
+    wait "$child"; code=$?
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
+    if [ "$code" != {resume} ] || [ -n "$stopped" ] || [ "$restarts" -ge {most} ]; then break; fi
+    restarts=$((restarts + 1))
+done
+echo "$code" >{stem}-$$.code.part && mv {stem}-$$.code.part {stem}-$$.code
+exit "$code"
+"""
+
+
+def plan_local(request: JobRequest) -> Submission:
+    """Return the script of a job on this machine, and the command that starts it in the background.
+
+    Raises:
+        ClusterError: The request asks for what this machine does not divide: nodes, memory, options.
+    """
+    _check(request)
+    slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
+    folder = request.log_dir.absolute()  # the job runs in another one
+    path = folder / f"{slug}.sh"
+    script = SCRIPT_BEGIN + _SCRIPT.format(
+        folder=shlex.quote(str(request.folder.absolute())),
+        stem=shlex.quote(str(folder / slug)),
+        exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in _environment(request).items()),
+        job=JOB_VARIABLE,
+        restarts=RESTARTS_VARIABLE,
+        command=shlex.join((*_limit(request), *in_this_python(request.command))),
+        most=request.max_requeues,
+        resume=RESUME_EXIT_CODE,
+    )
+    in_background = 'nohup sh "$1" >/dev/null 2>&1 </dev/null & echo $!'
+    return Submission(
+        files={path: script},
+        command=("sh", "-c", in_background, "drivetrain", str(path)),
+        request=request,
+    )
+
+
+def job_file(submission: Submission, job_id: str, ending: str) -> Path:
+    """Return a file of a job: its output, ".out", or its exit code, ".code"."""
+    script = next(iter(submission.files))
+    return script.with_name(f"{script.stem}-{job_id}{ending}")
+
+
+def _environment(request: JobRequest) -> dict[str, str]:
+    added = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
+    if request.processes_per_node is not None:
+        added["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
+    return {**added, **request.environment}
+
+
+def _limit(request: JobRequest) -> tuple[str, ...]:
+    if request.time_limit_seconds is None:
+        return ()
+    seconds = request.time_limit_seconds - request.save_seconds
+    if seconds <= 0:
+        raise ClusterError(
+            f"local: time_limit_seconds={request.time_limit_seconds}: leaves no time to train, since the job "
+            "is told to "
+            f"save save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
+        )
+    return (
+        "timeout",
+        "--foreground",
+        "--preserve-status",
+        f"--kill-after={request.save_seconds}",
+        str(seconds),
+    )
+
+
+def _check(request: JobRequest) -> None:
+    check_words("local", request)
+    if request.num_nodes != 1:
+        raise ClusterError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
+    for what, value in (
+        ("cpus_per_node", request.cpus_per_node),
+        ("memory_per_node", request.memory_per_node),
+        ("options", ", ".join(request.options)),
+    ):
+        if value:
+            raise ClusterError(
+                f"local: {what}={value}: this machine is not divided between jobs; leave it out"
+            )

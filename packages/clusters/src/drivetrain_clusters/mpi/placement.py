@@ -1,0 +1,126 @@
+"""The place of a rank in an MPI job, from the variables that mpirun and mpiexec set."""
+
+from collections.abc import Mapping
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.host_lists import expand_hosts
+from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
+from drivetrain_clusters.mpi.starters import MpiStarter, find_starter
+from drivetrain_clusters.protocol import JobPlacement
+
+# Batch systems in whose jobs mpirun may run; the number of their job distinguishes jobs that share a node.
+_BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+# Open MPI up to version 4 tells each rank where mpirun listens.
+_MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"
+
+
+def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
+    """Return the place of a rank that Open MPI's mpirun or a Hydra (MPICH, Intel MPI) started; None in any other.
+
+    No MPI starter tells its ranks the hosts of the others. Node 0 is therefore found by MASTER_ADDR, by the list of
+    nodes of the Slurm or LSF job around mpirun, or, with Open MPI up to version 4, as the host of mpirun; else
+    `master_addr` is empty.
+
+    Raises:
+        ClusterError: Variables are missing or contradict each other, or ranks are distributed over nodes in a way
+            that the variables of one rank do not tell.
+    """
+    starter = find_starter(environment)
+    if starter is None:
+        _refuse_bare_pmix(environment)
+        return None
+    read = JobVariables("mpi", environment)
+    num_tasks, _ = read.integer(starter.size, least=1)
+    task_rank, _ = read.integer(starter.rank)
+    tasks_per_node, _ = read.integer(starter.local_size, least=1)
+    local_task, _ = read.integer(starter.local_rank)
+    num_nodes, nodes_from = _nodes(read, starter, task_rank, num_tasks, local_task, tasks_per_node)
+    job_id, job_from = _job(environment, starter)
+    port = read.optional_integer("MASTER_PORT")
+    master_addr, addr_from = _master(environment, num_nodes)
+    devices = visible_devices(environment)
+    return JobPlacement(
+        cluster="mpi",
+        job_id=job_id,
+        num_nodes=num_nodes,
+        node_rank=task_rank // tasks_per_node,
+        tasks_per_node=tasks_per_node,
+        local_task=local_task,
+        num_tasks=num_tasks,
+        task_rank=task_rank,
+        master_addr=master_addr,
+        master_port=port or job_port(job_id),
+        devices=None if devices is None else devices[0],
+        sources={
+            "job_id": job_from,
+            "num_nodes": nodes_from,
+            "node_rank": f"{starter.rank} and {starter.local_size}",
+            "tasks_per_node": starter.local_size,
+            "local_task": starter.local_rank,
+            "num_tasks": starter.size,
+            "task_rank": starter.rank,
+            "master_addr": addr_from,
+            "master_port": "MASTER_PORT" if port else job_from,
+            **({} if devices is None else {"devices": devices[1]}),
+        },
+    )
+
+
+def _refuse_bare_pmix(environment: Mapping[str, str]) -> None:
+    if "PMIX_RANK" in environment and "PMIX_NAMESPACE" in environment and "SLURM_STEP_ID" not in environment:
+        raise ClusterError(
+            f"mpi: PMIX_RANK={environment['PMIX_RANK']} was set by a PMIx starter, such as prterun, but no variable "
+            "says how many ranks there are; start with mpirun or srun, or say --cluster none and give the ranks with "
+            "--node-rank"
+        )
+
+
+def _nodes(
+    read: JobVariables, starter: MpiStarter, rank: int, size: int, local_rank: int, local_size: int
+) -> tuple[int, str]:
+    """Return the number of nodes and the variables that it follows from, after checking the ranks."""
+    if rank >= size:
+        raise read.contradict(f"ranks count from 0 to {size - 1}", starter.rank, starter.size)
+    if local_rank >= local_size or local_size > size:
+        names = (starter.local_rank, starter.local_size, starter.size)
+        raise read.contradict("a rank counts from 0, on its node and in all", *names)
+    names = (starter.size, starter.local_size)
+    counted = read.optional_integer(starter.num_nodes) if starter.num_nodes else None
+    # Open MPI counts mpirun's own node too, where it may run no rank: more nodes than needed are no contradiction.
+    if size % local_size or (counted is not None and size // local_size > counted):
+        shown = read.show(*names, *([starter.num_nodes] if counted is not None else []))
+        raise ClusterError(
+            f"mpi: {shown}: the nodes have different numbers of ranks, and {starter.name} does not tell a rank those "
+            "of the other nodes; start the same number on each, such as mpirun --map-by ppr:4:node"
+        )
+    if rank % local_size != local_rank:
+        raise ClusterError(
+            f"mpi: {read.show(starter.rank, starter.local_rank, starter.local_size)}: the ranks go round the nodes; "
+            "place consecutive ranks on a node, as mpirun does with --map-by slot and without --rank-by node"
+        )
+    return size // local_size, " and ".join(names)
+
+
+def _job(environment: Mapping[str, str], starter: MpiStarter) -> tuple[str, str]:
+    for name in (*starter.job, *_BATCH_JOBS):
+        if environment.get(name):
+            return environment[name], name
+    return "mpi", f"no variable: {starter.name} does not name its jobs"
+
+
+def _master(environment: Mapping[str, str], num_nodes: int) -> tuple[str, str]:
+    """Return the address of node 0, empty if nothing tells, and what told it."""
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"], "MASTER_ADDR"
+    if num_nodes == 1:
+        return "127.0.0.1", "a job of one node"
+    if nodelist := environment.get("SLURM_JOB_NODELIST"):
+        try:
+            return expand_hosts(nodelist)[0], "SLURM_JOB_NODELIST"
+        except ValueError as error:
+            raise ClusterError(f"mpi: SLURM_JOB_NODELIST={error}") from None
+    if hosts := environment.get("LSB_HOSTS", "").split():
+        return hosts[0], "LSB_HOSTS"
+    _, mark, address = environment.get(_MPIRUN_URI, "").partition("tcp://")
+    host = address.partition(":")[0].partition(",")[0]
+    return (host, _MPIRUN_URI) if mark and host else ("", "no variable")

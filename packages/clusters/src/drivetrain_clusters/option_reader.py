@@ -1,0 +1,67 @@
+"""Read a cluster's own options: each is known, and has the form that it needs."""
+
+import re
+from collections.abc import Collection, Mapping
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_messages import suggest
+
+_TRUTH = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]) -> None:
+    """Refuse an option that the cluster does not have.
+
+    Raises:
+        ClusterError: An option is unknown; the message gives the nearest, and all that there are.
+    """
+    for name, value in options.items():
+        if name not in known:
+            raise ClusterError(
+                f"--option {name}={value}: {cluster} has no such option{suggest(name, known)}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+class OptionReader:
+    """The options of a request, read with the form that each needs.
+
+    Args:
+        options: The options by name.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = options
+
+    def matching(self, name: str, form: re.Pattern[str], what: str) -> str | None:
+        """Return an option that matches a pattern as a whole; None if it is not given."""
+        value = self._options.get(name)
+        if value is not None and form.fullmatch(value) is None:
+            raise ClusterError(f"--option {name}={value}: must be {what}")
+        return value
+
+    def several(self, name: str, form: re.Pattern[str], what: str) -> tuple[str, ...]:
+        """Return the items of an option, which stand between commas; each matches a pattern as a whole."""
+        if name not in self._options:
+            return ()
+        items = tuple(item.strip() for item in self._options[name].split(","))
+        for item in items:
+            if form.fullmatch(item) is None:
+                raise ClusterError(
+                    f"--option {name}={self._options[name]}: {item!r} must be {what}; several stand between commas"
+                )
+        return items
+
+    def number(self, name: str, *, least: int, most: int = 2**31 - 1) -> int | None:
+        """Return an option that is an integer; None if it is not given."""
+        text = self.matching(name, re.compile(r"[0-9]{1,10}", re.ASCII), f"a number from {least} to {most}")
+        if text is not None and not least <= int(text) <= most:
+            raise ClusterError(f"--option {name}={text}: must be a number from {least} to {most}")
+        return None if text is None else int(text)
+
+    def truth(self, name: str) -> bool:
+        """Return an option that is true or false; False if it is not given."""
+        text = self._options.get(name, "false")
+        if text.lower() not in _TRUTH:
+            raise ClusterError(f"--option {name}={text}: say true or false")
+        return _TRUTH[text.lower()]

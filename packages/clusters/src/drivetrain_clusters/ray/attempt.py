@@ -1,0 +1,234 @@
+"""A start of a job on Ray: all its nodes, from their placement to their end."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE
+from drivetrain_clusters.ray.job import RayJob
+from drivetrain_clusters.ray.node import Node
+from drivetrain_clusters.ray.placement import ray_variables
+from drivetrain_messages import say
+
+# The exit code of a launcher that SIGTERM ended without a save.
+_STOPPED_EXIT_CODE = 128 + 15
+_POLL_SECONDS = 0.5
+_TELL_SECONDS = 30.0
+# The time in which Ray notices that a node is lost, also if the others failed of it before; and, after the time to
+# save, that in which a launcher ends.
+_MARGIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """The end of a start.
+
+    Attributes:
+        exit_code: The exit code of the node that failed first; 0 if none failed.
+        lost: The sentence about the node that was lost first; empty if none was.
+        has_saved: Whether ranks have saved and want to be started again.
+    """
+
+    exit_code: int
+    lost: str = ""
+    has_saved: bool = False
+
+
+class Attempt:
+    """The nodes of one start of a job.
+
+    Args:
+        job: The job to start.
+        number: The number of earlier starts.
+        write: Takes the output of all nodes.
+        cancelled: Set once the job is cancelled; the nodes are then told to save.
+    """
+
+    def __init__(self, job: RayJob, number: int, write: Callable[[str], None], cancelled: Event) -> None:
+        self._job = job
+        self._number = number
+        self._write = write
+        self._cancelled = cancelled
+        self._group: Any = None
+        self._nodes: list[Any] = []
+        # The output that each node still yields, and its text behind the last end of a line.
+        self._streams: dict[int, Any] = {}
+        self._partial: dict[int, str] = {}
+        self._codes: dict[int, int] = {}
+        self._lost = ""
+        self._stop_at = float("inf")
+
+    def run(self) -> AttemptEnd:
+        """Start all nodes, write their output, and wait for their end. Whatever happens, no node is left.
+
+        Raises:
+            ClusterError: The cluster did not have the resources in time.
+        """
+        try:
+            if self._place():
+                self._start()
+            self._drain(self._deadline())
+            return self._end()
+        finally:
+            self._release()
+
+    def _deadline(self) -> float:
+        limit = self._job.time_limit_seconds
+        return float("inf") if limit is None else time.monotonic() + limit - self._job.save_seconds
+
+    def _place(self) -> bool:
+        """Reserve the resources of all nodes together; return False if the job was cancelled meanwhile."""
+        job = self._job
+        self._group = placement_group([job.bundle] * job.num_nodes, strategy=_strategy(job))
+        ready, began, told = self._group.ready(), time.monotonic(), 0.0
+        while not self._cancelled.is_set():
+            with suppress(GetTimeoutError):
+                ray.get(ready, timeout=_POLL_SECONDS)
+                return True
+            waited = time.monotonic() - began
+            what = f"{job.num_nodes} x {job.bundle}; the cluster has {ray.cluster_resources()}"
+            if job.wait_seconds is not None and waited >= job.wait_seconds:
+                raise ClusterError(
+                    f"no place for {what}, after {waited:.0f} s; ask for less, or for longer with "
+                    "--option wait-seconds=N"
+                )
+            if waited >= told + _TELL_SECONDS:
+                told = waited
+                say(f"waiting for {what}")
+        return False
+
+    def _start(self) -> None:
+        job = self._job
+        node_class: Any = ray.remote(Node)
+        for rank in range(job.num_nodes):
+            resources = {k: v for k, v in job.bundle.items() if k not in ("CPU", "GPU", "memory")}
+            options = node_class.options(
+                num_cpus=job.cpus_per_node,
+                num_gpus=job.bundle.get("GPU", 0),
+                memory=job.memory_bytes_per_node or None,
+                resources=resources,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
+            )
+            self._nodes.append(options.remote())
+        try:
+            places = ray.get([node.describe.remote() for node in self._nodes])
+        except RayError as error:
+            self._lose(error)
+            return
+        address, port, _ = places[0]
+        for rank, (node, place) in enumerate(zip(self._nodes, places, strict=True)):
+            variables = self._variables(rank, address, port, place[2])
+            folder = None if job.folder is None else str(job.folder)
+            run = node.run.options(num_returns="streaming")
+            self._streams[rank] = run.remote(job.command, folder, variables)
+
+    def _variables(self, rank: int, address: str, port: int, devices: tuple[str, ...]) -> dict[str, str]:
+        place = ray_variables(
+            job_id=self._job.job_id,
+            num_nodes=self._job.num_nodes,
+            node_rank=rank,
+            master_addr=address,
+            master_port=port,
+            restart_count=self._number,
+            devices=devices,
+        )
+        return {**self._job.environment, **place}
+
+    def _drain(self, deadline: float) -> None:
+        """Write the output of all nodes until they end; tell them to stop at the deadline, or once one has failed."""
+        while self._streams:
+            ready, _ = ray.wait(list(self._streams.values()), num_returns=1, timeout=_POLL_SECONDS)
+            for rank in [rank for rank, stream in self._streams.items() if stream in ready]:
+                self._take(rank)
+            now = time.monotonic()
+            if self._stop_at == float("inf") and (now > deadline or self._must_stop()):
+                self._stop_all()
+            if now > self._stop_at + _MARGIN_SECONDS + (0 if self._has_failed() else self._job.save_seconds):
+                left = ", ".join(map(str, self._streams))
+                self._write(f"drivetrain: node {left} did not end in time and was killed\n")
+                self._streams.clear()
+                self._codes.setdefault(self._job.num_nodes, 1)
+
+    def _must_stop(self) -> bool:
+        return self._cancelled.is_set() or bool(self._lost) or any(self._codes.values())
+
+    def _has_failed(self) -> bool:
+        """Return whether a node failed, so that no other can save: its collectives wait for the one that is gone."""
+        return any(code not in (0, RESUME_EXIT_CODE, _STOPPED_EXIT_CODE) for code in self._codes.values())
+
+    def _take(self, rank: int) -> None:
+        """Take the next output of a node."""
+        try:
+            item: Any = ray.get(next(self._streams[rank]))
+        except StopIteration:
+            self._close(rank)
+        except RayError as error:
+            self._close(rank)
+            self._lose(error, rank)
+        else:
+            if isinstance(item, int):
+                self._ended(rank, item)
+            else:
+                self._write_lines(rank, item)
+
+    def _ended(self, rank: int, code: int) -> None:
+        """Note the exit code of a node; one that SIGTERM ended, which nobody here has sent, was preempted."""
+        self._codes[rank] = code
+        if code == _STOPPED_EXIT_CODE and self._stop_at == float("inf"):
+            self._lost = self._lost or f"node {rank} was stopped before its ranks had saved"
+
+    def _write_lines(self, rank: int, text: str) -> None:
+        """Write whole lines with their node in front."""
+        *lines, rest = (self._partial.get(rank, "") + text).split("\n")
+        self._partial[rank] = rest
+        mark = f"[node {rank}] " if self._job.num_nodes > 1 else ""
+        if lines:
+            self._write("".join(f"{mark}{line}\n" for line in lines))
+
+    def _close(self, rank: int) -> None:
+        del self._streams[rank]
+        if self._partial.pop(rank, ""):
+            self._write_lines(rank, "\n")
+
+    def _lose(self, error: RayError, rank: int | None = None) -> None:
+        where = "a node" if rank is None else f"node {rank}"
+        self._lost = self._lost or f"{where} was lost: {str(error).strip().splitlines()[0]}"
+
+    def _stop_all(self) -> None:
+        self._stop_at = time.monotonic()
+        for rank in self._streams:
+            self._nodes[rank].stop.remote()
+
+    def _end(self) -> AttemptEnd:
+        # Those that were told to stop come last: they are no cause.
+        failed = sorted(filter(None, self._codes.values()), key=lambda code: code == _STOPPED_EXIT_CODE)
+        has_saved = RESUME_EXIT_CODE in failed
+        return AttemptEnd(exit_code=failed[0] if failed else 0, lost=self._lost, has_saved=has_saved)
+
+    def _release(self) -> None:
+        for node in self._nodes:
+            ray.kill(node)
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+
+def _strategy(job: RayJob) -> str:
+    """Return the strategy of the placement group: each task on a node of its own, where there are as many nodes."""
+    if job.strategy != "auto":
+        return job.strategy
+    alive = sum(1 for node in ray.nodes() if node["Alive"])
+    if alive >= job.num_nodes:
+        return "STRICT_SPREAD"
+    say(
+        f"{job.num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where they must"
+    )
+    return "SPREAD"

@@ -1,0 +1,145 @@
+"""Ray as a cluster: jobs go to its Jobs API, and a driver in the cluster starts a launcher on each node.
+
+Every launch asks each cluster for its placement: what submits is imported where it is used, to keep starts fast.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.ray.placement import ray_placement
+
+if TYPE_CHECKING:
+    from drivetrain_clusters.ray.job import RayPlan
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,199}", re.ASCII)
+
+
+class Ray:
+    """A Ray cluster, whose nodes have drivetrain installed; RAY_ADDRESS or the option `address` says which.
+
+    The id of a job is that of the Jobs API, with "@ADDRESS" behind it if the option said one.
+    """
+
+    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
+        """Return the place of this launcher, from the variables of our driver; None outside such a job.
+
+        Raises:
+            ClusterError: Variables are missing or contradict each other.
+        """
+        return ray_placement(environment)
+
+    def requeue(self, placement: JobPlacement) -> bool:
+        """Return False: the job's driver starts it again once its launchers have ended with exit code 75."""
+        del placement
+        return False
+
+    def plan(self, request: JobRequest) -> Submission:
+        """Return the description of the job, which is submitted through Ray's library. Pure.
+
+        Raises:
+            ClusterError: An option is unknown or invalid.
+        """
+        import json
+
+        from drivetrain_clusters.ray.job import plan_ray
+        from drivetrain_config.kinds import plain
+
+        planned = plan_ray(request)
+        safe = re.sub(r"[^A-Za-z0-9-]+", "-", request.name).strip("-") or "job"
+        text = json.dumps(plain(planned), indent=2) + "\n"
+        return Submission(
+            files={request.log_dir / f"{safe}.ray.json": text},
+            command=(),
+            request=request,
+            notes=(
+                _where(planned),
+                f"Ray runs `{planned.entrypoint}` on the head node, which starts the nodes",
+            ),
+        )
+
+    def submit(self, submission: Submission) -> str:
+        """Submit the job through Ray's Jobs API, and return its id.
+
+        Raises:
+            ClusterError: Ray is not installed, cannot be reached, or refused the job.
+        """
+        from uuid import uuid4
+
+        from drivetrain_clusters.ray.job import JOB_VARIABLE, plan_ray
+
+        planned = plan_ray(submission.request)
+        safe = re.sub(r"[^A-Za-z0-9]+", "-", submission.request.name).strip("-")[:100] or "job"
+        job = replace(planned.job, job_id=f"{safe}-{uuid4().hex[:8]}")
+        runtime: dict[str, Any] = {"env_vars": {JOB_VARIABLE: job.encode()}}
+        if planned.upload is not None:
+            runtime["working_dir"] = str(planned.upload)
+        client = _client(planned.address)
+        try:
+            client.submit_job(entrypoint=planned.entrypoint, submission_id=job.job_id, runtime_env=runtime)
+        except (RuntimeError, ValueError) as error:
+            raise ClusterError(f"Ray refused the job: {error}") from error
+        return job.job_id if planned.address is None else f"{job.job_id}@{planned.address}"
+
+    def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
+        """Write the output of all nodes until the job ends; return its exit code.
+
+        Raises:
+            ClusterError: Ray is not installed, cannot be reached, or does not know the job.
+        """
+        from drivetrain_clusters.ray.output import JobOutput
+
+        del submission
+        submission_id, address = _parse(job_id)
+        return JobOutput(_client(address), submission_id, write).follow()
+
+    def cancel(self, job_id: str) -> None:
+        """Stop the job. Its ranks have 3 seconds to save, or as many as the cluster's RAY_JOB_STOP_WAIT_TIME_S says.
+
+        Raises:
+            ClusterError: Ray is not installed, cannot be reached, or does not know the job.
+        """
+        submission_id, address = _parse(job_id)
+        try:
+            is_stopped = _client(address).stop_job(submission_id)
+        except RuntimeError as error:
+            raise ClusterError(f"job {job_id}: Ray does not know it: {error}") from error
+        if not is_stopped:
+            raise ClusterError(f"job {job_id}: has ended already")
+
+
+def _where(planned: "RayPlan") -> str:
+    if planned.upload is not None:
+        return (
+            f"{planned.upload} is copied to the nodes for each start; write checkpoints to a folder that all nodes "
+            "share, named from its root"
+        )
+    return f"all nodes must see {planned.job.folder}; --option upload=true copies it to them instead"
+
+
+def _parse(job_id: str) -> tuple[str, str | None]:
+    """Split an id into that of the Jobs API and the address; the id becomes a part of a URL."""
+    submission_id, mark, address = job_id.partition("@")
+    if _ID.fullmatch(submission_id) is None:
+        raise ClusterError(f"job {job_id!r}: a job on ray is ID or ID@http://HOST:PORT")
+    return submission_id, address if mark else None
+
+
+def _client(address: str | None) -> Any:
+    try:
+        from ray.exceptions import RayError
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as error:
+        raise ClusterError(
+            "Ray is not installed here: pip install 'drivetrain-clusters[ray]' brings it, with its Jobs API"
+        ) from error
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ClusterError(
+            f"Ray cannot be reached at {address or 'the address of RAY_ADDRESS, or on this machine'}: {error}; "
+            "--option address=http://HOST:8265 names the cluster's dashboard"
+        ) from error

@@ -1,0 +1,162 @@
+"""A job on Ray as a frozen value, which its driver in the cluster is handed."""
+
+import base64
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.memory_size import memory_bytes
+from drivetrain_clusters.option_reader import OptionReader, check_known
+from drivetrain_clusters.protocol import JobRequest
+from drivetrain_config.conversion import ConversionError, convert
+from drivetrain_config.kinds import plain
+
+# The variable in which the driver finds its job.
+JOB_VARIABLE = "DRIVETRAIN_RAY_JOB"
+# Linux hands a process no longer variable than 128 KiB.
+_MOST_CHARACTERS = 120_000
+_OPTIONS = ("accelerator", "address", "python", "strategy", "upload", "wait-seconds")
+_ADDRESS = re.compile(r"https?://[A-Za-z0-9.:\[\]_/-]{1,500}", re.ASCII)
+# The one word of a user that Ray's shell reads.
+_PYTHON = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_./-]{0,500}", re.ASCII)
+_STRATEGY = re.compile(r"auto|STRICT_SPREAD|SPREAD|PACK|STRICT_PACK")
+_RESOURCE = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,100}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayJob:
+    """A job on Ray.
+
+    Attributes:
+        name: The name of the job.
+        job_id: The job, as Ray's Jobs API names it; empty before it is submitted.
+        command: The command that each node runs.
+        folder: The working directory; None for the uploaded copy of it.
+        num_nodes: The number of nodes.
+        cpus_per_node: The number of CPU cores to reserve on each node.
+        memory_bytes_per_node: The memory to reserve on each node; 0 for none.
+        accelerators_per_node: The number of accelerators to reserve on each node.
+        accelerator: Ray's name of the resource that stands for one accelerator.
+        strategy: The strategy of the placement group; "auto" for STRICT_SPREAD where there are enough nodes.
+        wait_seconds: The time to wait for the resources; None for any time.
+        time_limit_seconds: The time after which the job is told to save and starts again; None for none.
+        save_seconds: The time that the job has to save.
+        max_requeues: The number of times that a preempted or timed-out job starts again.
+        environment: The variables to add to the environment of each node.
+    """
+
+    name: str
+    job_id: str = ""
+    command: tuple[str, ...]
+    folder: Path | None
+    num_nodes: int
+    cpus_per_node: int = 1
+    memory_bytes_per_node: int = 0
+    accelerators_per_node: int = 0
+    accelerator: str = "GPU"
+    strategy: str = "auto"
+    wait_seconds: int | None = None
+    time_limit_seconds: int | None = None
+    save_seconds: int = 120
+    max_requeues: int = 0
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+
+    def encode(self) -> str:
+        """Return the job as letters, digits and signs that neither a shell nor Ray's variables give a meaning.
+
+        Raises:
+            ClusterError: The job is too large for a variable.
+        """
+        text = base64.urlsafe_b64encode(json.dumps(plain(self)).encode()).decode("ascii")
+        if len(text) > _MOST_CHARACTERS:
+            raise ClusterError(
+                f"the command and variables of the job take {len(text)} characters, and Ray can hand on "
+                f"{_MOST_CHARACTERS}; put long arguments into a file"
+            )
+        return text
+
+    @classmethod
+    def decode(cls, text: str) -> "RayJob":
+        """Return the job that `encode` made a text of.
+
+        Raises:
+            ClusterError: The text is none.
+        """
+        try:
+            return convert(json.loads(base64.urlsafe_b64decode(text)), cls)
+        except (ValueError, ConversionError) as error:
+            raise ClusterError(
+                f"{JOB_VARIABLE} cannot be read: {error}; `drivetrain submit` sets it"
+            ) from error
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources to reserve on each node, by Ray's names."""
+        found: dict[str, float] = {"CPU": self.cpus_per_node}
+        if self.memory_bytes_per_node:
+            found["memory"] = self.memory_bytes_per_node
+        if self.accelerators_per_node:
+            found[self.accelerator] = self.accelerators_per_node
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayPlan:
+    """A job, and how it is handed to Ray.
+
+    Attributes:
+        job: The job itself.
+        address: The address of the cluster's dashboard; None for the one that Ray finds by itself.
+        python: The Python in which the job's driver runs, on the cluster's head node.
+        upload: The folder to copy to all nodes; None if they share it.
+    """
+
+    job: RayJob
+    address: str | None
+    python: str
+    upload: Path | None
+
+    @property
+    def entrypoint(self) -> str:
+        """The command of the driver. A shell reads it, so nothing of a user but the path of Python is in it."""
+        return f"{self.python} -m drivetrain_clusters.ray.driver"
+
+
+def plan_ray(request: JobRequest) -> RayPlan:
+    """Plan a request on Ray.
+
+    Raises:
+        ClusterError: An option is unknown or invalid, or the job is too large to be handed on.
+    """
+    check_known("ray", request.options, _OPTIONS)
+    read = OptionReader(request.options)
+    upload = read.truth("upload")
+    job = RayJob(
+        name=request.name,
+        command=request.command,
+        folder=None if upload else request.folder,
+        num_nodes=request.num_nodes,
+        cpus_per_node=request.cpus_per_node or 1,
+        memory_bytes_per_node=0 if request.memory_per_node is None else memory_bytes(request.memory_per_node),
+        accelerators_per_node=request.accelerators_per_node,
+        accelerator=read.matching(
+            "accelerator", _RESOURCE, "the name of a resource of Ray, such as GPU or TPU"
+        )
+        or "GPU",
+        strategy=read.matching("strategy", _STRATEGY, "auto, STRICT_SPREAD, SPREAD, PACK or STRICT_PACK")
+        or "auto",
+        wait_seconds=read.number("wait-seconds", least=1),
+        time_limit_seconds=request.time_limit_seconds,
+        save_seconds=request.save_seconds,
+        max_requeues=request.max_requeues,
+        environment=dict(request.environment),
+    )
+    job.encode()
+    return RayPlan(
+        job=job,
+        address=read.matching("address", _ADDRESS, "the address of Ray's dashboard, http://HOST:8265"),
+        python=read.matching("python", _PYTHON, "a path of Python without spaces") or "python",
+        upload=request.folder if upload else None,
+    )

@@ -1,0 +1,97 @@
+"""The variables of a node of a job on Ray, which its driver sets and its launcher reads. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import JobPlacement
+
+_NAMES = {
+    "job_id": "DRIVETRAIN_RAY_ID",
+    "num_nodes": "DRIVETRAIN_RAY_NODES",
+    "node_rank": "DRIVETRAIN_RAY_NODE_RANK",
+    "master_addr": "DRIVETRAIN_RAY_MASTER",
+    "master_port": "DRIVETRAIN_RAY_PORT",
+    "restart_count": "DRIVETRAIN_RAY_RESTARTS",
+}
+_DEVICES = "DRIVETRAIN_RAY_DEVICES"
+
+
+def ray_variables(
+    *,
+    job_id: str,
+    num_nodes: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int,
+    restart_count: int,
+    devices: Sequence[str],
+) -> dict[str, str]:
+    """Return the variables that tell a launcher its place.
+
+    Args:
+        job_id: The job, as Ray's Jobs API names it.
+        num_nodes: The number of nodes.
+        node_rank: The rank of the node.
+        master_addr: The address of node 0.
+        master_port: A port that was free on node 0.
+        restart_count: The number of times that the job has started again.
+        devices: The accelerators that Ray has bound to the node's task.
+    """
+    place = {
+        "job_id": job_id,
+        "num_nodes": num_nodes,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "restart_count": restart_count,
+    }
+    variables = {_NAMES[field]: str(value) for field, value in place.items()}
+    return {**variables, _DEVICES: ",".join(devices)} if devices else variables
+
+
+def ray_placement(environment: Mapping[str, str]) -> JobPlacement | None:
+    """Return the place of this launcher; None if no driver of ours has started it.
+
+    Raises:
+        ClusterError: Variables are missing or contradict each other.
+    """
+    given = [name for name in _NAMES.values() if name in environment]
+    if not given:
+        return None
+    if missing := [name for name in _NAMES.values() if name not in environment]:
+        raise ClusterError(
+            f"{', '.join(missing)}: not set, but {given[0]} is; `drivetrain submit --on ray` sets all of them"
+        )
+    num_nodes = _number(environment, _NAMES["num_nodes"], least=1)
+    node_rank = _number(environment, _NAMES["node_rank"])
+    if node_rank >= num_nodes:
+        raise ClusterError(
+            f"{_NAMES['node_rank']}={node_rank}: contradicts {_NAMES['num_nodes']}={num_nodes}; ranks of nodes count "
+            f"from 0 to {num_nodes - 1}"
+        )
+    port = _number(environment, _NAMES["master_port"], least=1)
+    if port > 65535:
+        raise ClusterError(f"{_NAMES['master_port']}={port}: must be a port, from 1 to 65535")
+    devices = environment.get(_DEVICES)
+    return JobPlacement(
+        cluster="ray",
+        job_id=environment[_NAMES["job_id"]],
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        tasks_per_node=1,
+        local_task=0,
+        num_tasks=num_nodes,
+        task_rank=node_rank,
+        master_addr=environment[_NAMES["master_addr"]],
+        master_port=port,
+        devices=tuple(devices.split(",")) if devices else None,
+        restart_count=_number(environment, _NAMES["restart_count"]),
+        sources=dict(_NAMES),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, *, least: int = 0) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ClusterError(f"{name}={text!r}: must be a number of at least {least}")
+    return int(text)

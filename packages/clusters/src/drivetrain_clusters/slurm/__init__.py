@@ -1,0 +1,1 @@
+"""Slurm: a task's place from its step, jobs as batch scripts."""

@@ -1,0 +1,168 @@
+"""Slurm: the jobs of sbatch and srun."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.output_tail import OutputTail
+from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.slurm.placement import slurm_placement
+from drivetrain_clusters.slurm.script import output_file, plan_slurm
+from drivetrain_clusters.system_command import patiently, run_command
+
+_LOOK_SECONDS = 2.0
+# A job in another state was cancelled by a user, or starts again by itself.
+_MAY_GO_ON = "RUNNING,SUSPENDED,TIMEOUT"
+# A job that ended is in one of these states, unless it is requeued.
+_ENDED = frozenset(
+    {
+        "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+        "OUT_OF_MEMORY", "REVOKED",
+    }
+)  # fmt: skip
+# What to do about a refusal, by a part of Slurm's message.
+_HINTS = {
+    "invalid account": "say --option account=NAME; `sacctmgr show associations user=$USER` lists yours",
+    "invalid partition": "say --option partition=NAME; `sinfo` lists them",
+    "node configuration is not available": "no node has what is asked for; see `sinfo --Node --long`",
+    "invalid job id": "Slurm does not know the job, or has forgotten it since it ended",
+    "time limit": "`sinfo` shows the limit of each partition",
+    "unable to contact slurm controller": "`scontrol ping` says whether slurmctld answers",
+}
+_JOB_ID = re.compile(r"\d+")
+_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """The state of a job, as Slurm knows it.
+
+    Attributes:
+        state: The state, such as "RUNNING".
+        may_requeue: Whether Slurm may start the job again.
+        wait_status: The exit code or signal of the job's script, as `wait` returns it.
+    """
+
+    state: str
+    may_requeue: bool
+    wait_status: int
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for the shell: 128 + the signal's number for a signal, 1 if Slurm ended the job."""
+        if number := self.wait_status & 0x7F:
+            return 128 + number
+        return self.wait_status >> 8 or (0 if self.state == "COMPLETED" else 1)
+
+
+class Slurm:
+    """The cluster `slurm`."""
+
+    def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
+        """Return the place of a task that srun started; None in any other process.
+
+        Raises:
+            ClusterError: Variables are missing or contradict each other.
+        """
+        return slurm_placement(environment)
+
+    def requeue(self, placement: JobPlacement) -> bool:
+        """Put the job back into the queue.
+
+        Returns:
+            False if Slurm does so by itself (the job was preempted), if a user has cancelled the job, and if the job
+            was submitted with --no-requeue.
+
+        Raises:
+            ClusterError: squeue or scontrol is not installed here, or refused.
+        """
+        rows = _ask(placement.job_id, states=_MAY_GO_ON)
+        if not rows or not rows[0].may_requeue:
+            return False
+        run_command("scontrol", "requeue", placement.job_id)
+        return True
+
+    def plan(self, request: JobRequest) -> Submission:
+        """Return the script of a job, and the command that submits it.
+
+        Raises:
+            ClusterError: An option is unknown, or a value cannot be given to Slurm.
+        """
+        return plan_slurm(request)
+
+    def submit(self, submission: Submission) -> str:
+        """Submit the job and return its id.
+
+        Raises:
+            ClusterError: sbatch is not installed, or Slurm refused the job.
+        """
+        output = run_command(*submission.command, hints=_HINTS)
+        job_id = output.strip().partition(";")[0]
+        if not _JOB_ID.fullmatch(job_id):
+            raise ClusterError(f"slurm: sbatch did not say the job's id, but {output.strip()!r}")
+        return job_id
+
+    def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
+        """Write the job's output as it appears, until the job ends, across requeues.
+
+        Returns:
+            The job's exit code; 128 + the signal's number if a signal ended it; 1 if Slurm ended it otherwise.
+
+        Raises:
+            ClusterError: Slurm does not know the job, or has not answered for a minute.
+        """
+        output = OutputTail(output_file(submission, job_id))
+        _show_job(job_id)  # an unknown one is an error at once
+        while True:
+            state = patiently(lambda: _show_job(job_id)).state
+            write(output.read())
+            time.sleep(_LOOK_SECONDS)
+            # Twice, since a job that is requeued may look ended for a moment.
+            if state in _ENDED and (job := patiently(lambda: _show_job(job_id))).state in _ENDED:
+                write(output.read())
+                return job.exit_code
+
+    def cancel(self, job_id: str) -> None:
+        """End the job; it is not requeued.
+
+        Raises:
+            ClusterError: Slurm does not know the job, or refused, or the job has ended.
+        """
+        state = _show_job(job_id).state
+        if state in _ENDED:
+            raise ClusterError(f"slurm: job {job_id}: it has ended already, {state}")
+        run_command("scancel", job_id, hints=_HINTS)
+
+
+def _check_id(job_id: str) -> None:
+    if not _JOB_ID.fullmatch(job_id):
+        raise ClusterError(f"slurm: job {job_id!r}: Slurm numbers its jobs")
+
+
+def _show_job(job_id: str) -> SlurmJob:
+    rows = _ask(job_id, states="all")
+    if not rows:
+        raise ClusterError(f"slurm: job {job_id}: Slurm does not know it, or has forgotten it since it ended")
+    return rows[0]
+
+
+def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
+    """Ask for a job in columns of fixed width, which no name of a job can imitate.
+
+    Args:
+        job_id: The number of the job.
+        states: The states to look for. A job that ends is COMPLETING as long as its processes run, whatever ends it,
+            but found by the state that it will have.
+
+    Returns:
+        The job; nothing if it is in no such state.
+    """
+    _check_id(job_id)
+    columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
+    output = run_command(
+        "squeue", "--noheader", f"--states={states}", f"--jobs={job_id}", "--Format", columns, hints=_HINTS
+    )
+    rows = [line.split() for line in output.splitlines() if line.strip()]
+    return [SlurmJob(state=row[0], may_requeue=row[1] != "0", wait_status=int(row[2])) for row in rows]

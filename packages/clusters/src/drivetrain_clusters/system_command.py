@@ -1,0 +1,96 @@
+"""Run a cluster's command, as words that no shell reads."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from drivetrain_clusters.errors import ClusterError
+from drivetrain_messages import say
+
+Answer = TypeVar("Answer")
+
+_SECONDS = 120.0
+_PATIENCE_SECONDS = 60.0
+_ASK_SECONDS = 2.0
+
+
+# The hints of a command whose errors need none.
+_NO_HINTS: Mapping[str, str] = {}
+
+
+def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str] = _NO_HINTS) -> str:
+    """Run a command to its end, and return its output.
+
+    Args:
+        words: The program and its arguments.
+        folder: The folder to run it in; None for that of this process.
+        hints: The advice on an error, by a part of the program's message in lower case.
+
+    Raises:
+        ClusterError: The program is not installed, does not end within two minutes, or fails; the message holds what
+            it said.
+    """
+    import subprocess  # takes tens of milliseconds, which a launcher that only looks for a cluster saves
+
+    try:
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        if folder is not None and not folder.is_dir():
+            raise ClusterError(f"{folder}: no such folder, in which {words[0]} should run") from None
+        raise ClusterError(
+            f"{words[0]}: the command is not installed here, or not on PATH; run this on a machine of the cluster"
+        ) from error
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"{words[0]}: the command did not answer within {_SECONDS:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        said = said.replace(f"{words[0]}: error: ", "")
+        raise ClusterError(f"{words[0]} failed: {said}{hint_for(said, hints)}")
+    return done.stdout
+
+
+def patiently(question: Callable[[], Answer]) -> Answer:
+    """Ask a cluster something; ask again for a minute if it cannot answer, as while its server restarts.
+
+    Raises:
+        ClusterError: The question failed for a minute.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    is_told = False
+    while True:
+        try:
+            return question()
+        except ClusterError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_told:
+                say(f"{error}; asking again for {_PATIENCE_SECONDS:g} s")
+                is_told = True
+        time.sleep(_ASK_SECONDS)
+
+
+def in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command whose `drivetrain` is that of this Python, which need not be on the PATH."""
+    if command[0] == "drivetrain":
+        return (sys.executable, "-m", "drivetrain_launcher", *command[1:])
+    return command
+
+
+def hint_for(message: str, hints: Mapping[str, str]) -> str:
+    """Return "; " and what to do about a program's message; empty if no hint fits.
+
+    Args:
+        message: The message of a program.
+        hints: The advice, by a part of the message in lower case.
+    """
+    return next((f"; {hint}" for part, hint in hints.items() if part in message.lower()), "")

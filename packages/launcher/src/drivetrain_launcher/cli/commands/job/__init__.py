@@ -1,1 +1,0 @@
-"""Follow or cancel a job that `drivetrain submit` has submitted."""
