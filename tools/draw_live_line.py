@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
-from drivetrain_tracking.throughput.live_line import live_text
+from drivetrain_throughput.live_line import live_text
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "live_line.svg"
 NUM_STEPS, PRINT_EVERY, COLUMNS = 120, 40, 132

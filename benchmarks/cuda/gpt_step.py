@@ -81,7 +81,7 @@ def tell_mfu(bench: Bench, size: GPTSize, accelerator: Any, step: Step, peak: fl
 
 def peak_of(device: torch.device) -> float | None:
     """Return the peak of a device in bf16, in FLOP/s; an invented one of a CPU."""
-    from drivetrain_tracking import peak_flops
+    from drivetrain_throughput import peak_flops
 
     return peak_flops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else 1e12
 

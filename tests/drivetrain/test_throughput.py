@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain_tracking import Throughput
+from drivetrain_throughput import Throughput
 
 NUM_FLOPS = 2 * 4 * 8 * 1  # of a forward of 4 samples; a backward to the weights alone takes as many
 
@@ -246,7 +246,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
             warnings.append(record.getMessage())
 
     keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain.straggler_warning").addHandler(keep)
+    logging.getLogger("drivetrain_throughput.straggler_warning").addHandler(keep)
     try:
         seconds = {where: 0.06}
         model = Slow(seconds.get("forward", 0.0), 1, backward_seconds=seconds.get("backward", 0.0))
@@ -257,7 +257,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
             train(accelerator, model, data)
             return warnings, accelerator.total_throughput
     finally:
-        logging.getLogger("drivetrain.straggler_warning").removeHandler(keep)
+        logging.getLogger("drivetrain_throughput.straggler_warning").removeHandler(keep)
 
 
 @pytest.mark.undisturbed

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.device_clock import DeviceClock, make_clock
+from drivetrain_throughput.device_clock import DeviceClock, make_clock
 from hardware.devices import here
 
 NUM_WARM = 2

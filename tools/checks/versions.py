@@ -83,7 +83,7 @@ SELECTION = (
     "tests/checkpoint/test_compat.py",
     "tests/data/test_compat.py",
     "tests/dispatch/test_compat.py",
-    "tests/drivetrain/flops/test_compat.py",
+    "tests/throughput/flops/test_compat.py",
     "tests/launcher/test_compat.py",
     "tests/memory/test_compat.py",
     "tests/precision/test_compat.py",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_clusters import ClusterError
 from drivetrain_clusters.kubernetes.cluster import Kubernetes
-from drivetrain_launcher import LaunchError
 from played_kubernetes import PlayedCluster, played_kubernetes
 from requests_of_jobs import TRAPS, make_request
 
@@ -110,5 +110,5 @@ def test_a_plan_names_its_file_and_command_and_what_the_image_must_hold() -> Non
 @pytest.mark.parametrize("trap", [*TRAPS[:6], "", "\n", "--all/x", "team/--all", "team/x y", "a/b/c"])
 def test_no_job_id_reaches_kubectl_as_something_else(trap: str) -> None:
     for call in (Kubernetes().cancel, lambda job: Kubernetes().follow(job, None, print)):  # type: ignore[arg-type]
-        with pytest.raises(LaunchError, match="a job on kubernetes is NAMESPACE/NAME"):
+        with pytest.raises(ClusterError, match="a job on kubernetes is NAMESPACE/NAME"):
             call(trap)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.local.cluster import Local
 from drivetrain_clusters.protocol import JobRequest, Submission
-from drivetrain_launcher.errors import LaunchError
 
 
 def submit(request: JobRequest) -> tuple[Submission, str]:
@@ -65,7 +65,7 @@ def test_a_cancelled_job_saves_and_stays_ended(tmp_path: Path) -> None:
         time.sleep(0.02)
     Local().cancel(job)
     assert follow(submission, job) == (75, "saved\n")
-    with pytest.raises(LaunchError, match=f"job {job}: no job of this machine"):
+    with pytest.raises(ClusterError, match=f"job {job}: no job of this machine"):
         Local().cancel(job)
 
 
@@ -83,19 +83,19 @@ def test_a_cancelled_job_saves_and_stays_ended(tmp_path: Path) -> None:
 def test_what_this_machine_does_not_do_is_refused(
     tmp_path: Path, changes: dict[str, object], why: str
 ) -> None:
-    with pytest.raises(LaunchError, match=f"local: .*{why}"):
+    with pytest.raises(ClusterError, match=f"local: .*{why}"):
         Local().plan(replace(request(tmp_path, ""), **changes))
 
 
 @pytest.mark.parametrize("job", ["-1", "0", "1; id", ""])
 def test_an_id_that_is_no_process_is_refused(job: str) -> None:
-    with pytest.raises(LaunchError, match="the id of a job is the number of its process"):
+    with pytest.raises(ClusterError, match="the id of a job is the number of its process"):
         Local().cancel(job)
 
 
 def test_a_number_that_another_program_has_by_now_is_left_alone() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
-        with pytest.raises(LaunchError, match="no job of this machine has this number"):
+        with pytest.raises(ClusterError, match="no job of this machine has this number"):
             Local().cancel(str(other.pid))
         assert other.poll() is None
         assert other.stdin is not None

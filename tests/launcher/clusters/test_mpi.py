@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.mpi.cluster import Mpi
 from drivetrain_clusters.protocol import JobRequest
-from drivetrain_launcher.errors import LaunchError
 
 LAUNCH = (sys.executable, "-m", "drivetrain_launcher", "launch", "--cpu")
 SHOW = """
@@ -95,5 +95,5 @@ def test_hydras_nodes_meet_where_they_are_told(tmp_path: Path, script: Callable,
 
 
 def test_there_is_no_queue_to_submit_to(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="mpirun starts a job at once and has no queue"):
+    with pytest.raises(ClusterError, match="mpirun starts a job at once and has no queue"):
         Mpi().plan(JobRequest(name="x", command=("x",), folder=tmp_path))

@@ -9,8 +9,8 @@ from threading import Timer
 
 import pytest
 
+from drivetrain_clusters import ClusterError
 from drivetrain_clusters.ray.cluster import Ray
-from drivetrain_launcher import LaunchError
 from ray_cluster import LocalRay
 from requests_of_jobs import TRAPS, make_request
 
@@ -228,5 +228,5 @@ def test_a_plan_shows_the_job_and_says_who_must_see_the_folder() -> None:
 @pytest.mark.parametrize("trap", [*TRAPS[:8], "", "-1", "../x", "a/b", "a?x=1"])
 def test_no_job_id_becomes_another_url(trap: str) -> None:
     for job_id in (trap, f"{trap}@http://127.0.0.1:1"):
-        with pytest.raises(LaunchError, match="a job on ray is ID or ID@http://HOST:PORT"):
+        with pytest.raises(ClusterError, match="a job on ray is ID or ID@http://HOST:PORT"):
             Ray().cancel(job_id)

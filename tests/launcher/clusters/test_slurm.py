@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest, Submission
 from drivetrain_clusters.slurm.cluster import Slurm
-from drivetrain_launcher.errors import LaunchError
 
 pytestmark = pytest.mark.timeout(
     600
@@ -334,28 +334,30 @@ def test_the_exit_code_of_a_job_is_that_of_its_ranks(script: Callable, tmp_path:
     shown: list[str] = []
     assert Slurm().follow(job, submission, shown.append) == 7
     assert "ends\n" in "".join(shown)
-    with pytest.raises(LaunchError, match=f"job {job}: it has ended already, FAILED"):
+    with pytest.raises(ClusterError, match=f"job {job}: it has ended already, FAILED"):
         Slurm().cancel(job)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 def test_slurms_refusal_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"(?s)sbatch failed: .*invalid partition.*say --option partition="):
+    with pytest.raises(
+        ClusterError, match=r"(?s)sbatch failed: .*invalid partition.*say --option partition="
+    ):
         submit(request(tmp_path, "script.py", options={"partition": "nowhere"}))
-    with pytest.raises(LaunchError, match=r"Slurm does not know (it|the job), or has forgotten"):
+    with pytest.raises(ClusterError, match=r"Slurm does not know (it|the job), or has forgotten"):
         Slurm().cancel("999999")
 
 
 def test_a_command_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="sbatch: the command is not installed here, or not on PATH"):
+    with pytest.raises(ClusterError, match="sbatch: the command is not installed here, or not on PATH"):
         submit(request(tmp_path, "script.py"))
 
 
 @pytest.mark.parametrize("job", ["", "1; touch owned", "-1", "x"])
 def test_an_id_that_is_no_number_reaches_no_command(job: str) -> None:
-    with pytest.raises(LaunchError, match="Slurm numbers its jobs"):
+    with pytest.raises(ClusterError, match="Slurm numbers its jobs"):
         Slurm().cancel(job)
 
 

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain_clusters.errors import ClusterError
 from drivetrain_config import Layers, sections
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.cli.commands.launch import resolve_said
@@ -133,7 +134,7 @@ def test_what_was_decided_is_told() -> None:
 def test_what_contradicts_or_would_fail_on_a_node_is_refused(
     said: dict[str, dict[str, Any]], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises((LaunchError, ClusterError), match=message):
         planned(said=said, **changes)
 
 

@@ -15,13 +15,13 @@ from drivetrain.parts import Parts
 from drivetrain.prepared import PreparedObjects
 from drivetrain.sections import Sections
 from drivetrain.settings import RunSettings, automatic_backend
-from drivetrain.step_watch import StepWatch
 from drivetrain.unread_settings import Unread, find_unread
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
 from drivetrain_state import Context, ParallelDims, StateSettings, connect
+from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import Tracker
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from drivetrain.checkpointers import Checkpointers
 from drivetrain.fp8_training import Fp8Training
 from drivetrain.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
-from drivetrain.step_watch import StepWatch
 from drivetrain_backends import AccumulationWindow, Backend, Prepared
 from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Policy
 from drivetrain_state import Context
+from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import TrackerGroup
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from drivetrain.parts import HasParts
-from drivetrain.step_watch import StepWatch
-from drivetrain_tracking import Throughput
+from drivetrain_throughput import Throughput
+from drivetrain_throughput.step_watch import StepWatch
 
 
 class Measuring(HasParts):

@@ -4,7 +4,6 @@
 the training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
 several trackers from the right rank and names one that fails; `make_tracker` creates a single one. `Image`, `Table`
 and others are what can be logged besides numbers.
-`ThroughputMeter`, `PhaseTimes` and `find_straggler` measure a training loop, and `LiveLine` shows how fast it is.
 """
 
 from typing import TYPE_CHECKING
@@ -55,14 +54,6 @@ if TYPE_CHECKING:
     from drivetrain_tracking.registry import tracker_names as tracker_names
     from drivetrain_tracking.run_info.collect import collect_info as collect_info
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
-    from drivetrain_tracking.throughput.device_peaks import peak_flops as peak_flops
-    from drivetrain_tracking.throughput.live_line import LiveLine as LiveLine
-    from drivetrain_tracking.throughput.meter import StepRecord as StepRecord
-    from drivetrain_tracking.throughput.meter import Throughput as Throughput
-    from drivetrain_tracking.throughput.meter import ThroughputMeter as ThroughputMeter
-    from drivetrain_tracking.throughput.phase_times import PhaseTimes as PhaseTimes
-    from drivetrain_tracking.throughput.straggler import Straggler as Straggler
-    from drivetrain_tracking.throughput.straggler import find_straggler as find_straggler
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -80,25 +71,19 @@ _MODULES = {
     "Image": "media.pictures",
     "InfoTracker": "protocol",
     "JSONLTracker": "jsonl",
-    "LiveLine": "throughput.live_line",
     "LoggedRecord": "records",
     "MLflowTracker": "platforms.mlflow",
     "Metrics": "protocol",
     "MissingLibraryError": "errors",
-    "PhaseTimes": "throughput.phase_times",
     "PlanTracker": "protocol",
     "Platform": "platforms.platform",
     "PlatformTracker": "protocol",
     "SpoolInUseError": "errors",
-    "StepRecord": "throughput.meter",
     "StoredMedium": "records",
-    "Straggler": "throughput.straggler",
     "SwanLabTracker": "platforms.swanlab",
     "Table": "media.data",
     "TensorBoardTracker": "platforms.tensorboard",
     "Text": "media.data",
-    "Throughput": "throughput.meter",
-    "ThroughputMeter": "throughput.meter",
     "Tracker": "protocol",
     "TrackerFailedError": "errors",
     "TrackerGroup": "group",
@@ -112,10 +97,8 @@ _MODULES = {
     "as_tracker": "choose",
     "chosen_names": "registry",
     "collect_info": "run_info.collect",
-    "find_straggler": "throughput.straggler",
     "make_tracker": "registry",
     "make_trackers": "choose",
-    "peak_flops": "throughput.device_peaks",
     "plain_config": "plain",
     "plain_values": "plain",
     "tracker_names": "registry",

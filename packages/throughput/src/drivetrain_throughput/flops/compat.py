@@ -1,4 +1,4 @@
-"""The private names of torch's counter of operations; tests/drivetrain/flops/test_compat.py holds each one."""
+"""The private names of torch's counter of operations; tests/throughput/flops/test_compat.py holds each one."""
 
 from collections.abc import Callable
 from typing import Any, Self

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_tracking import PhaseTimes
-from drivetrain_tracking.throughput.phase_times import PHASES
+from drivetrain_throughput import PhaseTimes
+from drivetrain_throughput.phase_times import PHASES
 
 
 @dataclass

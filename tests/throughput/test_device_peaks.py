@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from drivetrain_tracking import peak_flops
+from drivetrain_throughput import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_unknown_device_or_precision_has_no_peak(name: str, precision: str) -
 
 
 def test_each_entry_has_sources_and_plausible_numbers() -> None:
-    text = files("drivetrain_tracking.throughput").joinpath("device_peaks.toml").read_text()
+    text = files("drivetrain_throughput").joinpath("device_peaks.toml").read_text()
     for device in tomllib.loads(text)["device"]:
         re.compile(device["name"])
         assert device["sources"]

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from drivetrain_tracking import Straggler
+from drivetrain_throughput.straggler import Straggler
 
 logger = logging.getLogger(__name__)
 

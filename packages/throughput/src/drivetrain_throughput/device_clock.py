@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from drivetrain_tracking.throughput.phase_times import Clock, HostClock
+from drivetrain_throughput.phase_times import Clock, HostClock
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_tracking import LiveLine, Throughput
-from drivetrain_tracking.throughput.live_line import live_text
+from drivetrain_throughput import LiveLine, Throughput
+from drivetrain_throughput.live_line import live_text
 
 MEASURED = Throughput(
     num_steps=2,
@@ -47,7 +47,7 @@ def test_lines_go_to_the_standard_error_of_the_moment(capsys: pytest.CaptureFixt
 
 ON_A_TERMINAL = """
 import logging, sys, time
-from drivetrain_tracking import LiveLine, Throughput
+from drivetrain_throughput import LiveLine, Throughput
 logging.basicConfig(format="LOG %(message)s")
 handler, out, err = logging.root.handlers[0], sys.stdout, sys.stderr
 line = LiveLine(clock=iter(range(100)).__next__)

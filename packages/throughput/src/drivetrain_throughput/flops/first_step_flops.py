@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from drivetrain.flops.model_peak import find_peak
 from drivetrain_state import Context
-from drivetrain_tracking import ThroughputMeter, TrackingSettings
+from drivetrain_throughput.flops.model_peak import find_peak
+from drivetrain_throughput.meter import ThroughputMeter
+from drivetrain_tracking import TrackingSettings
 
 if TYPE_CHECKING:
-    from drivetrain.flops.step_flops import StepFlops
+    from drivetrain_throughput.flops.step_flops import StepFlops
 
 
 class FirstStepFlops:
@@ -54,7 +55,7 @@ class FirstStepFlops:
                 self._is_over = True
                 return
             # torch's counter imports Triton, which a run that counts nothing has no use for.
-            from drivetrain.flops.step_flops import StepFlops
+            from drivetrain_throughput.flops.step_flops import StepFlops
 
             self._counter = StepFlops()
         if begins:

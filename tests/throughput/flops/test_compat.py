@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain.flops.compat import ModelFlopCounter
+from drivetrain_throughput.flops.compat import ModelFlopCounter
 
 
 def counted(function: torch.nn.Module, x: torch.Tensor, *, reentrant: bool | None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from drivetrain_tracking import peak_flops
+from drivetrain_throughput.device_peaks import peak_flops
 
 logger = logging.getLogger(__name__)
 

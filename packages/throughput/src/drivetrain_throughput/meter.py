@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from drivetrain_tracking.throughput.phase_times import PHASES
+from drivetrain_throughput.phase_times import PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

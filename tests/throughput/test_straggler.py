@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_tracking import find_straggler
+from drivetrain_throughput import find_straggler
 
 USUAL = {"data": 0.02, "forward": 0.1, "backward": 0.2, "optimizer": 0.03, "other": 0.01}
 

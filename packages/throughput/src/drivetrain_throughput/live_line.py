@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol, TextIO
 
-from drivetrain_tracking.throughput.meter import Throughput
+from drivetrain_throughput.meter import Throughput
 
 _REDRAW_SECONDS = 0.25
 
@@ -88,7 +88,7 @@ class LiveLine:
         stream = self._stream or sys.stderr
         if not stream.isatty() or find_spec("rich") is None:
             return _PlainLines(self._stream)
-        from drivetrain_tracking.throughput.rich_line import RichLine
+        from drivetrain_throughput.rich_line import RichLine
 
         self._interval_seconds = _REDRAW_SECONDS
         return RichLine(stream)

@@ -2,11 +2,12 @@
 
 import socket
 
-from drivetrain.rank_rows import RankRows
-from drivetrain.straggler_warning import StragglerWarning
 from drivetrain_state import Context, gather_object
-from drivetrain_tracking import StepRecord, Throughput, ThroughputMeter, find_straggler
-from drivetrain_tracking.throughput.phase_times import PHASES
+from drivetrain_throughput.meter import StepRecord, Throughput, ThroughputMeter
+from drivetrain_throughput.phase_times import PHASES
+from drivetrain_throughput.rank_rows import RankRows
+from drivetrain_throughput.straggler import find_straggler
+from drivetrain_throughput.straggler_warning import StragglerWarning
 
 _NO_TOKENS = -1.0
 

@@ -1,6 +1,6 @@
 """Count the floating point operations of one step by torch's own counter."""
 
-from drivetrain.flops.compat import ModelFlopCounter
+from drivetrain_throughput.flops.compat import ModelFlopCounter
 
 
 class StepFlops:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_tracking import StepRecord, ThroughputMeter
+from drivetrain_throughput import StepRecord, ThroughputMeter
 
 seconds = st.floats(1e-3, 1e3)
 steps = st.lists(st.tuples(seconds, seconds, st.integers(0, 10_000)), min_size=1, max_size=30)

@@ -25,5 +25,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def _table() -> list[dict[str, Any]]:
-    source = files("drivetrain_tracking.throughput").joinpath("device_peaks.toml")
+    source = files("drivetrain_throughput").joinpath("device_peaks.toml")
     return tomllib.loads(source.read_text(encoding="utf-8"))["device"]

@@ -3,29 +3,23 @@
 # Three hooks bring all that is measured: labels of the context's progress record (forward, backward, the optimizer's
 # step, collectives, saves), the batches of prepared loaders, and the end of each optimizer step.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 from torch import nn
 
-from drivetrain.batch_counts import BatchCounts
-from drivetrain.device_clock import make_clock
-from drivetrain.flops.first_step_flops import FirstStepFlops
-from drivetrain.prepared import PreparedObjects
-from drivetrain.rank_throughput import RankThroughput
 from drivetrain_data import BatchPlan, LoaderTracker
 from drivetrain_state import Context
-from drivetrain_tracking import (
-    LiveLine,
-    PhaseTimes,
-    StepRecord,
-    Throughput,
-    ThroughputMeter,
-    TrackerGroup,
-    TrackingSettings,
-)
+from drivetrain_throughput.batch_counts import BatchCounts
+from drivetrain_throughput.device_clock import make_clock
+from drivetrain_throughput.flops.first_step_flops import FirstStepFlops
+from drivetrain_throughput.live_line import LiveLine
+from drivetrain_throughput.meter import StepRecord, Throughput, ThroughputMeter
+from drivetrain_throughput.phase_times import PhaseTimes
+from drivetrain_throughput.rank_throughput import RankThroughput
+from drivetrain_tracking import TrackerGroup, TrackingSettings
 
 Reading = TypeVar("Reading", bound=tuple[BatchPlan, Any, Any])
 
@@ -52,6 +46,38 @@ _BOUNDARIES: Mapping[str, tuple[str, bool]] = {
 }
 
 
+class SupportsNumSteps(Protocol):
+    """An optimizer that counts its steps."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps so far, without those that were skipped."""
+        ...
+
+
+class SupportsModel(Protocol):
+    """A prepared model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that computes."""
+        ...
+
+
+class TrainedObjects(Protocol):
+    """The objects that a loop trains, which may become more as it goes on."""
+
+    @property
+    def models(self) -> Sequence[SupportsModel]:
+        """The prepared models."""
+        ...
+
+    @property
+    def optimizers(self) -> Sequence[SupportsNumSteps]:
+        """The prepared optimizers."""
+        ...
+
+
 class StepWatch:
     """A stopwatch of an Accelerator's steps. Not thread-safe; labels of other threads are left out.
 
@@ -73,7 +99,7 @@ class StepWatch:
         *,
         context: Context,
         settings: TrackingSettings,
-        prepared: PreparedObjects,
+        prepared: TrainedObjects,
         reading: LoaderTracker,
         readers: tuple[int, ...],
         trackers: TrackerGroup,

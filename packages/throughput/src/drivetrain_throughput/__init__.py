@@ -1,0 +1,41 @@
+"""Measure training: throughput and phases of a step, MFU, a live line, the rank that the others wait for.
+
+`ThroughputMeter` and `PhaseTimes` serve any loop; `step_watch.py` measures the loop of an Accelerator by them.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_throughput.device_peaks import peak_flops as peak_flops
+    from drivetrain_throughput.live_line import LiveLine as LiveLine
+    from drivetrain_throughput.meter import StepRecord as StepRecord
+    from drivetrain_throughput.meter import Throughput as Throughput
+    from drivetrain_throughput.meter import ThroughputMeter as ThroughputMeter
+    from drivetrain_throughput.phase_times import PhaseTimes as PhaseTimes
+    from drivetrain_throughput.straggler import Straggler as Straggler
+    from drivetrain_throughput.straggler import find_straggler as find_straggler
+
+# Public name -> the module that defines it.
+_MODULES = {
+    "LiveLine": "live_line",
+    "PhaseTimes": "phase_times",
+    "StepRecord": "meter",
+    "Straggler": "straggler",
+    "Throughput": "meter",
+    "ThroughputMeter": "meter",
+    "find_straggler": "straggler",
+    "peak_flops": "device_peaks",
+}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_throughput.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_throughput' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__
