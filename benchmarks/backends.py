@@ -308,7 +308,7 @@ def measure(way: Way, arguments: argparse.Namespace) -> None:
 
 def import_all(way: Way) -> None:
     """Import what any contestant does, so that libraries count for none."""
-    import drivetrain.accelerator
+    import drivetrain.accelerator.accelerator
 
     del drivetrain
     if way.backend == "deepspeed":

@@ -44,7 +44,7 @@ IMPORTS = [
     "drivetrain_checkpoint.loading.collective_load", "drivetrain_backends.torch.ddp",
     "drivetrain_backends.torch.single_device",
     "drivetrain_backends.fsdp.backend", "drivetrain_launcher.cli.main", "drivetrain_launcher.run.elastic",
-    "drivetrain.accelerator",
+    "drivetrain.accelerator.accelerator",
 ]  # fmt: skip
 # No import above reads them: with others of these, a forked process is as good as a fresh one.
 _READ_LATE = (

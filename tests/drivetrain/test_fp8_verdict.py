@@ -1,6 +1,6 @@
 import pytest
 
-from drivetrain.fp8_proof import PATIENCE_STEPS, StepProducts, StepVerdict, judge_step, judge_unproved
+from drivetrain.fp8.fp8_proof import PATIENCE_STEPS, StepProducts, StepVerdict, judge_step, judge_unproved
 from drivetrain_precision import Support
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.fp8.protocol import Requirements

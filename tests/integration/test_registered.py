@@ -78,7 +78,7 @@ def differ(folder: str) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.registered").addHandler(handler)
+    logging.getLogger("drivetrain.saving.registered").addHandler(handler)
     with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
         model = nn.Linear(40, 40)
         model, _ = accelerator.prepare(model, SGD(model.parameters()))
@@ -91,7 +91,7 @@ def differ(folder: str) -> list[str]:
         with torch.no_grad():
             average.module.weight.add_(rank)
         accelerator.save_state()
-    logging.getLogger("drivetrain.registered").removeHandler(handler)
+    logging.getLogger("drivetrain.saving.registered").removeHandler(handler)
     return told
 
 

@@ -96,7 +96,7 @@ def resumed_draw(folder: Path) -> tuple[float, str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("drivetrain.resume")
+    logger = logging.getLogger("drivetrain.saving.resume")
     logger.addHandler(handler)
     second_part(folder)
     logger.removeHandler(handler)

@@ -185,7 +185,7 @@ def lengths_told(order: str, makes: list[Callable[[SGD, int], LRScheduler]]) -> 
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.schedule_length").addHandler(handler)
+    logging.getLogger("drivetrain.prepare.schedule_length").addHandler(handler)
     found: list[list[str]] = []
     for make in makes:
         told.clear()
@@ -213,7 +213,7 @@ def lengths_told(order: str, makes: list[Callable[[SGD, int], LRScheduler]]) -> 
                     scheduler.step()
                     optimizer.zero_grad()
         found.append(list(told))
-    logging.getLogger("drivetrain.schedule_length").removeHandler(handler)
+    logging.getLogger("drivetrain.prepare.schedule_length").removeHandler(handler)
     return found
 
 
@@ -222,7 +222,7 @@ def right_lengths_told() -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.schedule_length").addHandler(handler)
+    logging.getLogger("drivetrain.prepare.schedule_length").addHandler(handler)
     for by_length in (True, False):
         with Accelerator(cpu=True, sections=QUIET) as accelerator:
             loader = accelerator.prepare(DataLoader(torch.ones(64, 4), batch_size=4))
@@ -232,7 +232,7 @@ def right_lengths_told() -> list[str]:
             accelerator.prepare(model, own, CosineAnnealingLR(own, steps))
             accelerator.prepare(DataLoader(torch.ones(32, 4), batch_size=4))
             assert steps == 32
-    logging.getLogger("drivetrain.schedule_length").removeHandler(handler)
+    logging.getLogger("drivetrain.prepare.schedule_length").removeHandler(handler)
     return told
 
 

@@ -52,7 +52,9 @@ def test_a_package_is_installed_from_wheels_with_the_siblings_it_declares(tmp_pa
     ]
 
 
-def test_the_ground_floor_brings_no_sibling() -> None:
+def test_the_lowest_floors_bring_at_most_the_wording_of_messages() -> None:
     known = read_packages(ROOT)
-    for name in ("config", "data", "precision", "weights", "tracking", "memory"):
+    for name in ("messages", "data"):
         assert siblings(known[name], known) == (), name
+    for name in ("config", "precision", "weights", "tracking", "memory"):
+        assert siblings(known[name], known) == (known["messages"],), name

@@ -7,11 +7,11 @@ package re-exports the names that most programs need.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain.accelerator import Accelerator as Accelerator
-    from drivetrain.effective_plan import EffectivePlan as EffectivePlan
-    from drivetrain.effective_plan import PlanMismatchError as PlanMismatchError
-    from drivetrain.effective_plan import PlanRow as PlanRow
-    from drivetrain.hooks import CheckpointHook as CheckpointHook
+    from drivetrain.accelerator.accelerator import Accelerator as Accelerator
+    from drivetrain.plan.effective_plan import EffectivePlan as EffectivePlan
+    from drivetrain.plan.effective_plan import PlanMismatchError as PlanMismatchError
+    from drivetrain.plan.effective_plan import PlanRow as PlanRow
+    from drivetrain.saving.hooks import CheckpointHook as CheckpointHook
     from drivetrain.settings import RunSettings as RunSettings
     from drivetrain_backends import AccumulationError as AccumulationError
     from drivetrain_backends import BackendRegistry as BackendRegistry
@@ -66,25 +66,25 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines or exports it.
 _HOMES = {
-    "Accelerator": "drivetrain.accelerator",
+    "Accelerator": "drivetrain.accelerator.accelerator",
     "AccumulationError": "drivetrain_backends",
     "BackendRegistry": "drivetrain_backends",
     "BatchMismatchError": "drivetrain_backends",
-    "CheckpointHook": "drivetrain.hooks",
+    "CheckpointHook": "drivetrain.saving.hooks",
     "CheckpointSettings": "drivetrain_checkpoint",
     "Checkpointer": "drivetrain_checkpoint",
     "ConfigError": "drivetrain_config",
     "Context": "drivetrain_state",
     "DDPSettings": "drivetrain_backends",
     "DataSettings": "drivetrain_data",
-    "EffectivePlan": "drivetrain.effective_plan",
+    "EffectivePlan": "drivetrain.plan.effective_plan",
     "JSONLTracker": "drivetrain_tracking",
     "Layers": "drivetrain_config",
     "LeakDetector": "drivetrain_memory",
     "PairingError": "drivetrain_backends",
     "ParallelDims": "drivetrain_state",
-    "PlanMismatchError": "drivetrain.effective_plan",
-    "PlanRow": "drivetrain.effective_plan",
+    "PlanMismatchError": "drivetrain.plan.effective_plan",
+    "PlanRow": "drivetrain.plan.effective_plan",
     "PrecisionError": "drivetrain_precision",
     "PrecisionSettings": "drivetrain_precision",
     "RunSettings": "drivetrain.settings",
@@ -133,7 +133,7 @@ if not TYPE_CHECKING:  # else a type checker would accept any name
 
             return getattr(import_module(_HOMES[name]), name)
         if not name.startswith("_"):
-            from drivetrain.foreign_names import refuse_import
+            from drivetrain.interop.foreign_names import refuse_import
 
             refuse_import(name)
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")

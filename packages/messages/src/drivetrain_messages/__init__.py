@@ -1,19 +1,40 @@
 """Words that messages of every package share: byte sizes, the nearest name, lists cut short, counts, tables."""
 
-from drivetrain_messages.byte_sizes import SIZE_UNITS, format_size, parse_size
-from drivetrain_messages.console import say
-from drivetrain_messages.name_lists import format_count, list_some
-from drivetrain_messages.near_names import find_near, suggest
-from drivetrain_messages.tables import format_table
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SIZE_UNITS",
-    "find_near",
-    "format_count",
-    "format_size",
-    "format_table",
-    "list_some",
-    "parse_size",
-    "say",
-    "suggest",
-]
+if TYPE_CHECKING:
+    from drivetrain_messages.byte_sizes import SIZE_UNITS as SIZE_UNITS
+    from drivetrain_messages.byte_sizes import format_size as format_size
+    from drivetrain_messages.byte_sizes import parse_size as parse_size
+    from drivetrain_messages.console import say as say
+    from drivetrain_messages.name_lists import format_count as format_count
+    from drivetrain_messages.name_lists import list_some as list_some
+    from drivetrain_messages.near_names import find_near as find_near
+    from drivetrain_messages.near_names import suggest as suggest
+    from drivetrain_messages.tables import format_table as format_table
+
+# Public name -> the module that defines it.
+_MODULES = {
+    "SIZE_UNITS": "byte_sizes",
+    "find_near": "near_names",
+    "format_count": "name_lists",
+    "format_size": "byte_sizes",
+    "format_table": "tables",
+    "list_some": "name_lists",
+    "parse_size": "byte_sizes",
+    "say": "console",
+    "suggest": "near_names",
+}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_messages.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_messages' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -11,7 +11,7 @@ def find_near(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str 
         known: The names that there are.
         likeness: How alike two names must be, from 0 to 1 for equal ones; see `difflib.get_close_matches`.
     """
-    from difflib import get_close_matches  # only an error needs it, and every command imports this file
+    from difflib import get_close_matches  # only an error needs it
 
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.foreign_state import match_optimizer, steps_of
+from drivetrain.saving.foreign_state import match_optimizer, steps_of
 from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of, read_divided, write_divided
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import OPTIMIZER_NAME

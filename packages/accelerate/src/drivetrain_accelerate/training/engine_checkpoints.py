@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.divided import as_in, mark_replicas
-from drivetrain.resume import frozen_names
+from drivetrain.saving.divided import as_in, mark_replicas
+from drivetrain.saving.resume import frozen_names
 from drivetrain_backends import Prepared
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, NoCheckpointError
 from drivetrain_state import Context

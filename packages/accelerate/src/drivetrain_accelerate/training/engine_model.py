@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
-from drivetrain.resume import frozen_names
+from drivetrain.saving.resume import frozen_names
 from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
 from drivetrain_accelerate.training.saved_position import take_position, with_position
 from drivetrain_backends import Prepared

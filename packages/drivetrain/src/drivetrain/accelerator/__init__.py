@@ -1,0 +1,1 @@
+"""The Accelerator: its methods by subject, and how it is composed."""

@@ -1,0 +1,400 @@
+"""The Accelerator, the one object between a training loop and the hardware it runs on.
+
+`compose.py` builds its parts. Every method hands its arguments to the part that implements it; methods that belong
+together stand in a base class each.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Never, Self
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.accelerator import metrics
+from drivetrain.accelerator.accumulate import MicroBatch
+from drivetrain.accelerator.batch_sizes import BatchSizes
+from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
+from drivetrain.accelerator.compose import compose
+from drivetrain.accelerator.ended import end
+from drivetrain.accelerator.gradient_limits import GradientLimits
+from drivetrain.accelerator.half_check import half_check_of
+from drivetrain.accelerator.lent_gradients import LentGradients, options_of
+from drivetrain.accelerator.ranks import Ranks
+from drivetrain.accelerator.results import Results
+from drivetrain.accelerator.sections import read_layers, sections_in_code
+from drivetrain.accelerator.throughput import Measuring
+from drivetrain.interop.foreign_names import ForeignNames, refuse_arguments
+from drivetrain.parts.parts import Parts
+from drivetrain.prepare.prepare import prepare_objects
+from drivetrain.prepare.schedule_length import Schedules
+from drivetrain.prepare.single_objects import SingleObjects
+from drivetrain.saving.exports import Exports
+from drivetrain.saving.saving import Saving
+from drivetrain.settings import RunSettings
+from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
+from drivetrain_config import Layers
+from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
+from drivetrain_memory import free_memory
+from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
+from drivetrain_state import ParallelDims, set_seed
+
+
+class Accelerator(
+    Ranks,
+    Saving,
+    Exports,
+    Results,
+    GradientLimits,
+    Measuring,
+    Schedules,
+    BatchSizes,
+    SingleObjects,
+    LentGradients,
+    ForeignNames,
+):
+    """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
+
+    Every argument is optional; a value not given here comes from the command line, the environment, a file or the
+    default, in this order. Called on all ranks.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16", "fp8", or "auto" for the best of the first three.
+        fp8_recipe: The recipe of "fp8", such as `TorchaoRecipe(scaling="rowwise")`, or its name; by default, the
+            one that `precision.fp8_recipe` names.
+        backend: A backend's name, a backend class, or "auto".
+        parallelism: The parallel dimensions that the ranks are split into; all data parallel by default.
+        gradient_accumulation_steps: The number of micro-batches in one optimizer step.
+        data: The settings of how loaders are sharded.
+        project_dir: The folder of checkpoints, logs and the effective plan.
+        log_with: The trackers to log to: names such as "jsonl", "all" for every installed one, tracker objects of
+            your own, or several of these.
+        cpu: Whether to train on the CPU even where an accelerator is present.
+        seed: The seed of every generator and of the data's order, where neither `data` nor a loader has its own.
+        config: A YAML, TOML or JSON file of settings, or layers that were already read.
+        sections: Any other settings in code, by section, such as {"ddp": {"static_graph": True}}.
+        registry: Backends in addition to the installed ones, from `register_backend`.
+        **foreign: Not accepted. An argument of Accelerate's raises an error that names the counterpart.
+
+    Raises:
+        TypeError: An argument is unknown.
+        ConfigError: A setting is unknown or out of range; the message names its source.
+        PrecisionError: The device does not support the requested precision.
+        UnknownBackendError: The backend does not exist.
+    """
+
+    def __init__(
+        self,
+        *,
+        mixed_precision: Literal["no", "fp16", "bf16", "fp8", "auto"] | None = None,
+        fp8_recipe: Fp8Recipe | str | None = None,
+        backend: str | type[Backend] | None = None,
+        parallelism: ParallelDims | None = None,
+        gradient_accumulation_steps: int | None = None,
+        data: DataSettings | Mapping[str, object] | None = None,
+        project_dir: Path | str | None = None,
+        log_with: LogWith | None = None,
+        cpu: bool | None = None,
+        seed: int | None = None,
+        config: Path | str | Layers | None = None,
+        sections: Mapping[str, object] | None = None,
+        registry: BackendRegistry | None = None,
+        **foreign: Never,
+    ) -> None:
+        refuse_arguments(foreign, Accelerator)
+        backend_class = backend if isinstance(backend, type) else None
+        tracker_names, trackers = split_log_with(log_with)
+        said = {
+            "mixed_precision": mixed_precision,
+            "backend": backend.__name__ if isinstance(backend, type) else backend,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "project_dir": None if project_dir is None else Path(project_dir),
+            "log_with": tracker_names,
+            "cpu": cpu,
+            "seed": seed,
+        }
+        parts = compose(
+            run=said,
+            sections=sections_in_code(data, sections),
+            parallelism=parallelism,
+            backend_class=backend_class,
+            registry=registry or BackendRegistry(),
+            layers=read_layers(config),
+            trackers=trackers,
+            fp8_recipe=fp8_recipe,
+        )
+        super().__init__(parts)
+        self._half_check = half_check_of(parts)
+        window = parts.backend.window
+        self._micro_batch = MicroBatch(window, parts.reading, parts.prepared, check=self._half_check)
+        if self.settings.seed is not None:
+            set_seed(self.settings.seed)
+
+    def __del__(self) -> None:
+        parts: Parts | None = getattr(self, "_parts", None)  # None: the constructor failed
+        if parts is not None:
+            parts.prepared.untie()
+            if parts.watch is not None:
+                parts.watch.close()
+            if parts.fp8 is not None:
+                parts.fp8.close()
+
+    @property
+    def settings(self) -> RunSettings:
+        """The resolved settings of the run."""
+        return self._parts.settings
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in use, such as "bf16"."""
+        return self._parts.policy.mode
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare models, optimizers, schedulers and loaders. Called on all ranks with the same kinds of objects.
+
+        Args:
+            *objects: nn.Module, Optimizer, scheduler or DataLoader, in any order. An optimizer may come in the same
+                call as its model, or in a later one.
+
+        Returns:
+            The prepared objects in the order given; a single object is returned by itself.
+
+        Raises:
+            TypeError: An object is of a kind that cannot be prepared.
+            ValueError: An object is already prepared.
+            PairingError: An optimizer belongs to no prepared model, or a scheduler to no prepared optimizer.
+            PlanMismatchError: A setting could not be applied as requested.
+        """
+        results = prepare_objects(objects, self._parts)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def unwrap_model(self, model: nn.Module, *, keep_autocast: bool = True) -> nn.Module:
+        """Return the module as the user built it, with the trained parameters.
+
+        Args:
+            model: A prepared model. From any other model, `DataParallel` and `DistributedDataParallel` are removed,
+                with torch.compile's wrapper around them; a model without these is returned unchanged.
+            keep_autocast: Whether its forward computes in the run's precision. If false, the result is a shallow copy
+                of the user's own class on the same parameters; the model in training is unchanged.
+        """
+        return self._parts.prepared.unwrap(model, keep_autocast=keep_autocast)
+
+    def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+        """Run the block with a model's full parameters on every rank, also under a backend that shards them.
+
+        Called on all ranks.
+
+        Args:
+            model: A prepared model.
+            write: Whether what rank 0 writes into the parameters is kept, on all ranks. If false, the effect of a
+                write is undefined.
+        """
+        if write:
+            self._parts.checkpointers.wait_for_copies()
+        return self._parts.prepared.of(model).gathered(write=write)
+
+    def get_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Return a model's full weights and buffers on the CPU, as one process would have. Called on all ranks.
+
+        Args:
+            model: A prepared model.
+            everywhere: Whether all ranks get the state; otherwise all but the main process get an empty dict.
+        """
+        return full_model(self._parts.prepared.of(model), self.context, everywhere=everywhere)
+
+    def building(self) -> AbstractContextManager[None]:
+        """Run the block so that models are constructed as the backend requires, directly on its device."""
+        return self._parts.backend.building()
+
+    def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
+        """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
+
+        Args:
+            *models: The models trained in the micro-batch; all prepared ones by default.
+            last: Whether the micro-batch closes the window before it is full; None closes it with the last one of a
+                loader's last batch. Pass it where batches have different numbers of them; the same on all ranks.
+
+        Returns:
+            The context of the micro-batch, which is reused for every batch and cannot be nested.
+
+        Raises:
+            AccumulationError: A micro-batch is open; or a loader's last batch has more of them than the one before.
+        """
+        micro_batch = self._micro_batch
+        if micro_batch.is_open:
+            raise AccumulationError("accumulate() inside accumulate(): one micro-batch is open already")
+        if self._deferred:
+            self._save_deferred()
+        micro_batch.models, micro_batch.last = models, last
+        return micro_batch
+
+    @property
+    def sync_gradients(self) -> bool:
+        """True if the current micro-batch closes its window."""
+        return self._parts.backend.window.closing
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches in one optimizer step; set on all ranks, it applies from the next window on.
+
+        Raises:
+            AccumulationError: The number is set in an open window, or while DeepSpeed engines exist.
+            TypeError, ValueError: The number is not an integer of at least 1.
+        """
+        return self._parts.backend.window.next_num_micro_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_micro_batches: int) -> None:
+        self._parts.backend.window.resize(num_micro_batches)
+
+    @contextmanager
+    def no_sync(self, *models: nn.Module) -> Generator[None]:
+        """Run the block without reducing the gradients of the models (all by default), as DDP's `no_sync` does."""
+        with ExitStack() as stack:
+            of_models = [self._parts.prepared.of(model) for model in models]
+            for prepared in of_models or self._parts.prepared.models:
+                stack.enter_context(prepared.no_sync())
+            yield
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        count: Tensor | float | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        loader: ShardedLoader[Any] | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Accumulate the gradients of a loss. Called on all ranks.
+
+        Args:
+            loss: A loss of shape (): a mean over this rank's micro-batch or, with `count`, a sum over `count` items.
+            count: The number of items that the loss sums, as a number or a tensor of shape (). The window's gradient
+                is then that of the mean over all items of all ranks and micro-batches, however they are distributed.
+                A second loss over the same items passes 0.
+            model: The model or models that the loss trains, where they cannot be inferred.
+            loader: The loader of the batch, where two loaders are read side by side.
+            retain_graph: Whether the graph is kept for another backward, on one device and under DDP.
+            create_graph: Whether the gradients have a graph of their own, on one device.
+            inputs: The leaves that get gradients, on one device and under DDP; None for all.
+
+        Raises:
+            AccumulationError: The call is outside accumulate() while gradients are accumulated; a window has both a
+                mean and a sum; or the loss's model is unknown.
+            PairingError: The loss trains a model that was not prepared, or whose optimizer was not prepared.
+            TypeError, ValueError: The loss is not a scalar with a graph, or `count` is not a number of items.
+        """
+        parts = self._parts
+        if not self._micro_batch.is_open:
+            parts.backend.window.begin_alone()
+        batch = parts.reading.plan(loader)
+        if batch is not None and not batch.even:
+            loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
+        progress = self.context.progress
+        progress.note("backward")
+        options = options_of(retain_graph, create_graph, inputs)
+        try:
+            if model is None:
+                parts.backend.backward(loss, count=count, options=options)
+            else:
+                owners = model if isinstance(model, Sequence) else [model]
+                trained = [parts.prepared.of(one) for one in owners]
+                parts.backend.backward_of(trained, loss, count=count, options=options)
+        finally:
+            progress.note("backward done")
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """True if an optimizer's last step was skipped because a gradient was not finite (fp16, or as requested)."""
+        return any(
+            optimizer.was_skipped for one in self._parts.prepared.models for optimizer in one.optimizers
+        )
+
+    def autocast(
+        self, *, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> torch.autocast | NoAutocast:
+        """Run the block, or the decorated function, in the run's precision, as prepared models do by themselves."""
+        return autocast(self._parts.policy, self.device, enabled=enabled, cache_enabled=cache_enabled)
+
+    def record_autocast(self, model: nn.Module | None = None) -> RecordedAutocast:
+        """Run the block as `autocast` does, and record which operations run in fp32 and which in half precision.
+
+        Args:
+            model: The model, for the names of modules; any model's forward in the block is recorded.
+        """
+        module = None if model is None else self.unwrap_model(model)
+        return autocast(self._parts.policy, self.device, record=True, model=module)
+
+    def join_uneven_inputs(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Run the block with unprepared loaders that may end at different steps on each rank. Called on all ranks.
+
+        Raises:
+            RuntimeError: The backend does not support it.
+        """
+        return self._parts.backend.join(models)
+
+    def skip_first_batches(self, dataloader: ShardedLoader[Any], num_batches: int = 0) -> Any:
+        """Return the rest of a loader's epoch, without reading the skipped batches."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def end_training(self) -> None:
+        """Finish saves and trackers, release the models and leave the process group. Called on all ranks.
+
+        What needs the run, such as `prepare` or `log`, is a RuntimeError from then on.
+
+        Raises:
+            OtherRankFailedError, OSError: A background save failed.
+        """
+        with ExitStack() as stack:  # runs every callback even if one fails, the last first
+            stack.callback(end, self)
+            stack.callback(self._parts.context.close)
+            if self._parts.fp8 is not None:
+                stack.callback(self._parts.fp8.close)
+                stack.callback(self._parts.fp8.release)
+            stack.callback(self._parts.backend.close)
+            stack.callback(self._parts.trackers.finish)
+            if self._parts.fp8 is not None:
+                stack.callback(self._parts.fp8.finish)
+            if self._parts.watch is not None:
+                stack.callback(self._parts.watch.finish)
+            if self._half_check is not None:
+                stack.callback(self._half_check.finish)
+            stack.callback(self._parts.checkpointers.close)
+            stack.callback(self._end_schedules)
+            stack.callback(self._tell_unused)
+            stack.callback(self._drop_deferred)
+            stack.callback(self._save_deferred)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:  # the other ranks may not reach this point
+            self._drop_deferred()
+            self._end_schedules(by_error=True)
+            if self._parts.watch is not None:
+                self._parts.watch.close()
+        self.end_training()
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all prepared objects, release those given, and return a None for each: see `release_memory`.
+
+        Models prepared for evaluation keep the run's precision until they are prepared for training.
+
+        Args:
+            *objects: Objects to empty in place, such as the prepared model and optimizer.
+        """
+        self._parts.checkpointers.wait_for_copies()
+        self._parts.backend.close()
+        if self._parts.fp8 is not None:
+            self._parts.fp8.release()
+        self._parts.prepared.clear()
+        return free_memory(*objects)
+
+    clear = free_memory

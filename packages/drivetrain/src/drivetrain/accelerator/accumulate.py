@@ -1,0 +1,111 @@
+"""A context for one micro-batch of an accumulation window."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+
+from torch import nn
+
+from drivetrain.accelerator.batch_pieces import BatchPieces
+from drivetrain.accelerator.half_check import HalfCheck
+from drivetrain.parts.prepared import PreparedObjects
+from drivetrain_backends import AccumulationWindow
+from drivetrain_data import LoaderTracker
+from drivetrain_data.active_loaders import Planned
+
+
+class MicroBatch:
+    """A context that begins a micro-batch on entry; while the window stays open, gradients are not reduced inside.
+
+    An Accelerator keeps one instance and enters it for every batch, so that the loop allocates no contexts.
+
+    Args:
+        window: The accumulation window of the micro-batches.
+        reading: The loaders being read; the last micro-batch of a loader's last batch closes the window early.
+        prepared: The prepared objects.
+        check: The check for operations in half precision; None if the settings do not ask for it.
+
+    Attributes:
+        models: The models whose gradients are not reduced in an open window, all if empty; set before entry.
+        last: Whether the micro-batch closes the window before it is full; None closes it where a loader's last batch
+            is done with it. Set before entry.
+        is_open: Whether the loop is inside the context.
+    """
+
+    __slots__ = (
+        "_check",
+        "_held",
+        "_pieces",
+        "_prepared",
+        "_reading",
+        "_window",
+        "is_open",
+        "last",
+        "models",
+    )
+
+    def __init__(
+        self,
+        window: AccumulationWindow,
+        reading: LoaderTracker,
+        prepared: PreparedObjects,
+        *,
+        check: HalfCheck | None = None,
+    ) -> None:
+        self.models: Sequence[nn.Module] = ()
+        self.last: bool | None = None
+        self.is_open = False
+        self._window = window
+        self._reading = reading
+        self._prepared = prepared
+        self._check = check
+        self._held: ExitStack | None = None
+        self._pieces = BatchPieces()
+        reading.on_finish = partial(_check_end, window, self._pieces)
+
+    def __enter__(self) -> None:
+        last = self.last
+        if self._window.next_num_micro_batches > 1 or not self._window.closing:
+            ends = self._pieces.count(self._reading, is_told=last is not None)
+            last = ends if last is None else last
+            self._look_at_rates()
+        self._window.begin(is_last=bool(last))
+        if not self._window.closing:
+            self._hold()
+        if self._check is not None:
+            self._check.enter()
+        self.is_open = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_open = False
+        self.models = ()  # otherwise the models would live as long as the Accelerator
+        if self._check is not None:
+            self._check.leave(is_last=self._window.closing)
+        if error is not None:
+            self._window.fail()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _look_at_rates(self) -> None:
+        """Compare learning rates with those at the start of the open window."""
+        for optimizer in self._prepared.optimizers:
+            if self._window.closing:  # the previous micro-batch closed its window: this one begins the next
+                optimizer.begin_window()
+            else:
+                optimizer.check_window()
+
+    def _hold(self) -> None:
+        chosen = [self._prepared.of(model) for model in self.models] if self.models else self._prepared.models
+        self._held = ExitStack()
+        for prepared in chosen:
+            self._held.enter_context(prepared.no_sync())
+
+
+def _check_end(window: AccumulationWindow, pieces: BatchPieces, loader: Planned) -> None:
+    """Check a loader that ends in an open window; no method, so that loaders do not hold the Accelerator's models."""
+    if not window.closing:
+        pieces.check_end(loader)

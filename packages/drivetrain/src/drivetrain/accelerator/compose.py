@@ -1,0 +1,251 @@
+"""Build the parts of an Accelerator from its settings; only this module knows all of them."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from drivetrain.accelerator.choose_trackers import group_trackers
+from drivetrain.accelerator.sections import Sections
+from drivetrain.fp8.fp8_training import Fp8Training
+from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.parts import Parts
+from drivetrain.parts.prepared import PreparedObjects
+from drivetrain.plan.effective import plan_of, store_plan
+from drivetrain.plan.global_batch import scale_accumulation, warn_if_changed
+from drivetrain.plan.unread_settings import Unread, find_unread
+from drivetrain.settings import RunSettings, automatic_backend
+from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
+from drivetrain_config import ConfigError, Layers, Resolved
+from drivetrain_data import LoaderTracker, Shard
+from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
+from drivetrain_state import Context, ParallelDims, StateSettings, connect
+from drivetrain_throughput.step_watch import StepWatch
+from drivetrain_tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+def compose(
+    *,
+    run: Mapping[str, object | None],
+    sections: Mapping[str, object],
+    parallelism: ParallelDims | None,
+    backend_class: type[Backend] | None,
+    registry: BackendRegistry,
+    layers: Layers,
+    trackers: Sequence[Tracker] = (),
+    fp8_recipe: Fp8Recipe | str | None = None,
+) -> Parts:
+    """Resolve every section and build the parts. Called on all ranks.
+
+    Args:
+        run: The run section's fields as given in code; None means not given.
+        sections: Other sections as given in code, by name: dataclasses or mappings of fields.
+        parallelism: The parallel dimensions that the ranks are split into.
+        backend_class: A backend class given in code, instead of a name.
+        registry: The registry that maps a backend's name to its class.
+        layers: The settings from outside the program.
+        trackers: Tracker objects, in addition to the trackers that the run section names.
+        fp8_recipe: The recipe of fp8 or its name, instead of the one that the precision section names.
+
+    Raises:
+        ConfigError: A setting is unknown or out of range; the message names its source.
+    """
+    given = Sections(run, sections, layers)
+    named = backend_class or (None if given.run.backend == "auto" else registry.get(given.run.backend))
+    needs_group = named is not None and named.needs_group
+    context = connect(_state(given.state, given.run), parallelism=parallelism, needs_group=needs_group)
+    with ExitStack() as undo:
+        undo.callback(context.close)  # a failure below must not leave a process group behind
+        backend_class = named or registry.get(automatic_backend(context.topology.world_size))
+        parts = _build(context, backend_class, registry, given, parallelism, trackers, fp8_recipe)
+        others = given.others(registry.names())
+        undo.pop_all()
+    if context.topology.is_main:
+        _tell_disagreements(parts.resolved)
+    asked = given.run.mixed_precision
+    unread = find_unread(
+        parts.resolved,
+        others,
+        backends=registry.names(),
+        backend=type(parts.backend).__name__,
+        run={
+            "run.mixed_precision": parts.policy.mode if asked == "auto" else asked,
+            "run.nonfinite_gradients": given.run.nonfinite_gradients,
+            "run.log_with": bool(given.run.log_with or trackers),
+        },
+    )
+    _tell_unread(parts, unread)
+    return parts
+
+
+def _build(
+    context: Context,
+    backend_class: type[Backend],
+    registry: BackendRegistry,
+    given: Sections,
+    parallelism: ParallelDims | None,
+    trackers: Sequence[Tracker],
+    fp8_recipe: Fp8Recipe | str | None,
+) -> Parts:
+    """Build the parts, once the ranks are connected."""
+    run, is_main = given.run, context.topology.is_main
+    policy = choose_policy(run.mixed_precision, context.device, given.precision, recipe=fp8_recipe)
+    shard = _shard(context, parallelism)
+    scaled = scale_accumulation(
+        run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=shard.count
+    )
+    if is_main:
+        warn_if_changed(scaled)
+    window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
+    backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
+    _check_guard(backend, run)
+    _check_dtypes(backend, policy)
+    if policy.recipe is not None:
+        _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
+    reading = LoaderTracker()
+    trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
+    prepared = PreparedObjects([reading.mark_stepped])
+    readers = _readers(context, parallelism)
+    watch = None
+    if given.tracking.measures_throughput:
+        watch = StepWatch(
+            context=context,
+            settings=given.tracking,
+            prepared=prepared,
+            reading=reading,
+            readers=readers,
+            trackers=trackers_used,
+            mode=policy.mode,
+        )
+        prepared.on_step.append(watch.end_step)
+        if isinstance(backend, TellsWaits):
+            backend.watch_waits(watch.begin_wait)
+    parts = Parts(
+        resolved=given.resolved,
+        context=context,
+        shard=shard,
+        readers=readers,
+        policy=policy,
+        backend=backend,
+        prepared=prepared,
+        reading=reading,
+        checkpointers=Checkpointers(context, given.checkpoint, run.project_dir),
+        trackers=trackers_used,
+        watch=watch,
+    )
+    return parts if policy.recipe is None else _with_fp8(parts, policy.recipe)
+
+
+def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
+    """Return the parts of a run that trains in fp8."""
+    facts, context = parts.facts, parts.context
+
+    def store(found: Mapping[str, str]) -> None:
+        facts.update(found)
+        if context.topology.is_main:
+            store_plan(plan_of(parts), parts.settings)
+
+    policy = parts.policy
+    fp8 = Fp8Training(
+        recipe,
+        context,
+        keep_fp32=policy.dtypes.keep_fp32,
+        exclude=policy.settings.fp8_exclude,
+        on_count=store,
+    )
+    parts.prepared.on_step.append(fp8.end_step)
+    return replace(parts, fp8=fp8)
+
+
+def _state(state: StateSettings, run: RunSettings) -> StateSettings:
+    """Return the state section with the project's folder as the default folder for hang reports."""
+    return replace(state, hang_report_directory=state.hang_report_directory or run.project_dir)
+
+
+def _check_guard(backend: Backend, run: RunSettings) -> None:
+    """Refuse to check gradients for infinities and NaNs under a backend that does not support it.
+
+    Raises:
+        ConfigError: The settings request the check, and the backend does not support it.
+    """
+    if run.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in backend.applied():
+        raise ConfigError(
+            f"run.nonfinite_gradients={run.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
+            "infinities and NaNs in gradients; leave it at 'ignore', or choose another backend"
+        )
+
+
+def _check_dtypes(backend: Backend, policy: Policy) -> None:
+    """Refuse dtypes under a backend that does not apply them, as one of a third party.
+
+    Raises:
+        ConfigError: The settings say a dtype that the backend does not report as applied.
+    """
+    applied = backend.applied()
+    said = policy.dtypes.said()
+    if missing := [name for name in said if name not in applied]:
+        listed = ", ".join(f"precision.{name}={said[name]!r}" for name in missing)
+        raise ConfigError(
+            f"{listed}: {type(backend).__name__} does not apply it; leave it out, or choose another backend"
+        )
+
+
+def _check_recipe(
+    recipe: Fp8Recipe, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
+) -> None:
+    """Refuse a recipe of fp8 under a backend that it may not train under, and warn of one that nobody has tried.
+
+    Raises:
+        PrecisionError: The recipe names the backends that it may train under, and this is none of them.
+    """
+    needed = recipe.requirements
+    if needed.backends is not None and not _is_one_of(backend, needed.backends, registry):
+        raise PrecisionError(
+            f"fp8_recipe={recipe.name!r}: {needed.library}'s layers have not been run under {backend.__name__}, only "
+            f"backend={' or '.join(map(repr, needed.backends))} is accepted; choose one of these, or a recipe of "
+            "another library, such as 'torchao_rowwise'"
+        )
+    if is_main and _is_one_of(backend, needed.untried_backends, registry):
+        logger.warning(
+            "fp8_recipe=%r under %s: the project's tests have not run %s's layers on several GPUs; take the first "
+            "run as a trial",
+            recipe.name,
+            backend.__name__,
+            needed.library,
+        )
+
+
+def _is_one_of(backend: type[Backend], names: Collection[str], registry: BackendRegistry) -> bool:
+    return any(backend is registry.get(name) for name in names)
+
+
+def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
+    """Return this rank's shard: by rank, or by the mesh's data coordinate if several ranks read the same batches."""
+    topology = context.topology
+    if parallelism is None:
+        return Shard(topology.rank, topology.world_size)
+    return Shard(*parallelism.plan(topology.world_size).data_shard(topology.rank))
+
+
+def _readers(context: Context, parallelism: ParallelDims | None) -> tuple[int, ...]:
+    world_size = context.topology.world_size
+    return tuple(range(world_size)) if parallelism is None else parallelism.plan(world_size).data_readers()
+
+
+def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
+    """Warn of each field on which code and another layer disagree."""
+    for section in resolved.values():
+        for disagreement in section.disagreements:
+            logger.warning("%s", disagreement)
+
+
+def _tell_unread(parts: Parts, unread: Sequence[Unread]) -> None:
+    """Warn of settings that nothing reads in this run, and add them to the plan."""
+    if unread:
+        parts.facts["without effect"] = ", ".join(name for one in unread for name in one.names)
+    if parts.context.topology.is_main:
+        for one in unread:
+            logger.warning("%s", one)

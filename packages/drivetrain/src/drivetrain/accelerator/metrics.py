@@ -1,0 +1,106 @@
+"""Weigh losses and gather results in an epoch's tail, from what every rank knows without communication."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.parts.call_site import CallSites
+from drivetrain.parts.parts import Parts
+from drivetrain_data import (
+    AmbiguousLoaderError,
+    BatchPlan,
+    ShardedLoader,
+    UnpreparedLoaderError,
+    check_after_loop,
+    holds_rows,
+    trim,
+    trim_objects,
+)
+from drivetrain_data.remainder import arrays_in, trim_arrays, with_arrays, without_arrays
+from drivetrain_state import LeafError
+from drivetrain_state.collectives import operations as collectives
+
+
+def weigh(
+    loss: Tensor, count: Tensor | float | None, batch: BatchPlan, shard: int
+) -> tuple[Tensor, Tensor | float | None]:
+    """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples, or none.
+
+    A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
+    sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
+
+    Args:
+        loss: The loss of this rank, of shape ().
+        count: The `count` argument of `backward`.
+        batch: The plan of the current batch, the same on every rank.
+        shard: The index of this rank's shard.
+
+    Returns:
+        The weighted loss and count.
+    """
+    if batch.replayed:
+        nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
+        return nothing, None if count is None else 0.0
+    return (loss, count) if count is not None else (loss * batch.weight(shard), None)
+
+
+def gather(parts: Parts, data: Any) -> Any:
+    """Gather over ranks; in an epoch's tail, where sizes may differ, exchange the sizes too."""
+    try:
+        plan = parts.reading.plan() or parts.reading.left
+    except AmbiguousLoaderError:  # two loaders are being read, and one is in its tail: assume the tail
+        uneven = True
+    else:
+        uneven = plan is not None and not plan.equal_sizes
+    return collectives.gather(parts.context, data, uneven=uneven)
+
+
+def gather_for_metrics(
+    parts: Parts, data: Any, *, as_objects: bool, loader: ShardedLoader[Any] | None
+) -> Any:
+    """Gather results of the current batch, each sample once and in the dataset's order.
+
+    Args:
+        parts: The parts of the Accelerator.
+        data: Nested tensors and NumPy arrays, or objects.
+        as_objects: Whether to gather a list of objects.
+        loader: The loader of the batch, where it is ambiguous.
+    """
+    plan = parts.reading.plan(loader)
+    if loader is None:
+        check_after_loop(parts.reading.left, data)  # also inside an outer loop
+    if not as_objects:
+        # Data with a leaf that is neither tensor nor array has one on every rank: all gather it as objects.
+        with suppress(LeafError):
+            arrays = arrays_in(data)
+            # The user may have dropped rows, so that batch sizes do not give their number: always exchange sizes.
+            tensors = without_arrays(data) if arrays else data
+            gathered, rows = collectives.gather_rows(parts.context, tensors)
+            shared = len(parts.readers) < parts.context.topology.world_size
+            found = trim(plan, gathered, rows=rows, readers=parts.readers if shared else None)
+            return with_arrays(data, found, _gathered_arrays(parts, arrays, plan)) if arrays else found
+    by_rank = collectives.gather_object(parts.context, data)
+    return trim_objects(plan, [by_rank[rank] for rank in parts.readers])
+
+
+def _gathered_arrays(parts: Parts, arrays: list[Any], plan: BatchPlan | None) -> list[Any]:
+    by_rank = collectives.gather_object(parts.context, arrays)
+    return trim_arrays(plan, [by_rank[rank] for rank in parts.readers])
+
+
+def check_prepared(sites: CallSites, data: Any) -> None:
+    """Refuse rows computed in a loop over an unprepared loader, where each sample would count once per rank.
+
+    Raises:
+        UnpreparedLoaderError: The loop's loader was not prepared.
+    """
+    loop = sites.unprepared_loop() if holds_rows(data) else None
+    if loop is not None:
+        raise UnpreparedLoaderError(
+            f"gather_for_metrics in the loop over `{loop.head}` ({loop.place}), which is a DataLoader that was not "
+            "prepared: every rank reads all of it, and each sample would be gathered once per rank. Pass it to "
+            "prepare() and loop over the result. If each rank's loader holds its own part of the data, gather() "
+            "joins their rows as they are (drivetrain_state.gather_object for objects other than tensors)"
+        )

@@ -1,0 +1,158 @@
+"""The results of a run: trackers and profiles."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerAction
+from torch.profiler import profile as torch_profile
+
+from drivetrain.accelerator.log_reduction import LoggedCount, LogReducer, LogReduction
+from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.plan.effective import plan_of, store_plan
+from drivetrain.plan.effective_plan import EffectivePlan
+from drivetrain_memory import profile
+from drivetrain_tracking import Tracker, collect_info
+
+
+class Results(HasParts):
+    """The part of an Accelerator that logs and profiles, and tells what was applied."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._log_reducer = LogReducer(parts.context)
+
+    @property
+    def plan(self) -> EffectivePlan:
+        """The current effective plan: the requested and the applied value of each setting, and its source.
+
+        Raises:
+            PlanMismatchError: An applied value differs from the requested one.
+        """
+        return plan_of(self._parts)
+
+    @property
+    def trackers(self) -> tuple[Tracker, ...]:
+        """The trackers that this rank logs to: all on rank 0; elsewhere only those that log on every rank."""
+        return self._parts.trackers.used
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with` with the run's configuration. Called on all ranks; rank 0 logs.
+
+        The effective plan is written to plan.json of `project_dir`, and to trackers that store one; the commit and
+        its changes, versions, hardware and command line go to the log. Secrets are masked by names and forms.
+
+        Args:
+            project_name: The project that the run belongs to.
+            config: The configuration of the run: a nested mapping, a dataclass, a namespace or a library's config.
+            init_kwargs: Arguments of a tracker's own `start`, by the tracker's name; those of trackers that are not
+                in use are ignored, with a warning.
+
+        Raises:
+            TypeError: A tracker's `start` does not take one of its arguments.
+            SpoolInUseError: Another run writes to the log of this `project_dir`.
+        """
+        plan = self.plan
+        is_main = self.context.topology.is_main
+        if is_main:
+            store_plan(plan, self._parts.settings)
+        records_info = (
+            is_main and self._parts.trackers.used and self._parts.resolved["tracking"].value.record_info
+        )
+        self._parts.trackers.start(
+            project_name,
+            config,
+            plan=plan.as_dict(),
+            info=collect_info() if records_info else None,
+            options=init_kwargs,
+        )
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        reduce: LogReduction | None = None,
+        count: LoggedCount | None = None,
+    ) -> None:
+        """Log values from rank 0, or those of all ranks together.
+
+        May be called on all ranks or some; with `reduce`, must be called on all ranks, with the same names. Tensors
+        on an accelerator are not waited for: they are read a step later.
+
+        Args:
+            values: Numbers, strings, tensors of shape (), in nested dicts, by name; and media such as `Image`.
+            step: The optimizer step they belong to.
+            log_kwargs: Arguments of a tracker's own `log`, by the tracker's name; see `init_trackers`.
+            reduce: None logs the values of rank 0; "mean", "sum", "max" and "min" those of all ranks together, by
+                one collective for all names; "per_rank" each rank's, as `NAME/rank_0` and so on.
+            count: The weight of this rank's values in a mean, such as its number of tokens; equal weights if None.
+
+        Raises:
+            TypeError: A tracker's `log` does not take one of its arguments.
+            ValueNotLoggableError: A value has a type that cannot be logged, or not reduced.
+            CollectiveMismatchError: Ranks logged other names with `reduce`.
+        """
+        if reduce is not None:
+            values = self._log_reducer.reduce(values, reduce, count)
+        elif count is not None:
+            raise ValueError(
+                f"count={count!r} without reduce: say reduce='mean', which count weighs; or leave it out"
+            )
+        self._parts.trackers.log(values, step=step, options=log_kwargs)
+
+    def get_tracker(self, name: str) -> Tracker:
+        """Return a tracker by its name; an unknown name raises an error that lists the trackers in use."""
+        return self._parts.trackers.get(name)
+
+    def profile(
+        self,
+        directory: Path | str | None = None,
+        *,
+        schedule: Callable[[int], ProfilerAction] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        with_modules: bool = False,
+    ) -> AbstractContextManager[torch_profile]:
+        """Profile the block with torch's profiler. May be called on any rank.
+
+        Args:
+            directory: The folder where each rank writes its trace; `project_dir`/profile by default. Without a
+                `project_dir` no trace is written: query the profiler instead.
+            schedule: The steps to record, from `torch.profiler.schedule(...)`; call the profiler's `step()` after
+                each step.
+            record_shapes: Whether to record the shapes of operators' inputs.
+            profile_memory: Whether to record the memory that operators allocate and free.
+            with_stack: Whether to record the Python line that called each operator; slow.
+            with_flops: Whether to estimate the floating point operations of matrix products and convolutions.
+            with_modules: Whether to record the module that called each operator.
+
+        Raises:
+            TypeError: `directory` is not a path.
+        """
+        if not isinstance(directory, Path | str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"profile({type(directory).__name__}): the first argument is a folder; select what to record by "
+                "name, such as profile(record_shapes=True, profile_memory=True, with_stack=True, schedule=...)"
+            )
+        project = self._parts.settings.project_dir
+        default = None if project is None else project / "profile"
+        return profile(
+            default if directory is None else directory,
+            rank=self.context.topology.rank,
+            schedule=schedule,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+            with_modules=with_modules,
+        )

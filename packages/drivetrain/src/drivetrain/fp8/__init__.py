@@ -1,0 +1,1 @@
+"""Models that compute in 8 bits, and the proof that they do."""

@@ -1,0 +1,1 @@
+"""Names of Accelerate, and what they are called here."""

@@ -1,0 +1,1 @@
+"""The values that an Accelerator is made of, which every other folder reads."""

@@ -1,0 +1,106 @@
+"""The parts that an Accelerator is made of, and the base class through which its methods reach them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from drivetrain.fp8.fp8_training import Fp8Training
+from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.prepared import PreparedObjects
+from drivetrain.settings import RunSettings
+from drivetrain_backends import AccumulationWindow, Backend, Prepared
+from drivetrain_config import Resolved
+from drivetrain_data import LoaderTracker, Shard
+from drivetrain_precision import Policy
+from drivetrain_state import Context
+from drivetrain_throughput.step_watch import StepWatch
+from drivetrain_tracking import TrackerGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of an Accelerator; `compose.py` builds them.
+
+    Attributes:
+        resolved: The resolved sections with their sources, by name.
+        context: The ranks, device and process group.
+        shard: The shard of the data that this rank reads.
+        readers: For each shard of the data, in order, the first of the ranks that read it.
+        policy: The precision policy of the run.
+        backend: The backend that trains the models.
+        prepared: The models, optimizers, schedulers and loaders prepared so far.
+        reading: The loaders being read; the current one knows its epoch's tail.
+        checkpointers: The checkpointers used so far.
+        trackers: The trackers that the run logs to.
+        watch: The stopwatch of steps; None if no setting has the throughput measured.
+        fp8: The conversion of models to fp8; None in other precisions.
+        facts: Further facts for the plan, added as they become known.
+    """
+
+    resolved: Mapping[str, Resolved[Any]]
+    context: Context
+    shard: Shard
+    readers: tuple[int, ...]
+    policy: Policy
+    backend: Backend
+    prepared: PreparedObjects
+    reading: LoaderTracker
+    checkpointers: Checkpointers
+    trackers: TrackerGroup
+    watch: StepWatch | None = None
+    fp8: Fp8Training | None = None
+    facts: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run section."""
+        return self.resolved["run"].value
+
+
+class HasParts:
+    """A base class of the classes that an Accelerator inherits its methods from.
+
+    Each of them reads the parts, and sets its own further state in its constructor.
+
+    Args:
+        parts: The parts of the Accelerator.
+
+    Attributes:
+        context: The ranks, device and process group.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.context = parts.context
+
+    @property
+    def window(self) -> AccumulationWindow:
+        """The accumulation window, for programs that decide themselves which micro-batch closes it."""
+        return self._parts.backend.window
+
+    def prepared_of(self, model: nn.Module) -> Prepared:
+        """Return what the backend made of a model, for programs that write files in another layout than ours.
+
+        Raises:
+            ValueError: The model was not prepared by this Accelerator.
+        """
+        return self._parts.prepared.of(model)
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Return whether a model is prepared, and neither `free_memory` nor `end_training` has forgotten it."""
+        return self._parts.prepared.find(model) is not None
+
+    def loss_scale_state(self) -> Mapping[str, Any] | None:
+        """Return the state of the loss scale, for the same; None if the run does not scale its loss."""
+        return self._parts.backend.state_dict()["scaler"]
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `loss_scale_state`. Called on all ranks.
+
+        Raises:
+            ValueError: The run does not scale its loss, or the scale is out of range.
+        """
+        backend = self._parts.backend
+        backend.load_state_dict({**backend.state_dict(), "scaler": state})

@@ -1,0 +1,170 @@
+"""The effective plan of a live run: read back from its parts, shown once, and stored."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from drivetrain.parts.parts import Parts
+from drivetrain.plan.effective_plan import EffectivePlan, make_plan
+from drivetrain.plan.global_batch import ScaledAccumulation, scale_accumulation
+from drivetrain.plan.plan_summary import summarize
+from drivetrain.settings import RunSettings, automatic_backend
+from drivetrain_data import ShardedLoader
+from drivetrain_precision import is_low_bit, optimizer_states
+
+_PRECISIONS = {"no": "the model's own precision"}
+
+
+def plan_of(parts: Parts) -> EffectivePlan:
+    """Read back the values in force and compare them with the requested ones.
+
+    Raises:
+        PlanMismatchError: A value in force differs from the requested one.
+    """
+    topology, loaders = parts.context.topology, parts.prepared.loaders
+    nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
+    facts = {
+        "processes": f"{topology.world_size} on {nodes}",
+        "device": str(parts.context.device),
+        "backend": type(parts.backend).__name__,
+        "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
+        **_data(parts),
+        **_optimizer_states(parts),
+        **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
+        **parts.facts,
+    }
+    details = {f"data {i}": loader.order_source for i, loader in enumerate(loaders)}
+    details |= {f"data seed {i}": f"{loader.seed}: {loader.seed_source}" for i, loader in enumerate(loaders)}
+    return make_plan(
+        parts.resolved,
+        _read_back(parts),
+        reasons=_reasons(parts),
+        facts=facts,
+        details=details,
+    )
+
+
+def _optimizer_states(parts: Parts) -> dict[str, str]:
+    """Return in how many bits each low-bit optimizer keeps its states, once it has any."""
+    optimizers = (one.optimizer for one in parts.prepared.optimizers)
+    found = [optimizer_states(optimizer) for optimizer in optimizers if is_low_bit(optimizer)]
+    return {f"states {i}": str(one) for i, one in enumerate(found) if one.elements}
+
+
+def _reasons(parts: Parts) -> dict[str, str]:
+    """Return the reasons why the applied value of a setting may differ from the requested one."""
+    world_size = parts.context.topology.world_size
+    reasons = {
+        "state.deterministic": "switched on in torch by the program",
+        "run.gradient_accumulation_steps": "set by the program since",
+        "run.log_with": "all trackers of the installed packages",
+    }
+    if parts.settings.accumulation_world_size is not None:
+        reasons["run.gradient_accumulation_steps"] = str(_scaled(parts))
+    if loaders := parts.prepared.loaders:
+        reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
+    if parts.settings.backend == "auto":
+        reasons["run.backend"] = "one process" if world_size == 1 else f"{world_size} processes"
+    if parts.settings.mixed_precision in ("auto", "fp8"):  # fp8 falls back where the settings say so
+        reasons["run.mixed_precision"] = parts.policy.reason
+    if parts.resolved["state"].value.device == "auto":
+        reasons["state.device"] = "the best that this machine has"
+    return reasons
+
+
+def _scaled(parts: Parts) -> ScaledAccumulation:
+    run = parts.settings
+    scaled = scale_accumulation(
+        run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=parts.shard.count
+    )
+    return replace(scaled, steps=parts.backend.window.next_num_micro_batches)
+
+
+def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
+    """Return the values in force by section and field, as far as live objects expose them."""
+    by_backend = parts.backend.applied()
+    run: dict[str, object] = {}
+    if parts.settings.backend == "auto":
+        run["backend"] = automatic_backend(parts.context.topology.world_size)
+    if "all" in parts.settings.log_with:
+        run["log_with"] = parts.trackers.names
+    sections: dict[str, Mapping[str, object]] = {
+        "run": {**by_backend, **run},
+        "precision": by_backend,
+        "state": parts.context.applied(),
+    }
+    if parts.backend.settings_section is not None:
+        sections[parts.backend.settings_section] = by_backend
+    if loaders := parts.prepared.loaders:
+        sections["data"] = {"seed": loaders[0].seed}
+    return sections
+
+
+def _data(parts: Parts) -> dict[str, str]:
+    """Return a short description of each loader's batches and order."""
+    steps = parts.backend.window.next_num_micro_batches
+    return {
+        f"data {i}": f"{_batches(loader, steps)}; {_order(loader)}"
+        for i, loader in enumerate(parts.prepared.loaders)
+    }
+
+
+def _batches(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
+    if loader.batch_size is None:
+        return "batches as they come"
+    factors = [f"batches of {loader.batch_size}"]
+    factors += [f"{loader.shard.count} processes"] if loader.shard.count > 1 else []
+    factors += [f"{num_micro_batches} micro-batches"] if num_micro_batches > 1 else []
+    whole = loader.batch_size * loader.shard.count * num_micro_batches
+    return factors[0] if len(factors) == 1 else f"{' x '.join(factors)} = {whole} samples in a step"
+
+
+def _order(loader: ShardedLoader[Any]) -> str:
+    """Return the first words of a loader's order, with the seed where the order depends on one."""
+    source = loader.order_source
+    words = source.split(":")[0].split("; ")[0]
+    return f"{words}, seed {loader.seed}" if "seed" in source and "seed" not in words else words
+
+
+class _Shown(logging.Filter):
+    """A logging filter that marks that this process has shown a plan.
+
+    Args:
+        process: The id of the process that has shown the plan; a forked process shows its own.
+    """
+
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self.process = process
+
+
+def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
+    """Print the plan to standard error once per process, if the settings request it. Called on rank 0.
+
+    The logging system is process-wide and stateful by design, so the mark of a shown plan is kept there instead of in
+    a global variable.
+    """
+    if not (settings.show_plan or settings.verbose):
+        return
+    logger, process = logging.getLogger(__name__), os.getpid()
+    if any(isinstance(mark, _Shown) and mark.process == process for mark in logger.filters):
+        return
+    logger.addFilter(_Shown(process))
+    text = str(plan) if settings.verbose else summarize(plan, whole=_whole(settings))
+    sys.stderr.write(f"{text}\n")
+
+
+def _whole(settings: RunSettings) -> str:
+    printed = "--verbose at the launch prints it"
+    return printed if settings.project_dir is None else f"{settings.project_dir / 'plan.json'}; {printed}"
+
+
+def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:
+    """Write the plan to plan.json in the project's folder, if there is one. Called on rank 0."""
+    if settings.project_dir is not None:
+        settings.project_dir.mkdir(parents=True, exist_ok=True)
+        (settings.project_dir / "plan.json").write_text(json.dumps(plan.as_dict(), indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""What becomes of the objects that a program hands to `prepare`."""

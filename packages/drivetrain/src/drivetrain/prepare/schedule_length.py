@@ -1,0 +1,155 @@
+"""The length of schedules in optimizer steps, compared with the length of training."""
+
+import logging
+from collections.abc import Iterable
+from math import ceil
+from typing import Any, cast
+
+from drivetrain.parts.parts import HasParts, Parts
+from drivetrain_backends import PreparedScheduler
+from drivetrain_backends.optim.schedule_total import total_of
+from drivetrain_data import ShardedLoader
+
+logger = logging.getLogger(__name__)
+
+
+class Schedules(HasParts):
+    """The part of an Accelerator that counts steps for schedules."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._has_ended = False
+
+    def _end_schedules(self, *, by_error: bool = False) -> None:
+        """Warn once of schedules that training did not complete, unless it ended with an error."""
+        if not by_error and not self._has_ended and self.context.topology.is_main:
+            tell_unreached(self._parts.prepared.schedulers)
+        self._has_ended = True
+
+    def num_steps(
+        self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
+    ) -> int:
+        """Return the number of optimizer steps in training, for a schedule; the same on all ranks.
+
+        Args:
+            loader: A prepared loader; an epoch's last batch closes its window.
+            epochs: The number of epochs to train; a fraction of an epoch counts by its batches.
+            samples: The number of samples to train on, over all ranks, instead of `epochs`.
+
+        Raises:
+            TypeError: The loader is not prepared, or not exactly one of `epochs` and `samples` is given.
+            ValueError: The loader's length is unknown, or the number is not above 0.
+        """
+        if not isinstance(loader, ShardedLoader):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+            raise TypeError(
+                f"num_steps({type(loader).__name__}): pass the loader that prepare() returned; before prepare(), the "
+                "batches of all ranks are counted, and an epoch has fewer steps on more ranks"
+            )
+        if (epochs is None) == (samples is None):
+            raise TypeError(f"num_steps(epochs={epochs!r}, samples={samples!r}): give one of the two")
+        amount = cast("float", samples if epochs is None else epochs)
+        if not amount > 0:
+            raise ValueError(f"num_steps(epochs={epochs!r}, samples={samples!r}): must be above 0")
+        accumulation = self._parts.backend.window.next_num_micro_batches
+        try:
+            num_batches, num_samples = len(loader), len(loader.dataset)
+        except TypeError as error:
+            raise ValueError(
+                "num_steps(): the length of this loader is not known; write the schedule in optimizer steps"
+            ) from error
+        if epochs is not None:
+            steps = steps_of(epochs, num_batches, accumulation)
+        else:
+            whole, rest = divmod(cast("int", samples), num_samples)
+            per_batch = loader.total_batch_size or num_samples / num_batches
+            batches = min(num_batches, ceil(rest / per_batch))
+            steps = steps_of(whole, num_batches, accumulation) + ceil(batches / accumulation)
+        self._parts.prepared.counted_steps.add(steps)
+        return steps
+
+
+def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
+    """Return the number of optimizer steps of some epochs, each of which closes its last window early.
+
+    Args:
+        epochs: The number of epochs, possibly fractional.
+        num_batches: The number of batches of an epoch on each rank.
+        accumulation: The number of micro-batches in a window.
+    """
+    whole = int(epochs)
+    rest = round((epochs - whole) * num_batches, 6)  # 0.1 + 0.2 epochs of ten batches are three
+    return whole * ceil(num_batches / accumulation) + ceil(ceil(rest) / accumulation)
+
+
+def tell_unsharded_lengths(parts: Parts, loaders: Iterable[tuple[Any, ShardedLoader[Any]]]) -> None:
+    """Warn once of each prepared schedule that is as long as a loader was before it was prepared.
+
+    Called on all ranks, after each `prepare`. Other epochs of the prepared loader may have as many steps: a schedule
+    that fits a prepared loader whose length the program has asked for, or a result of `num_steps`, is made with that.
+
+    Args:
+        parts: The parts of the Accelerator.
+        loaders: New pairs of a loader as the user built it, and the prepared one.
+    """
+    if parts.context.topology.world_size == 1 or not parts.context.topology.is_main:
+        return
+    prepared, accumulation = parts.prepared, parts.backend.window.next_num_micro_batches
+    for own_loader, loader in loaders:
+        prepared.lengths[loader] = _length(own_loader), _length(loader)
+        loader.is_measured = False  # the program has not asked
+    for scheduler in prepared.schedulers:
+        total = total_of(scheduler.scheduler)
+        if total is None or scheduler in prepared.told_schedulers or total in prepared.counted_steps:
+            continue
+        asked_for = [new for loader, (_, new) in prepared.lengths.items() if loader.is_measured]
+        if any(_is_multiple(total, new, accumulation) for new in asked_for):
+            continue
+        for own, sharded in prepared.lengths.values():
+            if own is None or sharded is None or sharded == own or not _is_multiple(total, own, accumulation):
+                continue
+            prepared.told_schedulers.add(scheduler)
+            steps_in_epoch = ceil(sharded / accumulation)
+            logger.warning(
+                "%s is made for %s steps, which fits the loader's %s batches before prepare(). After prepare(), each "
+                "rank has %s batches and an epoch has %s optimizer steps, so that the schedule spans %.3g epochs. "
+                "Unless this is intended, prepare the loader first, and make the schedule for "
+                "accelerator.num_steps(loader, epochs=...)",
+                type(scheduler.scheduler).__name__,
+                total,
+                own,
+                sharded,
+                steps_in_epoch,
+                total / steps_in_epoch,
+            )
+            break
+
+
+def tell_unreached(schedulers: Iterable[PreparedScheduler]) -> None:
+    """Warn of schedules that training did not complete. Called on rank 0."""
+    for prepared in schedulers:
+        scheduler: Any = prepared.scheduler
+        total, at = total_of(scheduler), getattr(scheduler, "last_epoch", None)
+        if total is not None and isinstance(at, int) and 0 < at < total:
+            logger.warning(
+                "training ended at step %s of a schedule of %s (%s), before its last learning rates. A schedule "
+                "counts optimizer steps, whose number in an epoch depends on ranks, batch size and accumulation; "
+                "accelerator.num_steps(loader, epochs=...) returns their number",
+                at,
+                total,
+                type(scheduler).__name__,
+            )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _is_multiple(total: int, num_batches: int | None, accumulation: int) -> bool:
+    """Return whether a total is that of a whole number of epochs, in batches or steps."""
+    if num_batches is None:
+        return False
+    units = {num_batches, ceil(num_batches / accumulation), num_batches // accumulation}
+    return any(unit > 1 and total % unit == 0 for unit in units)

@@ -1,0 +1,1 @@
+"""Saved and resumed runs, models out to other programs and in."""

@@ -1,0 +1,213 @@
+"""Export prepared models to other programs, and load exports into them, under any backend."""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from drivetrain.parts.parts import HasParts
+from drivetrain.saving.adapters import has_adapters, save_adapters
+from drivetrain_backends import (
+    Prepared,
+    full_tensor,
+    iter_full_tensors,
+    load_full_state_dict,
+    strip_wrapper_prefix,
+    tied_weights,
+    unwrap_compiled,
+)
+from drivetrain_checkpoint import (
+    ExportedTensors,
+    ExportPlan,
+    IncompatibleNames,
+    match_export,
+    open_export,
+    plan_export,
+    write_export,
+)
+from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank
+
+
+class Exports(HasParts):
+    """The part of an Accelerator that writes and reads models in the format of Hugging Face's libraries."""
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path | str,
+        *,
+        max_shard_size: int | str = "5GB",
+        metadata: Mapping[str, str] | None = None,
+        trained_only: bool = False,
+    ) -> ExportPlan:
+        """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
+
+        The main process gathers and writes the tensors, and holds those of one file at a time. An existing export in
+        the folder is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
+
+        Args:
+            model: A prepared model.
+            folder: The destination folder, created if missing.
+            max_shard_size: The maximum size of one file's tensors, in bytes or as "5GB", "512MiB".
+            metadata: The metadata written into the header of every file.
+            trained_only: Whether frozen parameters and all buffers are left out. Of a PEFT model, the adapters are
+                written as its own `save_pretrained` writes them, for `PeftModel.from_pretrained`.
+
+        Returns:
+            The plan of which file holds which tensor.
+
+        Raises:
+            StateError: The model's state holds a value that cannot be stored.
+            ValueError: The size is invalid; no parameter is trained; or the model is a PEFT model and `trained_only`
+                is false, which would write names that no reader knows.
+            RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
+        """
+        prepared = self._parts.prepared.of(model)
+        if has_adapters(inner := unwrap_compiled(prepared.unwrap())):
+            if not trained_only:
+                raise ValueError(
+                    f"save_model({type(inner).__name__}): it holds adapters of PEFT beside its base model, under "
+                    "names that from_pretrained would pass over. Say trained_only=True to write the adapters alone, "
+                    "as PEFT reads them; for one merged model, load them in one process: "
+                    "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
+                )
+            return save_adapters(prepared, self.context, Path(folder), metadata=metadata or {})
+        return save(
+            prepared,
+            self.context,
+            Path(folder),
+            max_shard_size=max_shard_size,
+            metadata=metadata or {},
+            trained_only=trained_only,
+        )
+
+    def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
+        """Load an export into a prepared model, without changing its optimizers. Called on all ranks.
+
+        Where a backend's parameters are writable, only the main process reads, one tensor at a time; otherwise
+        (DeepSpeed from stage 1 on) all ranks read. Module state other than tensors is unchanged.
+
+        Args:
+            model: A prepared model.
+            folder: The folder written by `save_model` or by transformers' `save_pretrained`.
+            strict: Whether the names in the export must match the model's.
+
+        Returns:
+            The names that only the model or only the export has; none if `strict`.
+
+        Raises:
+            NoCheckpointError: The folder holds no export.
+            CorruptCheckpointError: A file is missing or damaged; the message names it.
+            ValueError: Names or shapes differ from the model's.
+            RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
+                loaded.
+        """
+        self._parts.checkpointers.wait_for_copies()
+        return load(self._parts.prepared.of(model), self.context, Path(folder), strict=strict)
+
+
+def save(
+    prepared: Prepared,
+    context: Context,
+    folder: Path,
+    *,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str],
+    trained_only: bool = False,
+) -> ExportPlan:
+    """Write a model, gathering one tensor at a time; see `Exports.save_model`. Called on all ranks."""
+    is_main = context.topology.is_main
+    doing = f"the export into {folder}"
+
+    def plan_on_main() -> ExportPlan | None:
+        state = prepared.state_dict()["model"]
+        if trained_only:
+            state = {name: state[name] for name in trained_names(prepared)}
+        ties = {name: first for name, first in tied_weights(prepared.unwrap()).items() if name in state}
+        plan = plan_export(state, max_shard_size=max_shard_size, ties=ties)
+        return plan if is_main else None
+
+    plan = cast("ExportPlan", on_all_ranks(context, plan_on_main, doing=doing)[0])
+
+    def write_on_main() -> None:
+        gathered = iter_full_tensors(prepared, context)
+        try:
+            if is_main:
+                known = plan.tensors.keys() | plan.ties.keys()
+                pairs = ((name, tensor) for name, tensor in gathered if tensor is not None and name in known)
+                write_export(plan, pairs, folder, metadata=metadata)
+        finally:
+            for _ in gathered:  # collective: all ranks finish gathering, even if the write failed
+                pass
+
+    context.progress.mark("export")
+    on_each_rank(context, write_on_main, doing=doing)
+    context.progress.mark("exported")
+    return plan
+
+
+def trained_names(prepared: Prepared) -> list[str]:
+    """Return the names of the trained parameters, with every name of a tied one.
+
+    Raises:
+        ValueError: No parameter requires a gradient.
+    """
+    module = prepared.unwrap()
+    names = [
+        strip_wrapper_prefix(name)
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if p.requires_grad
+    ]
+    if not names:
+        raise ValueError(
+            f"trained_only=True: no parameter of {type(unwrap_compiled(module)).__name__} requires a gradient; "
+            "leave it out"
+        )
+    return names
+
+
+def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) -> IncompatibleNames:
+    """Load a model; see `Exports.load_model`. Called on all ranks."""
+    state: dict[str, Any] = prepared.state_dict()["model"]
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in state.items()
+        if isinstance(value, Tensor) or hasattr(value, "full_tensor")
+    }
+    # Live tensors are the parameters themselves: the main process alone can read, and the others receive the values.
+    is_live = all(isinstance(state[name], Tensor) for name in shapes)
+    found: dict[str, ExportedTensors] = {}
+
+    def match_names() -> IncompatibleNames | None:
+        if is_live and not context.topology.is_main:
+            return None
+        exported = open_export(folder)
+        match = match_export(
+            exported,
+            shapes,
+            ties=tied_weights(prepared.unwrap()),
+            strict=strict,
+            kind=type(prepared.unwrap()).__name__,
+        )
+        found["here"] = exported.renamed(match.sources)
+        return match.incompatible
+
+    incompatible = cast(
+        "IncompatibleNames", on_all_ranks(context, match_names, doing=f"the load of {folder}")[0]
+    )
+    context.progress.mark("load")
+    if is_live:
+        kept = {name: full_tensor(state[name]).detach().cpu() for name in incompatible.missing_keys}
+        load_full_state_dict(prepared, _joined(kept, found.get("here", {})), context)
+    else:
+        kept = {name: value for name, value in state.items() if name not in found["here"]}
+        prepared.load_state_dict({**prepared.state_dict(), "model": _joined(kept, found["here"])})
+    return incompatible
+
+
+def _joined(kept: Mapping[str, Any], exported: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """Join two states without copying: exported tensors are still read on demand."""
+    return ChainMap(cast("Any", kept), cast("Any", exported))

@@ -1,0 +1,313 @@
+"""Decide when a run is saved, and from where it is resumed."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.plan.effective import plan_of, store_plan
+from drivetrain.plan.unread_settings import find_unused
+from drivetrain.saving import migration, resume
+from drivetrain.saving.hooks import CheckpointHook
+from drivetrain.saving.registered import Registered, Stateful
+from drivetrain_backends import AccumulationWindow
+from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
+from drivetrain_checkpoint.storage.place import Place
+
+logger = logging.getLogger(__name__)
+
+
+class _DeferredSave(NamedTuple):
+    """A save that was requested in an open accumulation window."""
+
+    output_dir: Place | str | None
+    metrics: tuple[tuple[str, float], ...]
+    background: bool | None
+    trained_only: bool
+
+
+class Saving(HasParts):
+    """The part of an Accelerator that saves and resumes."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._registered = Registered()
+        self._deferred: list[_DeferredSave] = []
+        self._schedule: SaveSchedule | None = None
+        self._has_saved = self._was_asked = self._is_told = False
+        self._hooks: list[CheckpointHook] = []
+        self._stop_requests: deque[str] = deque()  # other threads append to it
+
+    def register_for_checkpointing(
+        self, *objects: Stateful, per_rank: bool = False, **named: Stateful
+    ) -> None:
+        """Register objects with `state_dict` and `load_state_dict`, to be saved and loaded with the run.
+
+        Args:
+            *objects: Objects saved under their position in the order of registration.
+            per_rank: Whether each rank's own state is saved, and restored at the same number of ranks. At another
+                number of ranks `load_state` raises an error, unless the object has a method
+                `load_state_dicts(states)`, which receives the states of all ranks that saved, in rank order. If
+                false, rank 0's state is saved for all ranks, and a save warns where another rank's state differs.
+            **named: Objects saved under a name, which does not depend on the order of registration.
+
+        Raises:
+            TypeError: An object cannot be saved.
+            ValueError: A name is taken.
+        """
+        self._registered.add(objects, named, per_rank=per_rank)
+
+    def unregister_from_checkpointing(self, *objects: object) -> None:
+        """Take objects out of later checkpoints; their names are free again. Called on all ranks."""
+        self._registered.remove(objects)
+
+    def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
+        """Register a hook to run before and after each save and load. Called on all ranks."""
+        self._hooks.append(hook)
+
+    def save_state(
+        self,
+        output_dir: Place | str | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        background: bool | None = None,
+        trained_only: bool = False,
+        at_once: bool = False,
+    ) -> Place | None:
+        """Save models, optimizers, schedulers, loader positions, generators and registered objects.
+
+        Called on all ranks. A save in an open accumulation window would lose its gradients. It is therefore deferred
+        until the window has closed and its step is complete: to the start of the next micro-batch, or the end of
+        training; unless it is to be made at once.
+
+        Args:
+            output_dir: The folder or URL of the checkpoints; `project_dir`/checkpoints by default.
+            metrics: Numbers that rate the checkpoint, such as `{"loss": 0.3}`, for the setting `keep_best`.
+            background: Whether training continues while the checkpoint is written; None takes the setting. The next
+                save or load, `wait_for_save` and `end_training` wait for the write and raise its error.
+            trained_only: Whether frozen parameters are left out, such as the base model under adapters. A run that
+                loads the checkpoint already has them, and `load_state` leaves them unchanged.
+            at_once: Whether to save in an open window too, without its gradients: a resume reads its micro-batches
+                again, with other random numbers.
+
+        Returns:
+            The folder of this checkpoint; None if the save was deferred.
+
+        Raises:
+            RuntimeError: Nothing was prepared or registered.
+            OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
+        """
+        checkpointer = self._parts.checkpointers.of(output_dir)  # raises at once if there is no folder
+        self._check_prepared("save_state")
+        if metrics is not None and not isinstance(cast("object", metrics), Mapping):
+            raise TypeError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
+        if not (at_once or self._parts.backend.window.closing):
+            asked = _DeferredSave(output_dir, tuple((metrics or {}).items()), background, trained_only)
+            self._deferred.append(asked)
+            return None
+        self._has_saved = True
+        run = self._run_state()
+        for hook in self._hooks:
+            hook.before_save(run.step)
+        checkpointer.after_commit = [hook.after_commit for hook in self._hooks]
+        path = resume.save(
+            run,
+            checkpointer,
+            plan=plan_of(self._parts).as_dict(),
+            metrics=metrics,
+            background=background,
+            trained_only=trained_only,
+        )
+        if checkpointer.is_copying:
+            wait = partial(_copies_are_over, self._parts.backend.window, self._parts.checkpointers)
+            for optimizer in run.optimizers:
+                optimizer.before_step = wait  # not a bound method: the Accelerator holds the optimizers
+        return path
+
+    def save_if_due(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        background: bool | None = None,
+        trained_only: bool = False,
+    ) -> Place | None:
+        """Save if a save is due; call it at the end of the loop's body. Called on all ranks.
+
+        A save is due after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and once any rank has
+        received one of `save_on_signals`, which the first call starts to listen for, or has called `request_stop`;
+        after these two, the program ends when the save is committed. All ranks save after the same step. In an open
+        accumulation window no save is due.
+
+        Args:
+            metrics: Numbers that rate the checkpoint; see `save_state`.
+            background: Whether training continues while the checkpoint is written; see `save_state`.
+            trained_only: Whether frozen parameters are left out; see `save_state`.
+
+        Returns:
+            The folder of the checkpoint; None if no save was due.
+
+        Raises:
+            SystemExit: A signal was received, or `request_stop` called; the exit code is `RESUME_EXIT_CODE`. Restart
+                the run to continue.
+            OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
+        """
+        self._was_asked = True
+        if not self._parts.backend.window.closing:
+            return None
+        if self._schedule is None:
+            self._schedule = SaveSchedule(self.context, self._parts.resolved["checkpoint"].value)
+        while self._stop_requests:
+            self._schedule.request_stop(self._stop_requests.popleft())
+        step = self._run_state().step
+        if (due := self._schedule.due(step)) is None:
+            return None
+        # Before the program ends, the save must be committed.
+        path = self.save_state(
+            metrics=metrics, background=False if due.stop else background, trained_only=trained_only
+        )
+        if due.stop is None:
+            return path
+        if self.context.topology.is_main:
+            logger.warning(
+                "%s: saved at step %s; the program ends; start it again to continue", due.stop, step
+            )
+        raise SystemExit(RESUME_EXIT_CODE)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to save after the same step and to end: their next calls of `save_if_due` do so.
+
+        May be called on any rank, by any thread, such as that of a `MemoryGuard`.
+
+        Args:
+            reason: The words with which the log is to say why the run ends.
+        """
+        self._stop_requests.append(reason)
+
+    def wait_for_save(self) -> None:
+        """Wait until background saves are committed. Called on all ranks.
+
+        Raises:
+            OtherRankFailedError, OSError: A save failed; nothing of it was committed.
+        """
+        self._parts.checkpointers.wait()
+
+    def load_state(
+        self, input_dir: Place | str | None = None, *, kept_models: Sequence[nn.Module] = ()
+    ) -> int:
+        """Resume a saved run, at the same or another number of ranks. Called on all ranks, after `prepare`.
+
+        A folder that Accelerate's `save_state` wrote is loaded too; a warning lists what could not be restored.
+
+        Args:
+            input_dir: The folder or URL of a checkpoint, or of several, of which the newest valid one is loaded;
+                `project_dir`/checkpoints by default.
+            kept_models: Prepared or registered models that keep the weights they have, such as those that the
+                program has loaded by itself; their optimizers are loaded. The same ones on all ranks.
+
+        Returns:
+            The optimizer step of the checkpoint.
+
+        Raises:
+            ValueError: The checkpoint is of other objects than the run, or a kept model is none of the run's.
+        """
+        self._check_prepared("load_state")
+        self.wait_for_save()
+        for hook in self._hooks:
+            hook.before_load()
+        run = replace(self._run_state(), kept=[self._held_as(each) for each in kept_models])
+        checkpointer = self._parts.checkpointers.of(input_dir)
+        folder = migration.find(run, checkpointer.directory)
+        if folder is not None:
+            step, became = migration.take_over(run, folder)
+        else:
+            step, path, became = resume.load(run, checkpointer, input_dir)
+            self._parts.checkpointers.of(path.parent).continues = True
+        self._parts.facts["random generators"] = became
+        self._parts.trackers.expect_repeated_steps()
+        if self.context.topology.is_main:
+            store_plan(plan_of(self._parts), self._parts.settings)
+        for hook in self._hooks:
+            hook.after_load(step)
+        return step
+
+    def _save_deferred(self) -> None:
+        """Make the deferred saves if the window has closed. Called on all ranks."""
+        if not self._parts.backend.window.closing:
+            return
+        deferred, self._deferred = self._deferred, []
+        for one in dict.fromkeys(deferred):  # equal requests in one window make one save
+            self.save_state(
+                one.output_dir,
+                metrics=dict(one.metrics) or None,
+                background=one.background,
+                trained_only=one.trained_only,
+            )
+
+    def _drop_deferred(self) -> None:
+        """Drop the deferred saves, with a warning."""
+        if self._deferred:
+            logger.warning(
+                "training ended in an open accumulation window: the save requested in it was not made"
+            )
+            self._deferred = []
+
+    def _tell_unused(self) -> None:
+        """Warn once of settings that nothing read, if the run has trained."""
+        if not self._is_told and self.context.topology.is_main and self._run_state().step:
+            places = [each.directory for each in self._parts.checkpointers]
+            events = {
+                "a prepared loader": bool(self._parts.prepared.loaders),
+                "a checkpoint": bool(places),
+                "a checkpoint at a URL": any(not isinstance(place, Path) for place in places),
+                "a save": self._has_saved,
+                "a call of save_if_due()": self._was_asked,
+            }
+            for one in find_unused(self._parts.resolved, [name for name, was in events.items() if was]):
+                logger.warning("%s", one)
+        self._is_told = True
+
+    def _check_prepared(self, name: str) -> None:
+        """Check that the run has something to save or load.
+
+        Raises:
+            RuntimeError: Nothing was prepared or registered.
+        """
+        prepared = self._parts.prepared
+        if not (prepared.models or prepared.loaders or self._registered):
+            raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
+
+    def _held_as(self, model: nn.Module) -> object:
+        """Return what holds a model's weights in a run's state: what the backend made of it, or a registered one."""
+        is_registered = any(model is each for each in self._registered.shared.values())
+        return model if is_registered else self._parts.prepared.of(model)
+
+    def _run_state(self) -> resume.RunState:
+        parts = self._parts
+        return resume.RunState(
+            context=parts.context,
+            shard=parts.shard.index,
+            prepared=parts.prepared.models,
+            optimizers=parts.prepared.optimizers,
+            schedulers=parts.prepared.schedulers,
+            backend=parts.backend,
+            loaders=parts.prepared.loaders,
+            registered=self._registered,
+            seed=parts.settings.seed,
+            fp8=parts.fp8,
+            dtypes=parts.policy.dtypes,
+        )
+
+
+def _copies_are_over(window: AccumulationWindow, checkpointers: Checkpointers) -> bool:
+    """Wait for a background save's copies before a step changes the tensors; False while the window is open."""
+    if not window.closing:
+        return False
+    checkpointers.wait_for_copies()
+    return True
