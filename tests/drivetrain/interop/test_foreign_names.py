@@ -13,7 +13,7 @@ import drivetrain
 from drivetrain import Accelerator
 from drivetrain.interop.accelerate_names import COUNTERPARTS, Counterpart
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "from_accelerate.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "from_accelerate.md"
 
 
 def guide_row(one: Counterpart) -> str:
