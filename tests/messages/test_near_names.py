@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from drivetrain_messages import find_near, suggest
@@ -14,7 +16,8 @@ def test_the_nearest_name_is_found(name: str, near: str | None) -> None:
 
 def test_a_suggestion_ends_an_error_and_is_empty_without_a_near_name() -> None:
     assert suggest("fspd", iter(KNOWN)) == "; did you mean fsdp"
-    assert suggest("fspd", KNOWN, form="--{}=") == "; did you mean --fsdp="
+    assert suggest("fspd", KNOWN, show="--{}=".format) == "; did you mean --fsdp="
+    assert suggest("fspd", KNOWN, show=Path("{run}").joinpath) == "; did you mean {run}/fsdp"
     assert suggest("zzz", KNOWN) == suggest("fspd", []) == ""
 
 

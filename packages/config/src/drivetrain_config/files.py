@@ -78,7 +78,7 @@ def _text(path: Path) -> str:
         return read_text(path)
     except FileNotFoundError:
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        meant = suggest(path.name, beside, likeness=0.75, form=str(path.with_name("{}")))
+        meant = suggest(path.name, beside, likeness=0.75, show=path.with_name)
         raise ConfigError(f"{path}: no such file{meant}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error

@@ -1,6 +1,6 @@
 """The known name that a misspelled one is nearest to."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def find_near(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
@@ -16,14 +16,16 @@ def find_near(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str 
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
-def suggest(name: str, known: Iterable[str], *, likeness: float = 0.6, form: str = "{}") -> str:
+def suggest(
+    name: str, known: Iterable[str], *, likeness: float = 0.6, show: Callable[[str], object] = str
+) -> str:
     """Return the end of an error about an unknown name: "; did you mean NEAREST", or "" if no known name is near.
 
     Args:
         name: The name as given.
         known: The names that there are.
         likeness: How alike two names must be; see `find_near`.
-        form: The form in which the nearest name is shown, such as "--{}".
+        show: A function from the nearest name to what is shown for it, such as its path.
     """
     near = find_near(name, known, likeness=likeness)
-    return "" if near is None else f"; did you mean {form.format(near)}"
+    return "" if near is None else f"; did you mean {show(near)}"

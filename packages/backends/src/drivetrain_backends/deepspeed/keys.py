@@ -187,5 +187,5 @@ def check_keys(given: Mapping[str, Any], where: str) -> None:
 def _check(section: Mapping[str, Any], allowed: Iterable[str], where: str, prefix: str) -> None:
     for name in section:
         if name not in allowed:
-            hint = suggest(name, allowed, form=f"{prefix}{{}}") or "; take it out"
+            hint = suggest(name, allowed, show=lambda near: f"{prefix}{near}") or "; take it out"
             raise EngineConfigError(f"{where}: {prefix}{name} is nothing that DeepSpeed reads{hint}")

@@ -43,7 +43,7 @@ def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
     for name in given:
         if (here := counterpart("argument", name)) is not None:
             raise TypeError(f"Accelerator() takes no {name}=, which is Accelerate's; here: {here}")
-        meant = suggest(name, signature(construct).parameters, form="{}=")
+        meant = suggest(name, signature(construct).parameters, show="{}=".format)
         raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}{meant}")
 
 

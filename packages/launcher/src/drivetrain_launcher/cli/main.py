@@ -56,7 +56,7 @@ def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = ""
     if members:
         return _run(rest, members, f"{group}{name} ")
     names = _names(found)
-    hint = suggest(name, names, form=f"{group}{{}}")
+    hint = suggest(name, names, show=lambda near: f"{group}{near}")
     raise UsageError(
         f"{group}{name}: no such command{hint}; the installed packages provide {', '.join(names)}"
     )

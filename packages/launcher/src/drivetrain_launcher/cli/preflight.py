@@ -33,7 +33,7 @@ def check_module(name: str, folder: Path) -> None:
         return
     beside = [each.name for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"]
     rest = name.removeprefix(package)
-    hint = suggest(package, [name.removesuffix(".py") for name in beside], form=f"{{}}{rest}")
+    hint = suggest(package, [name.removesuffix(".py") for name in beside], show=lambda near: f"{near}{rest}")
     raise LaunchError(f"-m {name}: there is no module {package} in {folder}, nor one that is installed{hint}")
 
 

@@ -179,6 +179,6 @@ def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
     path = Path(arguments.script)
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = suggest(path.name, beside, form=str(path.with_name("{}")))
+        hint = suggest(path.name, beside, show=path.with_name)
         raise LaunchError(f"{arguments.script}: no such script (looked for {path.absolute()}){hint}")
     return LaunchTarget(name=arguments.script, arguments=arguments.arguments)

@@ -79,7 +79,7 @@ def _source(script: Path) -> str:
     if script.is_file():
         return script.read_text(encoding="utf-8", errors="replace")
     beside = [each.name for each in script.parent.iterdir()] if script.parent.is_dir() else []
-    hint = suggest(script.name, beside, form=str(script.with_name("{}")))
+    hint = suggest(script.name, beside, show=script.with_name)
     raise LaunchError(
         f"{script}: no such script{hint}; if only the nodes have it, name their folder with --folder /PATH"
     )
