@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +15,6 @@ from drivetrain_clusters.kubernetes.options import object_name
 from drivetrain_clusters.kubernetes.yaml import to_yaml
 from drivetrain_clusters.protocol import JobRequest
 from requests_of_jobs import hostile, make_request
-
-yaml: Any = pytest.importorskip("yaml")  # reads what is written without it
 
 FULL = {
     "image": "registry.example.org:5000/team/train:2.1",

@@ -100,7 +100,7 @@ def test_other_names_are_an_error_and_nothing_is_loaded(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     before = values(model)
     save_model({"weight": torch.zeros(1, 2), "other": torch.zeros(1)}, tmp_path, max_shard_size=8)
-    with pytest.raises(ValueError, match=r"not of this Linear: missing \['bias'\], unexpected \['other'\]"):
+    with pytest.raises(ValueError, match=r"not of this Linear: missing bias, unexpected other"):
         load_model(model, tmp_path)
     assert same(values(model), before)
 
