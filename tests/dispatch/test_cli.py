@@ -203,7 +203,7 @@ def test_the_command_line_reaches_it(folder: str, capsys: pytest.CaptureFixture[
         "0": 10**9, "1": 2 * 10**9, "cpu": 10**9
     }  # fmt: skip
     assert cli.main([*words, "--dtype", "int3"]) == 2
-    assert "--dtype int3: is no value of it; say one of" in capsys.readouterr().err
+    assert "--dtype int3: no such choice; say one of" in capsys.readouterr().err
 
 
 def test_a_prompt_is_as_long_as_the_model_takes_or_as_usual(

@@ -153,7 +153,7 @@ def test_a_flag_of_accelerates_that_cannot_be_honoured_is_an_error() -> None:
 
 
 def test_choices_are_checked_where_they_are_said() -> None:
-    with pytest.raises(UsageError, match="--rdzv-backend zeus: say one of static, c10d"):
+    with pytest.raises(UsageError, match="--rdzv-backend zeus: no such choice; say one of static, c10d"):
         launch("--rdzv-backend", "zeus", "train.py")
 
 

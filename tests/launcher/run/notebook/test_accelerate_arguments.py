@@ -46,7 +46,7 @@ def test_what_is_not_supported_is_refused_by_name_with_a_remedy(
 
 
 def test_an_unknown_argument_is_refused_with_the_closest_one() -> None:
-    with pytest.raises(TypeError, match="no argument 'num_proceses'; the closest is num_processes"):
+    with pytest.raises(TypeError, match="no argument 'num_proceses'; did you mean num_processes"):
         read_port({"num_proceses": 2}, master_port=0)
 
 

@@ -189,7 +189,7 @@ class CommandParser:
         if flag.choices is not None and value not in flag.choices:
             meant = suggest(str(value), flag.choices)
             raise UsageError(
-                f"{written} {value}: is no value of it{meant}; say one of {', '.join(flag.choices)}"
+                f"{written} {value}: no such choice{meant}; say one of {', '.join(flag.choices)}"
             )
         if isinstance(value, str) and (meant := node_range(name, value)) is not None:
             for part, text in meant.items():
