@@ -1,6 +1,6 @@
 """Start a Slurm cluster of several nodes on this machine, run a command in it, and stop it.
 
-python tools/clusters.py [--nodes 3] [COMMAND...]
+python tools/slurm_cluster.py [--nodes 3] [COMMAND...]
 
 It needs Debian's slurm-wlm, and no other right than to run it: all files are in a folder that is removed at the end,
 all daemons listen on loopback, and nothing outside is changed. The nodes are 127.0.0.2, 127.0.0.3 and so on, names

@@ -103,7 +103,7 @@ SELECTION = (
     # the launcher, with one process and two
     "tests/launcher/run/test_elastic.py",
     # the umbrella over all of them
-    "tests/drivetrain/test_accelerator.py",
+    "tests/drivetrain/accelerator/test_accelerator.py",
 )
 
 

@@ -40,7 +40,7 @@ OPTIONAL = (
 TESTS = ("tests/hardware",)
 CARD_TESTS = (
     *TESTS, "tests/precision/fp8/test_torchao_devices.py", "tests/precision/te/test_te_layers.py",
-    "tests/drivetrain/test_fp8_proof.py",
+    "tests/drivetrain/fp8/test_fp8_proof.py",
 )  # fmt: skip
 
 
