@@ -109,9 +109,7 @@ def partly(folder: str, backend: str) -> tuple[object, dict[str, list[float]]]:
     with accelerated(backend) as accelerator:
         model = Tied()
         model, _ = accelerator.prepare(model, AdamW(model.parameters()))
-        with pytest.raises(
-            (ValueError, OtherRankFailedError), match=r"missing outer.bias, unexpected x"
-        ):
+        with pytest.raises((ValueError, OtherRankFailedError), match=r"missing outer.bias, unexpected x"):
             accelerator.load_model(model, folder)
         untouched = accelerator.get_state_dict(model, everywhere=True)
         assert torch.equal(untouched["inner.bias"], Tied().inner.bias)

@@ -110,13 +110,16 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
 
 
 LATE_SIGNALS = """
+import atexit, signal
+
 class Late:
     def __del__(self):  # as the interpreter ends
         os.kill(os.getpid(), signal.SIGTERM)
 
-import atexit, signal
 late = Late()
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+accelerator.context.before_close(lambda: os.kill(os.getpid(), signal.SIGTERM))
+accelerator.context.before_close(lambda: print("closing", flush=True))
 accelerator.request_stop("the limit is near")
 """
 
@@ -127,7 +130,36 @@ def test_a_signal_while_the_program_ends_does_not_change_its_exit_code(
     source = TRAIN.replace("with accelerator:", LATE_SIGNALS + "with accelerator:")
     (ended,) = run_ranks_script(source, str(tmp_path), num_processes=1)
     assert ended.returncode == RESUME_EXIT_CODE, ended
+    assert ended.stdout.split() == ["closing"]
     assert len(steps_of(tmp_path)) == 1
+
+
+GOES_ON = """
+import os, signal, subprocess, sys
+import torch
+from drivetrain import Accelerator
+
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+try:
+    with accelerator:
+        accelerator.request_stop("the limit is near")
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        accelerator.save_if_due()
+except SystemExit:
+    pass
+child = "import signal; print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+subprocess.run([sys.executable, "-c", child], check=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("goes on", flush=True)
+"""
+
+
+def test_a_program_that_goes_on_after_its_stop_is_ended_by_a_signal(run_ranks_script, tmp_path: Path) -> None:
+    (ended,) = run_ranks_script(GOES_ON, str(tmp_path), num_processes=1)
+    assert (ended.returncode, ended.stdout.split()) == (RESUME_EXIT_CODE, ["True"]), ended
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Decide when to save: at intervals of steps or minutes, and on signals and requests that end the run."""
 
+import atexit
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +37,8 @@ class SaveSchedule:
     """A schedule that decides after each optimizer step whether a save is due, identically on all ranks.
 
     Until `close`, it handles the signals of `settings.save_on_signals`, and calls their previous handlers too. A
-    repeated signal has no further effect: a scheduler and a launcher often both send it. After a stop, the process
-    ignores these signals until it ends.
+    repeated signal has no further effect: a scheduler and a launcher often both send it. After a stop they
+    end the process with `RESUME_EXIT_CODE`, if it does not end already.
 
     Args:
         context: The context of this process.
@@ -104,11 +106,15 @@ class SaveSchedule:
         return SaveReason(tuple(reasons), stop)
 
     def close(self) -> None:
-        """Restore the previous signal handlers; after a stop, ignore the signals instead."""
+        """Restore the previous signal handlers; after a stop, a signal that would kill ends the process with 75."""
         for number, handler in self._handlers.items():
-            # A process takes a second to end, in which a launcher that learns of the stop late signals its ranks.
-            # Under the default handler they would end by SIGTERM, as if nothing was saved.
-            signal.signal(number, signal.SIG_IGN if self._has_stopped else handler)
+            if self._has_stopped and handler is signal.SIG_DFL:
+                signal.signal(number, _end_saved)
+                atexit.register(
+                    signal.signal, number, signal.SIG_IGN
+                )  # Python's end would restore the default
+            else:
+                signal.signal(number, handler)
         self._handlers = {}
         self._agreed.close()
 
@@ -117,3 +123,14 @@ class SaveSchedule:
         self._agreed.ask(signal.Signals(number).name)
         if callable(before):
             before(number, frame)
+
+
+def _end_saved(number: int, frame: FrameType | None) -> None:
+    """End the process as one that has saved, unless it does so already.
+
+    A process takes a second to end, in which a launcher that learns of the stop late signals its ranks. Killed by the
+    signal, they would look as if nothing was saved.
+    """
+    del number, frame
+    if not isinstance(sys.exception(), SystemExit):
+        raise SystemExit(RESUME_EXIT_CODE)
