@@ -9,7 +9,7 @@ def find_near(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str 
     Args:
         name: The name as given.
         known: The names that there are.
-        likeness: How alike two names must be, from 0 to 1 for equal ones; see `difflib.get_close_matches`.
+        likeness: The least likeness of two names, from 0 to 1 for equal ones; see `difflib.get_close_matches`.
     """
     from difflib import get_close_matches  # only an error needs it
 
@@ -24,7 +24,7 @@ def suggest(
     Args:
         name: The name as given.
         known: The names that there are.
-        likeness: How alike two names must be; see `find_near`.
+        likeness: The least likeness of two names; see `find_near`.
         show: A function from the nearest name to what is shown for it, such as its path.
     """
     near = find_near(name, known, likeness=likeness)

@@ -1,1 +1,1 @@
-"""This machine as a cluster: jobs are detached scripts."""
+"""The cluster that is this machine: jobs are detached scripts."""

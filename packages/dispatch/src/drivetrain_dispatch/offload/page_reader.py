@@ -176,7 +176,7 @@ class _Step(NamedTuple):
 
     Attributes:
         address: The address of its first byte.
-        size_bytes: Its size.
+        size_bytes: The size of the piece.
         before_bytes: The bytes of all pieces before it.
         unit: The unit that it belongs to.
     """

@@ -1,1 +1,1 @@
-"""What becomes of the objects that a program hands to `prepare`."""
+"""Prepare the objects of a program: loaders, models, optimizers and schedulers."""
