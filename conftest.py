@@ -22,7 +22,7 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.integration.pytest import SybilItem
 from sybil.parsers.myst import CodeBlockParser, SkipParser
 
-pytest_plugins = ["lanes", "drawing", "rank_fixtures", "launch_fixtures"]
+pytest_plugins = ["lanes", "default_cases", "drawing", "rank_fixtures", "launch_fixtures"]
 
 # Sketches of shapes and protocols, not code that a user copies.
 SKETCHES = ("docs/design.md", "docs/platforms.md")

@@ -156,6 +156,7 @@ def test_attention_and_products_of_fp8_are_operations_of_torch() -> None:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_compiled_model_holds_the_module_under_the_known_name_once_the_compiler_is_imported() -> None:
     source = (
         "import torch\nfrom drivetrain_backends import compat\n"

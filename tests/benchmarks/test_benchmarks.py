@@ -40,6 +40,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ),
     ],
 )
+@pytest.mark.slow
 def test_benchmark_writes_its_table(name: str, baseline: str, tmp_path: Path) -> None:
     script, *flags = name.split(" ", 2)
     command = [

@@ -28,6 +28,7 @@ def run() -> ModuleType:
 
 @pytest.mark.costly
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_every_script_runs_at_tiny_sizes_and_writes_its_tables(python: str, tmp_path: Path) -> None:
     command = [python, str(FOLDER / "run.py"), "--out", str(tmp_path), "--device", "cpu", "--dry"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)

@@ -347,6 +347,7 @@ def test_progress_on_a_terminal_is_one_line_and_an_error_adds_nothing(monkeypatc
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_a_store_is_reached_by_the_options_of_the_settings(
     context: Context, bucket: str, s3_options: Mapping[str, Any], monkeypatch, capsys
 ) -> None:

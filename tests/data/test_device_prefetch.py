@@ -54,6 +54,7 @@ class Stream(IterableDataset[int]):
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.default_cases("2-map")
 def test_what_is_copied_ahead_does_not_count_as_received(kind: str, workers: int) -> None:
     def make(device: str | None) -> Any:
         data = Stream() if kind == "stream" else torch.arange(40)

@@ -204,6 +204,7 @@ class Draws(Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("batch_size", [1, None])
+@pytest.mark.default_cases("1-True")
 def test_workers_are_seeded_by_seed_epoch_and_shard_and_not_by_the_number_of_shards(
     persistent: bool, batch_size: int | None
 ) -> None:
@@ -261,6 +262,7 @@ def test_a_dataset_reads_batches_and_is_set_up_in_workers_that_live_on() -> None
 
 
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.default_cases("True")
 def test_what_workers_read_ahead_does_not_count(persistent: bool) -> None:
     def build() -> ShardedLoader[Any]:
         loader = DataLoader(
@@ -357,6 +359,7 @@ def test_a_loader_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(("kind", "context"), [("map", "forkserver"), ("stream", "spawn")])
+@pytest.mark.slow
 def test_workers_may_be_started_in_any_way(kind: str, context: str) -> None:
     def make() -> ShardedLoader[Any]:
         data: Any = (

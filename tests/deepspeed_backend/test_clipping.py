@@ -60,5 +60,6 @@ def to_nothing() -> str:
         return error_of(ValueError, lambda: prepared.clip(norm=0.0))
 
 
+@pytest.mark.slow
 def test_a_norm_of_zero_which_deepspeed_takes_for_no_clipping_is_refused(run_ranks) -> None:
     assert "clip(norm=0.0): it must be above 0" in run_ranks(to_nothing, num_processes=1)[0]

@@ -273,9 +273,8 @@ def refused(stage: int) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    "stage", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_prepare_refuses_an_optimizer_on_all_ranks_before_anything_is_changed(run_ranks, stage: int) -> None:
     first, last = run_ranks(refused, stage, num_processes=2)
     assert str(last).startswith(f"TrustRatio with deepspeed.stage={stage}: its step is not elementwise")

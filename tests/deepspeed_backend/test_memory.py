@@ -101,6 +101,7 @@ def peaks(path: str) -> dict[str, float]:
 
 
 @pytest.mark.undisturbed
+@pytest.mark.slow
 def test_no_rank_holds_more_than_its_part_and_a_few_blocks(pythons: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({f"blocks.{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(DEPTH)}, path)

@@ -58,6 +58,7 @@ def test_a_page_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.default_cases("assert 1 == 2-AssertionError")
 def test_a_block_that_fails_is_one_failed_test(tmp_path: Path, block: str, said: str) -> None:
     done = run_page(tmp_path, block, "y = 1")
     assert "1 failed, 1 passed" in done.stdout, done.stdout

@@ -65,6 +65,7 @@ def test_refuses_to_mix_two_runs_in_one_folder(run_example: Callable, finished: 
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.default_cases("1")
 def test_resumes_exactly_on_any_number_of_processes(
     run_example: Callable, finished: Path, tmp_path: Path, num_processes: int
 ) -> None:
@@ -79,7 +80,8 @@ def test_resumes_exactly_on_any_number_of_processes(
         assert logged(again, name)[20] == pytest.approx(logged(finished, name)[20], rel=1e-5)
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_saves_and_says_how_to_go_on(
     run_example: Callable, tmp_path: Path, num_processes: int
 ) -> None:

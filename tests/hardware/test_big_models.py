@@ -236,6 +236,7 @@ def test_a_model_of_twice_its_budget_generates_the_same_tokens(
 
 
 @pytest.mark.parametrize("kind", ["torchao-int8", "torchao-fp8"])
+@pytest.mark.default_cases
 def test_weights_that_torchao_packs_come_packed(
     on_device: Callable[..., list[object]], kind: str, tmp_path: Path
 ) -> None:

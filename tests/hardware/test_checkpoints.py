@@ -210,6 +210,7 @@ def test_ranks_save_what_each_has_on_its_device(
 
 
 @pytest.mark.parametrize("staging", ["copy", "overlap"])
+@pytest.mark.default_cases("overlap")
 def test_much_is_saved_as_it_was_and_loaded_straight_to_the_device(
     on_device: Callable[..., list[object]], staging: str, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ def test_much_is_saved_as_it_was_and_loaded_straight_to_the_device(
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.default_cases("ddp")
 def test_a_run_goes_on_at_another_number_of_ranks(
     on_device: Callable[..., list[object]], backend: str, tmp_path: Path
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(
 @pytest.mark.parametrize(
     "delay_share", [0.5, 1.5]
 )  # of a save's time: in the first one after, or a later one
+@pytest.mark.default_cases("0.5")
 def test_after_a_kill_in_a_save_the_newest_valid_checkpoint_loads(
     on_device: Callable[..., list[object]],
     device: str,

@@ -114,12 +114,14 @@ def test_a_compiled_model_trains_as_the_eager_one(on_device: Callable[..., list[
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.default_cases
 def test_a_compiled_model_trains_on_ranks_as_the_eager_one(
     on_device: Callable[..., list[object]], backend: str
 ) -> None:
     on_device(compare_compiled, backend, num_processes=2, timeout_seconds=240)
 
 
+@pytest.mark.default_cases
 def test_dropout_is_drawn_alike_where_activations_are_computed_again(
     on_device: Callable[..., list[object]],
 ) -> None:

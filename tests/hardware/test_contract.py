@@ -56,6 +56,7 @@ def test_single_passes_the_contract(on_device: Callable[..., list[object]]) -> N
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.default_cases("1")
 def test_ddp_passes_the_contract(on_device: Callable[..., list[object]], num_processes: int) -> None:
     for ran in on_device(check, "DDPContract", num_processes=num_processes):
         assert set(BackendContract.cases) < set(ran)
@@ -63,6 +64,7 @@ def test_ddp_passes_the_contract(on_device: Callable[..., list[object]], num_pro
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("contract", FSDP.values(), ids=FSDP)
+@pytest.mark.default_cases("by block-1")
 def test_fsdp_passes_the_contract(
     on_device: Callable[..., list[object]], contract: type[BackendContract], num_processes: int
 ) -> None:

@@ -167,6 +167,7 @@ def learns_by_transformer_engine(scaling: Any, folder: Path) -> str:
 
 
 @pytest.mark.only_on("simulated", why="a card has the units")
+@pytest.mark.default_cases
 def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
     on_device: Callable[..., list[object]],
 ) -> None:
@@ -176,6 +177,7 @@ def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.default_cases("tensorwise", "nvfp4")
 def test_a_recipe_of_torchao_learns_as_bf16_does_or_is_refused_by_name(
     on_device: Callable[..., list[object]], scaling: str, tmp_path: Path
 ) -> None:
@@ -190,6 +192,7 @@ def test_recipes_of_small_blocks_want_blackwell(on_device: Callable[..., list[ob
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.default_cases
 def test_weights_are_gathered_in_fp8(on_device: Callable[..., list[object]], num_processes: int) -> None:
     pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(gathers, "fsdp", num_processes=num_processes)

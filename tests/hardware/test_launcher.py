@@ -40,6 +40,7 @@ def devices_told(folder: Path, visible: str) -> list[str]:
     return report["devices"]
 
 
+@pytest.mark.slow
 def test_no_card_is_told_where_the_variable_hides_all(tmp_path: Path) -> None:
     assert devices_told(tmp_path, "") == ["cpu x 1, fp16 bf16"]
 

@@ -97,6 +97,7 @@ def offloaded_by_fsdp(folder: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.default_cases
 def test_fsdp_keeps_states_in_8_bits_in_host_memory(
     on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def eight_bits(folder: Path, backend: str) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.default_cases
 def test_states_in_8_bits_go_on_bit_for_bit_on_a_device(
     on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:

@@ -261,6 +261,7 @@ def test_what_is_released_is_handed_back_to_the_device(on_device: Callable[..., 
 
 
 @pytest.mark.parametrize("body", [leaks_pinned_memory, leaks_device_memory])
+@pytest.mark.default_cases
 def test_batches_that_are_kept_are_named(
     on_device: Callable[..., list[Any]], body: Callable[[], object]
 ) -> None:

@@ -118,6 +118,7 @@ def test_steps_that_overflow_are_skipped_and_halve_the_scale(on_device: Callable
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.default_cases
 def test_ranks_skip_together_where_one_overflows(
     on_device: Callable[..., list[object]], backend: str
 ) -> None:
@@ -168,6 +169,7 @@ def compare_implementations(mode: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["no", "fp16"])
+@pytest.mark.default_cases
 def test_fused_and_foreach_optimizers_step_as_the_plain_one(
     on_device: Callable[..., list[object]], mode: str
 ) -> None:

@@ -155,6 +155,7 @@ def test_one_process_waits_for_nothing_but_an_overflow(on_device: Callable[..., 
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.default_cases("ddp")
 def test_ranks_wait_for_nothing_but_an_overflow(backend: str, on_device: Callable[..., list[object]]) -> None:
     on_device(compare_all, CASES, backend, num_processes=2)
 

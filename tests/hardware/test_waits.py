@@ -108,6 +108,7 @@ DOCUMENTED = {
 
 
 @pytest.mark.parametrize("mode", ["no", "bf16"])
+@pytest.mark.default_cases
 def test_a_step_waits_for_nothing(on_device: Callable[..., list[object]], mode: str, tmp_path: Path) -> None:
     for backend in ("single", "ddp", "fsdp"):
         way = Way(backend=backend, mode=mode)

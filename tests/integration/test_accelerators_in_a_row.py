@@ -33,6 +33,7 @@ def fold(backend, fails_on=()):
 """
 
 
+@pytest.mark.slow
 def test_three_in_a_row_meet_again_where_rank_0_hosts_the_store(run_ranks_script) -> None:
     source = FOLD + "print(len({fold('ddp') for _ in range(3)}), fold('fsdp') == fold('fsdp'))"
     for done in run_ranks_script(source, fresh=True):
@@ -46,6 +47,7 @@ def test_three_in_a_row_meet_again_in_the_store_of_an_agent(run_ranks_script) ->
         assert (done.returncode, done.stdout, done.stderr) == (0, "1 True\n", ""), done
 
 
+@pytest.mark.slow
 def test_the_next_one_trains_after_an_error_that_was_caught(run_ranks_script) -> None:
     source = FOLD + textwrap.dedent("""
         agreed = fold("ddp")

@@ -72,6 +72,7 @@ def typed(shell: Terminal) -> Type:
     return press
 
 
+@pytest.mark.default_cases("zsh")
 def test_a_command_is_completed(typed: Type) -> None:
     typed("drivetrain laun\t@").wait_for("drivetrain launch @")
 
@@ -92,6 +93,7 @@ def test_the_values_of_a_flag_are_completed(typed: Type) -> None:
     typed("drivetrain launch --fsdp-strategy hyb\t@").wait_for("--fsdp-strategy hybrid_shard @")
 
 
+@pytest.mark.default_cases("zsh")
 def test_names_of_installed_plugins_are_completed(typed: Type) -> None:
     typed("drivetrain launch --backend deep\t@").wait_for("--backend deepspeed @")
     typed("drivetrain submit --on kub\t@").wait_for("--on kubernetes @")

@@ -132,6 +132,7 @@ def test_accelerates_file_is_converted(folder: Path, capsys: pytest.CaptureFixtu
     assert "# Why: as in default_config.yaml:6.\n  mixed_precision: bf16" in written
 
 
+@pytest.mark.slow
 def test_env_prints_the_places_and_which_file_is_used(folder: Path, python: str) -> None:
     def env(*flags: str) -> str:
         command = [python, "-m", "drivetrain_launcher", "env", *flags]

@@ -85,6 +85,7 @@ def test_arrow_keys_and_enter_choose_and_what_is_chosen_raises_its_questions(
     assert "# Why: given by --state-device." in (tmp_path / "drivetrain.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_number_is_asked_again_with_the_error(opened: Open) -> None:
     terminal = opened()
     terminal.wait_for("How many machines train together")
@@ -150,6 +151,7 @@ def test_a_section_can_be_gone_through_in_full(opened: Open, tmp_path: Path) -> 
     assert "initial_scale" in written(tmp_path)["precision"]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_there_is_replaced_when_the_user_says_so_and_a_copy_kept(
     opened: Open, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_one_process_trains_as_the_plain_loop() -> None:
         ),
     ],
 )
+@pytest.mark.default_cases("ddp-kahan0")
 def test_two_ranks_train_as_the_plain_loop(run_ranks, backend: str, update: str) -> None:
     found = run_ranks(trained, backend, {**PURE, "weight_update": update})
     # Under FSDP optimizers step a mixed group one by one, which rounds differently in fp32; and shards are rounded
@@ -138,6 +139,7 @@ def resumed(
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_by_bit(
     run_ranks, tmp_path: Path, first: str, then: str, update: str
 ) -> None:

@@ -82,6 +82,7 @@ def there_and_back(folder: str, backend: str) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed-0", "deepspeed-2", "deepspeed-3"])
+@pytest.mark.default_cases("fsdp")
 def test_an_export_holds_the_trained_weights_and_brings_them_back_beside_the_optimizers_state(
     run_ranks, tmp_path: Path, backend: str
 ) -> None:
@@ -119,6 +120,7 @@ def partly(folder: str, backend: str) -> tuple[object, dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed-3"])
+@pytest.mark.default_cases("ddp")
 def test_other_names_are_refused_on_all_ranks_or_told_and_the_rest_is_loaded(
     run_ranks, tmp_path: Path, backend: str
 ) -> None:
@@ -171,6 +173,7 @@ def failing(folder: str, backend: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed-3"])
+@pytest.mark.default_cases("ddp")
 def test_a_failure_of_the_main_process_is_told_on_all_ranks_and_the_next_export_succeeds(
     run_ranks, tmp_path: Path, backend: str
 ) -> None:
@@ -211,6 +214,7 @@ def frozen_and_built_empty(folder: str, backend: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed-1", "deepspeed-3"])
+@pytest.mark.default_cases("fsdp")
 def test_masters_are_exported_and_loaded(run_ranks, tmp_path: Path, backend: str) -> None:
     expected, _ = run_ranks(frozen_and_built_empty, str(tmp_path), backend, timeout_seconds=150)
     exported = open_export(tmp_path)

@@ -222,6 +222,7 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["no all-reduce", "a sum", "one is left out"])
+@pytest.mark.default_cases("a sum")
 def test_the_tolerance_is_far_below_what_a_fault_of_a_backend_causes(fault: str) -> None:
     off = distance(plainly("tensorwise", fault=fault).weights, plainly("tensorwise").weights)
     assert off > LEAST_FAULT >= 1000 * TOLERANCE
@@ -253,6 +254,7 @@ def ways() -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "num_ranks"), ways())
+@pytest.mark.default_cases("ddp-tensorwise-2")
 def test_it_trains_as_a_plain_loop_does_resumes_exactly_and_is_exported(
     run_ranks: Any, request: pytest.FixtureRequest, tmp_path: Path, way: Way, num_ranks: int
 ) -> None:

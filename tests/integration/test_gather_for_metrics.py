@@ -60,6 +60,7 @@ def gathered_nested(kind: str, length: int, even: str, dispatch: bool) -> list[i
         ("stream", "uneven", True),
     ],
 )
+@pytest.mark.default_cases("map-uneven-False-24-4", "stream-uneven-True-1-4", "map-pad-False-25-4")
 def test_nested_outputs_come_once_and_in_order(
     run_ranks, num_processes: int, length: int, kind: str, even: str, dispatch: bool
 ) -> None:
@@ -201,6 +202,7 @@ def gathered_items(even: str) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("even", ["uneven", "pad"])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.default_cases("4-uneven")
 def test_items_that_are_batches_already_come_once(run_ranks, num_processes: int, even: str) -> None:
     expected = ([i for i in range(5) for _ in range(i + 1)], [0.0, 1.0, 2.0, 3.0, 4.0])
     assert run_ranks(gathered_items, even, num_processes=num_processes) == [expected] * num_processes
@@ -273,6 +275,7 @@ def gathered_of_guessed_sizes(data: dict[str, Any]) -> tuple[list[int], list[int
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("even", ["uneven", "pad"])
+@pytest.mark.default_cases("uneven-False")
 def test_batches_that_do_not_say_their_sizes_are_gathered_exactly(
     run_ranks, even: str, dispatch: bool
 ) -> None:

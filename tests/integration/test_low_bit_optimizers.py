@@ -35,12 +35,11 @@ EIGHT = "torchao AdamW8bit"
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
 
-FEW = (EIGHT, "bitsandbytes AdamW8bit")  # in the default suite
+FEW = (EIGHT, "bitsandbytes AdamW8bit")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in LOW_BIT]
-)
+@pytest.mark.parametrize("name", LOW_BIT)
+@pytest.mark.default_cases(EIGHT)
 def test_training_goes_on_bit_for_bit_in_one_process(tmp_path: Path, name: str) -> None:
     dtype = torch.bfloat16 if "rounding" in name else torch.float32
     whole = run(tmp_path / "whole", name, 0, 4, dtype=dtype)
@@ -58,7 +57,8 @@ def goes_on(folder: str, backend: str, names: list[str]) -> dict[str, list[float
     return found
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(set(LOW_BIT) - set(FEW)), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FEW, tuple(set(LOW_BIT) - set(FEW))])
 def test_training_goes_on_bit_for_bit_under_ddp(run_ranks, tmp_path: Path, names: tuple[str, ...]) -> None:
     first, second = run_ranks(goes_on, str(tmp_path), "ddp", sorted(names))
     assert first == second
@@ -94,6 +94,7 @@ def resumed(folder: str, name: str, backend: str) -> tuple[list[float], list[str
         return weights(accelerator, model), found, messages
 
 
+@pytest.mark.slow
 def test_fsdp_trains_as_ddp_does_and_resumes_on_another_number_of_ranks(run_ranks, tmp_path: Path) -> None:
     run_ranks(shards, str(tmp_path))
     for name, form in CLASSES.items():
@@ -169,6 +170,7 @@ def mixed(folder: str, rows: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("rows", "expected"), [(127, ("OptimState8bit", "Tensor")), (129, ("Tensor", "OptimState8bit"))]
 )
+@pytest.mark.default_cases("127-expected0")
 def test_a_state_in_8_bits_on_some_ranks_only_is_saved_with_its_values(
     run_ranks, tmp_path: Path, rows: int, expected: tuple[str, str]
 ) -> None:
@@ -237,6 +239,7 @@ def accumulates(folder: str) -> None:
             assert found == pytest.approx(expected, abs=2e-4), (name, backend)
 
 
+@pytest.mark.slow
 def test_windows_of_micro_batches_with_clipping_train_as_whole_batches(run_ranks, tmp_path: Path) -> None:
     run_ranks(accumulates, str(tmp_path))
 

@@ -37,6 +37,7 @@ with accelerator, guard if leaks else nullcontext():
 """
 
 
+@pytest.mark.slow
 def test_one_rank_near_the_limit_saves_on_all_and_ends_the_run(run_ranks_script, tmp_path: Path) -> None:
     project = tmp_path / "project"
     with limited_group(400 * 2**20) as group:

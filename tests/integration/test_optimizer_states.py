@@ -55,6 +55,7 @@ def assert_goes_on(folder: Path, kind: type[Optimizer], **options: object) -> li
 
 
 @pytest.mark.parametrize("kind", ALL)
+@pytest.mark.default_cases("Keyed")
 def test_an_optimizers_own_state_goes_on_in_one_process(tmp_path: Path, kind: type[Optimizer]) -> None:
     assert_goes_on(tmp_path, kind)
 
@@ -76,6 +77,7 @@ def go_on_replicated_and_sharded(folder: str) -> None:
                 accelerator.prepare(net, kind(net.parameters()))
 
 
+@pytest.mark.slow
 def test_an_optimizers_own_state_goes_on_under_ddp_and_as_numbers_under_fsdp(run_ranks, tmp_path) -> None:
     run_ranks(go_on_replicated_and_sharded, str(tmp_path))
 
@@ -97,6 +99,7 @@ def refuse_under_zero(folder: str) -> None:
         assert_goes_on(Path(folder, kind.__name__), kind, backend="deepspeed", **zero)
 
 
+@pytest.mark.slow
 def test_zero_refuses_state_that_it_cannot_divide_before_it_is_lost(
     run_ranks, tmp_path, deepspeed_operators
 ) -> None:

@@ -86,6 +86,7 @@ def test_adapters_are_exported_alone_and_read_by_peft(tmp_path: Path) -> None:
     export_and_read_back(str(tmp_path), "single")
 
 
+@pytest.mark.slow
 def test_adapters_are_exported_alone_from_ranks(run_ranks, tmp_path: Path) -> None:
     for backend in ("ddp", "fsdp"):
         run_ranks(export_and_read_back, str(tmp_path / backend), backend)

@@ -55,6 +55,7 @@ def replays(kind: str, data: dict[str, Any]) -> tuple[list[bool], list[tuple[int
     ("kind", "split"),
     [("batches", False), ("foreign", False), ("map", False), ("map", True)],
 )
+@pytest.mark.default_cases("map-True-pad", "foreign-False-uneven")
 def test_a_rank_that_repeats_says_so_whoever_reads(run_ranks, kind: str, split: bool, even: str) -> None:
     data = {"even": even, "split_batches": split}
     read, handed_out = (run_ranks(replays, kind, {**data, "dispatch": each}) for each in (False, True))

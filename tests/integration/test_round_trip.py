@@ -20,7 +20,6 @@ ROUTES = [
     [(2, "ddp"), (2, "fsdp"), (2, "deepspeed-3"), (1, "single")],
     [(2, "deepspeed-1"), (3, "fsdp"), (4, "deepspeed-2"), (3, "deepspeed-0"), (2, "ddp")],
 ]
-IN_DEFAULT_STAGE = ROUTES[:2]
 
 
 class Model(nn.Module):
@@ -84,9 +83,10 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "route",
-    [pytest.param(route, marks=() if route in IN_DEFAULT_STAGE else pytest.mark.slow) for route in ROUTES],
+    ROUTES,
     ids=lambda route: " ".join(f"{n}x{name}" for n, name in route),
 )
+@pytest.mark.default_cases("2xddp 2xfsdp 2xdeepspeed-3 1xsingle")
 def test_nothing_changes_on_the_way(run_ranks, tmp_path: Path, route: list[tuple[int, str]]) -> None:
     for step, (num_ranks, backend) in enumerate(route):
         answers = run_ranks(

@@ -68,6 +68,7 @@ def train(case: Case) -> tuple[list[float], Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"]
 )
+@pytest.mark.default_cases("f32-4-one-sample-tail-count", "f64-1-uneven-mean")
 def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
     run_ranks, dtype: torch.dtype, tolerance: float, accumulation: int, num_samples: int, counted: bool
 ) -> None:

@@ -61,6 +61,7 @@ def run(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1), (4, 2), (2, 4)])
+@pytest.mark.default_cases("2-1", "1-2")
 def test_a_run_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path, before: int, after: int) -> None:
     whole, weights, total = run_ranks(whole_run, tmp_path / "whole", num_processes=before)[0]
     first, _, _ = run_ranks(first_part, tmp_path / "parts", num_processes=before)[0]

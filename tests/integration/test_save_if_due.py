@@ -82,6 +82,7 @@ def test_signals_are_handled_from_the_first_call_to_the_end(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("num_ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
+@pytest.mark.default_cases("1-15")
 def test_a_signal_to_one_rank_saves_on_all_and_ends_the_run(
     run_ranks_script, tmp_path: Path, num_ranks: int, number: int
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_program_that_goes_on_after_its_stop_is_ended_by_a_signal(run_ranks_sc
 @pytest.mark.parametrize(
     ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
 )
+@pytest.mark.default_cases("True-15")
 def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
     tmp_path: Path, python: str, to_launcher: bool, number: signal.Signals
 ) -> None:

@@ -236,6 +236,7 @@ def right_lengths_told() -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0_at_prepare(run_ranks) -> None:
     for order in ORDERS:
         first, second = run_ranks(lengths_told, order, TOTALS if order == LOADER_FIRST else TOTALS[:1])

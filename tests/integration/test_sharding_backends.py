@@ -47,6 +47,7 @@ def walk(project_dir: str, route: list[str]) -> list[dict[str, list[float]]]:
     return [one_step_more(project_dir, backend, position) for position, backend in enumerate(route)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_backend_to_backend_with_its_optimizer(run_ranks, tmp_path: Path) -> None:
     mixed = run_ranks(walk, str(tmp_path / "mixed"), ROUTE, num_processes=2, timeout_seconds=150)
     plain = run_ranks(
@@ -91,6 +92,7 @@ def exported(backend: str, everywhere: bool) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed-0", "deepspeed-2", "deepspeed-3"])
+@pytest.mark.default_cases("fsdp")
 def test_exported_weights_are_those_of_ddp_whole_on_the_main_process_or_everywhere(
     run_ranks, backend: str
 ) -> None:

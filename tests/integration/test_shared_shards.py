@@ -46,6 +46,7 @@ def read(even: str, kind: str) -> tuple[list[list[int]], list[int], list[str], l
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.parametrize("even", ["uneven", "pad", "drop"])
 @pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.default_cases("stream-uneven-2", "map-pad-4")
 def test_each_sample_comes_once_though_two_ranks_read_it(
     run_ranks, num_processes: int, even: str, kind: str
 ) -> None:
@@ -85,6 +86,7 @@ def gradients(with_count: bool) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("with_count", [False, True])
 @pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.default_cases("4-True")
 def test_a_tails_gradient_is_the_mean_over_its_samples(
     run_ranks, num_processes: int, with_count: bool
 ) -> None:
@@ -122,6 +124,7 @@ def rest(folder: Path, shared: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.default_cases("2")
 def test_the_rest_of_an_epoch_is_read_without_tensor_parallelism(
     run_ranks, tmp_path: Path, num_processes: int
 ) -> None:

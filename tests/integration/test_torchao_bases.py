@@ -115,6 +115,7 @@ def ways() -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "kind"), ways())
+@pytest.mark.default_cases("fsdp-nf4")
 def test_adapters_train_as_in_a_plain_loop_resume_and_are_exported(
     run_ranks: Any, tmp_path: Path, backend: str, kind: str
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_installed_backend_passes_the_contract(python: str, installed: Path,
 
 
 @pytest.mark.parametrize(("share", "expected"), [("0.5", "[[-1.0, 1.25]]\n"), (None, "[[-1.5, 2.0]]\n")])
+@pytest.mark.default_cases("0.5")
 def test_a_launched_script_takes_backend_and_settings_from_its_flags(
     python: str, installed: Path, tmp_path: Path, share: str | None, expected: str
 ) -> None:

@@ -127,6 +127,7 @@ print(first.topology.rank, first.device)
     assert [(each.returncode, each.stdout) for each in done] == [(0, "0 cpu\n"), (0, "1 cpu\n")], done
 
 
+@pytest.mark.slow
 def test_a_group_that_nobody_closed_ends_with_the_process(run_ranks_script) -> None:
     source = (
         SCRIPT

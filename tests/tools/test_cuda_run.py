@@ -90,6 +90,7 @@ def test_what_has_never_passed_on_a_card_comes_first_and_what_is_not_begun_fails
     ]
 
 
+@pytest.mark.slow
 def test_a_file_that_imports_what_is_known_to_be_missing_is_skipped_by_name(tmp_path: Path) -> None:
     wants = "import gone.part\ndef test_it(): pass\n"
     code, said = run_session(tmp_path, minutes=1, missing="gone", test_wants=wants)
@@ -103,6 +104,7 @@ def test_a_run_that_chooses_nothing_is_no_success(tmp_path: Path) -> None:
     assert code == pytest.ExitCode.NO_TESTS_COLLECTED, said
 
 
+@pytest.mark.slow
 def test_every_test_that_only_a_card_can_show_is_run_on_one(tmp_path: Path) -> None:
     """As if there were a card: those that ask for no device are chosen as well."""
     pretend = "import torch\ntorch.cuda.is_available = lambda: True\n"

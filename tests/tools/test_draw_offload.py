@@ -3,9 +3,12 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
+@pytest.mark.slow
 def test_a_real_forward_is_drawn(tmp_path: Path) -> None:
     target = tmp_path / "offload.svg"
     subprocess.run([sys.executable, str(TOOLS / "draw_offload.py"), str(target)], check=True, timeout=120)

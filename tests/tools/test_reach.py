@@ -63,6 +63,7 @@ def test_what_imports_a_change_is_reached(workspace: Path, changed: str, reached
     assert (None if found is None else [str(file.relative_to(workspace)) for file in found]) == reached
 
 
+@pytest.mark.slow
 def test_a_leaf_of_this_workspace_reaches_its_own_tests_alone() -> None:
     found = reached_tests(ROOT, [ROOT / "packages/memory/src/drivetrain_memory/peaks/peak_record.py"])
     assert found is not None

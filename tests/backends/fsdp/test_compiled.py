@@ -96,6 +96,7 @@ def ways(mode: str) -> tuple[dict[str, object], list[tuple[dict[str, object], li
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", ["no", "bf16"])
+@pytest.mark.slow
 def test_a_model_compiled_as_a_whole_has_the_graphs_of_torchs_own_sharding_and_trains_alike(
     run_ranks, mode: str
 ) -> None:

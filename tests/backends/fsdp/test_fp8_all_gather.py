@@ -57,6 +57,7 @@ def train(kind: str, all_gather: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_it_trains_as_ddp_does_whose_weights_nobody_gathers(run_ranks) -> None:
     expected = run_ranks(train, "ddp", False)
     assert run_ranks(train, "fsdp", True) == expected

@@ -294,6 +294,7 @@ def compiled(checkpointing: str) -> tuple[list[float], list[float], list[int]]:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.default_cases("selective")
 def test_a_block_compiles_as_one_graph_and_trains_as_before(run_ranks, checkpointing: str) -> None:
     for plain, regions, graphs in run_ranks(compiled, checkpointing):
         assert regions == pytest.approx(plain)
@@ -334,6 +335,7 @@ def ahead(direction: str, *blocks: int) -> set[str]:
         (0, set()),
     ],
 )
+@pytest.mark.default_cases("0-expected2")
 def test_blocks_are_gathered_as_far_ahead_as_is_said(
     run_ranks, depth: int | None, expected: set[str]
 ) -> None:

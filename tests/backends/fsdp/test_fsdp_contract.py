@@ -13,46 +13,39 @@ def check(options: dict[str, object]) -> list[str]:
         return Contract().check_all(context)
 
 
-def slow(options: dict[str, object]) -> object:
-    return pytest.param(options, marks=pytest.mark.slow)
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [
         {"strategy": "full_shard", "wrap": ("Linear",)},
-        *map(
-            slow,
-            [
-                {"strategy": "full_shard"},
-                {"strategy": "shard_grad_op"},
-                {"strategy": "hybrid_shard", "shard_size": 1},
-                {"strategy": "no_shard"},
-                {"strategy": "full_shard", "offload": True},
-                {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
-                {"strategy": "shard_grad_op", "activation_checkpointing": "selective", "offload": True},
-                {"strategy": "full_shard", "min_num_params": 40},
-            ],
-        ),
+        {"strategy": "full_shard"},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "hybrid_shard", "shard_size": 1},
+        {"strategy": "no_shard"},
+        {"strategy": "full_shard", "offload": True},
+        {"strategy": "full_shard", "wrap": ("Linear",), "activation_checkpointing": "full"},
+        {"strategy": "shard_grad_op", "activation_checkpointing": "selective", "offload": True},
+        {"strategy": "full_shard", "min_num_params": 40},
     ],
     ids=str,
 )
+@pytest.mark.default_cases("{'strategy': 'full_shard', 'wrap': ('Linear',)}")
 def test_fsdp_passes_the_contract_on_two_processes(run_ranks, options: dict[str, object]) -> None:
     ran = run_ranks(check, options, num_processes=2, timeout_seconds=170)
     assert len(ran) == 2
     assert "fp16, count, accumulated, clipped" in ran[0]
 
 
-@pytest.mark.parametrize("options", [{"strategy": "hybrid_shard"}, slow({"strategy": "full_shard"})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"strategy": "hybrid_shard"}, {"strategy": "full_shard"}], ids=str)
 def test_fsdp_passes_the_contract_in_one_process(run_ranks, options: dict[str, object]) -> None:
     assert len(run_ranks(check, options, num_processes=1, timeout_seconds=170)) == 1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "hybrid_shard", "shard_size": 2}, slow({"strategy": "full_shard", "wrap": ("Linear",)})],
+    [{"strategy": "hybrid_shard", "shard_size": 2}, {"strategy": "full_shard", "wrap": ("Linear",)}],
     ids=str,
 )
 def test_fsdp_passes_the_contract_on_four_processes(run_ranks, options: dict[str, object]) -> None:

@@ -109,6 +109,7 @@ def train_plainly(make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, 
     return dict(model.state_dict())
 
 
+@pytest.mark.slow
 def test_optimizers_step_as_in_a_plain_loop_or_are_refused(run_ranks) -> None:
     expected = {name: train_plainly(make) for name, make in KINDS.items()}
     first, second = run_ranks(train_each, list(KINDS))
@@ -213,6 +214,7 @@ def warmed_up() -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_moves_nothing_yet_hides_nothing(run_ranks) -> None:
     for said in run_ranks(warmed_up):
         assert {name.split(" 0.0")[0].split(" 1e-05")[0] for name in said} == {"local norm", "idle"}, said

@@ -217,6 +217,7 @@ def warm_up() -> None:
 
 
 @pytest.mark.parametrize("built", ["on meta", "on rank 0"])
+@pytest.mark.default_cases("on meta")
 def test_no_rank_holds_more_than_its_shards_and_a_few_blocks(run_ranks, built: str) -> None:
     by_rank = run_ranks(peaks, built, num_processes=2)
     for rank, (preparing, streaming, shards, num_tensors) in enumerate(by_rank):

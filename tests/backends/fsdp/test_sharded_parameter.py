@@ -149,6 +149,7 @@ def each_way() -> dict[str, float]:
     return found | edits
 
 
+@pytest.mark.slow
 def test_losses_of_parameters_and_assigned_values_train_as_in_a_plain_loop(run_ranks) -> None:
     for found in run_ranks(each_way):
         assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-6))

@@ -82,6 +82,7 @@ def resume(kind: str, state: object) -> dict[str, Tensor]:
         ("no_shard", "full_shard", 4),
     ],
 )
+@pytest.mark.default_cases("ddp-full_shard-2", "full_shard-ddp-2")
 def test_a_state_goes_on_in_another_backend_and_at_another_number_of_ranks(
     run_ranks, saved: str, resumed: str, num_processes: int
 ) -> None:

@@ -84,6 +84,7 @@ def graphs_of(run: Callable[[torch.Tensor], torch.Tensor], graphs: Graphs) -> tu
 
 @MODES
 @WAYS
+@pytest.mark.default_cases("compile_regions-bf16", "compile_in_place-no")
 def test_a_model_compiled_before_prepare_has_the_graphs_it_has_alone(mode: str, compiled) -> None:
     alone = Graphs()
     expected = graphs_of(compiled(net(), alone), alone)
@@ -96,6 +97,7 @@ def test_a_model_compiled_before_prepare_has_the_graphs_it_has_alone(mode: str, 
 
 @MODES
 @pytest.mark.parametrize("compiled", [compile_whole, compile_in_place])
+@pytest.mark.default_cases("compile_in_place-bf16")
 def test_a_model_compiled_after_prepare_is_one_graph(mode: str, compiled) -> None:
     (prepared,) = backend(mode).prepare([model := net()], [], [])
     graphs = Graphs()
@@ -132,6 +134,7 @@ def test_a_compiled_model_is_saved_under_the_names_of_its_plain_twin(compiled) -
 
 @WAYS
 @pytest.mark.parametrize("back", [False, True])
+@pytest.mark.default_cases("True-compile_regions")
 def test_a_compiled_model_and_its_plain_twin_load_each_others_checkpoints(compiled, back: bool) -> None:
     source, target = (compiled, as_it_is) if back else (as_it_is, compiled)
     _, state = trained(source)
@@ -203,6 +206,7 @@ def under_ddp(mode: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("mode", ["no", "bf16"])
+@pytest.mark.default_cases("bf16")
 def test_ddp_adds_no_graph_break_of_ours(run_ranks, mode: str) -> None:
     for found in run_ranks(under_ddp, mode):
         for way in ("compile_whole", "compile_in_place", "compile_regions"):

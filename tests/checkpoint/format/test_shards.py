@@ -96,6 +96,7 @@ def load_in_parts(directory: str) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.default_cases("4")
 def test_tensors_in_parts_are_saved_and_loaded_whole_and_in_other_parts(
     run_ranks, tmp_path: Path, context: Context, world_size: int
 ) -> None:

@@ -163,6 +163,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("end", "code"), [("waits", 0), ("raises", 1), ("exits", 3), ("interrupted", -signal.SIGINT)]
 )
+@pytest.mark.default_cases("exits-3")
 def test_a_rank_that_is_killed_ends_the_save_however_the_others_end(
     run_ranks_script, tmp_path: Path, end: str, code: int
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_rank_that_is_killed_ends_the_save_however_the_others_end(
     assert not (tmp_path / "step-2").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_waited_for_no_longer_than_the_settings_say(
     run_ranks_script, tmp_path: Path
 ) -> None:
@@ -201,6 +203,7 @@ print("main ends", flush=True)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.default_cases("1")
 def test_a_program_that_ends_waits_for_the_commit(
     run_ranks_script, tmp_path: Path, context: Context, num_processes: int
 ) -> None:

@@ -21,6 +21,7 @@ def test_one_process_agrees_with_itself_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.default_cases("1")
 def test_all_ranks_reach_the_same_step_however_far_apart_they_are(seed: int) -> None:
     chance = random.Random(seed)
     world_size, rounds = 3, 2

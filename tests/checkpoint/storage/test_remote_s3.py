@@ -79,6 +79,7 @@ def test_a_bucket_may_be_the_directory(make, bucket: str) -> None:
     assert [one.folder.name for one in find_checkpoints(checkpointer.directory)] == ["step-1"]
 
 
+@pytest.mark.slow
 def test_large_files_go_in_parts_and_come_back_in_blocks(make) -> None:
     checkpointer = make()
     weight = torch.arange(LARGE, dtype=torch.int32)
@@ -112,6 +113,7 @@ def test_a_step_saved_again_replaces_the_old_one(make) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "short", "gone", "no manifest"])
+@pytest.mark.default_cases("changed")
 def test_a_damaged_one_is_passed_over(make, damage: str, caplog) -> None:
     checkpointer = make()
     save(checkpointer, 1)
@@ -140,6 +142,7 @@ def test_what_another_host_has_saved_is_seen_at_once(make) -> None:
     assert mine.load().step == 2
 
 
+@pytest.mark.slow
 def test_a_save_that_is_given_up_leaves_nothing_at_all(make, context: Context) -> None:
     checkpointer = make()
     content = Content(models={"model": {"weight": torch.zeros(LARGE)}}, replicated={}, per_rank={}, plan=None)
@@ -200,6 +203,7 @@ def test_after_a_kill_the_earlier_one_loads_and_the_next_save_tidies_up(
     assert checkpointer.load().step == 2
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_goes_on_while_the_program_ends(make, s3_options: Options) -> None:
     """What is begun then is no part of `concurrent.futures`, which takes no more calls."""
     checkpointer = make()

@@ -36,6 +36,7 @@ def test_any_position_of_any_size_is_in_range(size: int, key: tuple[int, int], p
 
 
 @given(size=st.sampled_from([1, 5, 1000, 2**20, 2**20 + 7, 10**12]), key=keys, data=st.data())
+@pytest.mark.slow
 def test_an_index_does_not_depend_on_what_else_is_asked(
     size: int, key: tuple[int, int], data: st.DataObject
 ) -> None:
@@ -64,6 +65,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+@pytest.mark.default_cases("2", "5")
 def test_all_orders_of_few_samples_are_equally_likely(size: int) -> None:
     counts = dict.fromkeys(permutations(range(size)), 0)
     rounds = 60 * len(counts)
@@ -117,6 +119,7 @@ def parity(order: npt.NDArray[np.int64]) -> int:
 
 @pytest.mark.parametrize("without_a_table", [False, True])
 @pytest.mark.parametrize("size", [32, 64, 65, 100, 1024])
+@pytest.mark.default_cases("32-True", "64-False", "65-False")
 def test_odd_orders_are_as_likely_as_even_ones(
     size: int, without_a_table: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_items_that_are_batches_themselves_are_dealt_out_in_turn() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2])  # torch warns of more than the machine has cores
+@pytest.mark.default_cases("2-2")
 def test_workers_share_the_stream_as_without_shards(
     make_shards, read_together, count: int, workers: int
 ) -> None:
@@ -93,6 +94,7 @@ def test_workers_share_the_stream_as_without_shards(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.default_cases("2-1")
 def test_several_workers_go_on_where_each_stood(make_shards, read_together, before: int, after: int) -> None:
     def build() -> DataLoader[int]:
         return DataLoader(Stream(31, shared=True), batch_size=2, num_workers=2)
@@ -106,6 +108,7 @@ def test_several_workers_go_on_where_each_stood(make_shards, read_together, befo
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.default_cases("1")
 def test_a_stream_that_draws_yields_the_same_on_every_shard_and_after_a_resume(
     make_shards, read_together, workers: int
 ) -> None:
@@ -180,6 +183,7 @@ def test_one_worker_draws_as_none(before: tuple[int, bool], after: tuple[int, bo
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.default_cases("1")
 def test_what_workers_that_live_on_draw_depends_on_the_epoch_alone(workers: int) -> None:
     def build(*, persistent: bool) -> Any:
         loader = DataLoader(
@@ -203,6 +207,7 @@ def test_what_workers_that_live_on_draw_depends_on_the_epoch_alone(workers: int)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 17))
+@pytest.mark.default_cases("9")
 def test_several_workers_go_on_in_the_same_order(num_steps: int) -> None:
     def build() -> Any:
         return shard_loader(
@@ -243,6 +248,7 @@ class Told(Stream):
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.default_cases("2-True")
 def test_a_stream_is_told_the_epoch(workers: int, persistent: bool) -> None:
     def build() -> Any:
         loader = DataLoader(Told(20), batch_size=2, num_workers=workers, persistent_workers=persistent)
@@ -293,6 +299,7 @@ def test_going_on_is_said_by_one_of_the_ranks_that_read(
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])
+@pytest.mark.default_cases("2-True")
 def test_a_pipe_of_torchs_is_shared_out_and_shuffled_alike(workers: int, persistent: bool) -> None:
     def build() -> Any:
         pipe = IterableWrapper(range(20)).shuffle().sharding_filter()

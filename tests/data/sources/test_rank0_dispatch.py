@@ -398,6 +398,7 @@ def kept_batches(reverse: bool, ahead: bool) -> list[tuple[int, list[Any]]]:
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize(("reverse", "ahead"), [(False, False), (True, True)])
+@pytest.mark.default_cases("False-False-3")
 def test_batches_of_a_stream_that_reuses_its_memory_arrive_whole_and_stay(
     run_ranks, num_processes: int, reverse: bool, ahead: bool
 ) -> None:

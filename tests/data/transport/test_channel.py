@@ -44,6 +44,7 @@ def sent_and_received(kind: str, complete: bool, expects: bool) -> list[Any]:
 @pytest.mark.parametrize("kind", ["scatter", "shared memory"])
 @pytest.mark.parametrize(("complete", "expects"), [(True, False), (False, True)])
 @pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.default_cases("4-True-False-scatter", "4-False-True-shared memory")
 def test_messages_that_grow_and_shrink_arrive_whole_and_in_order(
     run_ranks, num_processes: int, complete: bool, expects: bool, kind: str
 ) -> None:

@@ -133,6 +133,7 @@ leave()
     assert "dist.barrier(group=other)  # after the gather" in stacks
 
 
+@pytest.mark.slow
 def test_a_rank_that_skips_a_backward_is_named(run_ranks_script: RunScript, tmp_path: Path) -> None:
     source = (
         GROUP.replace(
@@ -161,6 +162,7 @@ leave()
     assert (first.returncode, second.returncode, second.stderr) == (0, 0, "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_in_its_dataset_is_named_and_the_run_goes_on(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
@@ -189,7 +191,8 @@ leave()
     assert (first.returncode, second.returncode, second.stderr) == (0, 0, "")
 
 
-@pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
 def test_silence_names_a_killed_rank_and_the_lowest_that_lives_reports(
     run_ranks_script: RunScript, tmp_path: Path, dead: int
 ) -> None:
@@ -217,6 +220,7 @@ while rank == size - 1 and shared.add("left", 0) < size - 1:
     assert ranks[dead].returncode == -9
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_a_stuck_process_ends_at_the_groups_timeout(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
@@ -264,6 +268,7 @@ meet("epoch")
     assert (first.returncode, second.returncode) == (HANG_EXIT_CODE, -9)
 
 
+@pytest.mark.slow
 def test_a_rank_that_finished_or_failed_early_is_not_taken_for_dead(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
@@ -325,6 +330,7 @@ if rank == 1:
     assert not any((tmp_path / "reports").iterdir())
 
 
+@pytest.mark.slow
 def test_two_watches_of_one_process_share_the_threads_and_either_is_progress(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
