@@ -1,10 +1,10 @@
 """Every check of the repository behind one command: `uv run python tools/check.py [NAME ...]`.
 
 Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
-`tools/check.py alone state data`; and `versions` takes versions of torch and Python: `tools/check.py versions 2.11`,
-or `versions drawn` for one that the commit draws. `test --changed` runs the tests that the changes since the last
-commit can reach by imports, `test --changed main` those since main. `cuda --dry` plays what a card's tests and
-benchmarks show without a card. The exit code is 1 if anything was found.
+`tools/check.py alone state data`; and `versions` takes versions of torch and Python: `tools/check.py versions 2.11`.
+`alone drawn` and `versions drawn` try some that the commit draws. `test --changed` runs the tests that the changes
+since the last commit can reach by imports, `test --changed main` those since main. `cuda --dry` plays what a card's
+tests and benchmarks show without a card. The exit code is 1 if anything was found.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from checks import (
     types,
     versions,
 )
+from checks.commits import DRAWN
 from checks.findings import Finding
 from checks.workspace import read_packages
 
@@ -156,7 +157,8 @@ def choose(
         raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}{words}")
     if packages and "alone" not in names:
         raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
-    if tried and "versions" not in names:
+    drawn = DRAWN in tried and "alone" in names
+    if tried and "versions" not in names and not (drawn and tried == (DRAWN,)):
         raise ValueError(f"{tried[0]!r} is a version, which only `versions` takes")
     if changed_since is not None and "test" not in names:
         raise ValueError("--changed is for `test`: tools/check.py test --changed")
@@ -164,7 +166,7 @@ def choose(
         raise ValueError("--dry is for `cuda`: tools/check.py cuda --dry")
     if not names:
         return tuple(check for check in CHECKS if not check.slow)
-    by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages))
+    by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages, drawn=drawn))
     by_name["cuda"] = replace(by_name["cuda"], run=partial(cuda.check, dry=dry))
     by_name["versions"] = replace(by_name["versions"], run=partial(versions.check, words=tried))
     by_name["test"] = replace(by_name["test"], run=partial(suite.check, base=changed_since))

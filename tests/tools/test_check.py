@@ -26,12 +26,18 @@ def test_versions_takes_versions() -> None:
     assert names("versions", "2.11", "3.12") == ["versions"]
 
 
+def test_alone_and_versions_take_what_the_commit_draws() -> None:
+    assert names("alone", "drawn") == ["alone"]
+    assert names("alone", "versions", "drawn") == ["alone", "versions"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("lnit",), "'lnit' is no check; there are style, types"),
         (("state",), "'state' is a package, which only `alone` takes"),
         (("alone", "2.11"), "'2.11' is a version, which only `versions` takes"),
+        (("drawn",), "'drawn' is a version, which only `versions` takes"),
     ],
 )
 def test_other_words_are_refused(words: tuple[str, ...], message: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checks.commands import shown
+from checks.commits import drawn_by_commit
 from checks.environments import (
     TEST_TOOLS,
     build_wheels,
@@ -17,11 +18,14 @@ from checks.environments import (
 from checks.findings import Finding
 from checks.workspace import Package, read_packages, siblings
 
+# How many packages `drawn` tries: all of them together take as long as the whole suite.
+_NUM_DRAWN = 6
+
 # What a package's README shows it used with, beside what it declares.
 _SHOWN_WITH = {"data": ("lightning-fabric",)}
 
 
-def check(root: Path, packages: tuple[str, ...] = ()) -> list[Finding]:
+def check(root: Path, packages: tuple[str, ...] = (), *, drawn: bool = False) -> list[Finding]:
     """Run each package's tests, and its README's code, with nothing installed but what it declares.
 
     Tests marked `slow` or `costly` are left out: this looks for imports that are not declared.
@@ -29,13 +33,15 @@ def check(root: Path, packages: tuple[str, ...] = ()) -> list[Finding]:
     Args:
         root: The repository.
         packages: The packages to try, by folder name; all of them if none is named.
+        drawn: Try only some of these, which the commit draws.
     """
     known = read_packages(root)
     build = root / "build" / "alone"
     wheels = build_wheels(root, build / "wheels")
     constraints = locked_versions(root, build / "constraints.txt")
     found: list[Finding] = []
-    for name in packages or tuple(known):
+    chosen = packages or tuple(known)
+    for name in drawn_by_commit(chosen, _NUM_DRAWN) if drawn else chosen:
         found += _try_alone(root, known[name], known, wheels, constraints)
     shutil.rmtree(build / "environment", ignore_errors=True)
     return found

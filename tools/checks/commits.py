@@ -6,6 +6,8 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
+DRAWN = "drawn"  # the word of the command line
+
 
 @cache
 def commit() -> str:

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from checks.commands import shown
-from checks.commits import drawn_by_commit
+from checks.commits import DRAWN, drawn_by_commit
 from checks.environments import (
     TEST_TOOLS,
     build_wheels,
@@ -23,7 +23,6 @@ from checks.environments import (
 from checks.findings import Finding
 
 LOCKED = "locked"
-DRAWN = "drawn"
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Compiles torch's modules and DeepSpeed's operator once: the first tests would do so within their own limits.
 _COMPILE = """

@@ -182,6 +182,7 @@ class Sixteen(IterableDataset[torch.Tensor]):
         (Sixteen(), {"batch_size": 2, "collate_fn": stop_while_collating}, "the collate function let"),
     ],
 )
+@pytest.mark.default_cases("dataset0")
 def test_a_stop_iteration_that_is_no_end_is_an_error(
     dataset: Any, options: dict[str, Any], who: str, num_workers: int
 ) -> None:
