@@ -65,6 +65,7 @@ def test_a_second_call_does_nothing() -> None:
 
 
 @needs_real
+@pytest.mark.slow
 def test_after_the_real_package_was_imported_it_is_refused_by_the_name_of_who_holds_it() -> None:
     done = run("import accelerate; import drivetrain_accelerate as d; d.install()")
     assert "AlreadyImportedError: accelerate " in done.stderr
@@ -208,6 +209,7 @@ def test_a_command_of_accelerate_runs_as_a_module(tmp_path: Path) -> None:
     assert "-m drivetrain_accelerate train.py" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_debugger_finds_the_code_of_a_command_and_nothing_to_do_in_other_modules() -> None:
     code = (
         "import runpy, sys, drivetrain_accelerate as d; d.install(); print(runpy.run_module('accelerate.state')); "
@@ -233,6 +235,7 @@ def test_an_import_installs_it() -> None:
     )
 
 
+@pytest.mark.slow
 def test_pytest_installs_it_where_it_is_asked_to(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import accelerate\n\n\ndef test_it():\n    assert type(accelerate).__name__ == 'InterfaceModule'\n"

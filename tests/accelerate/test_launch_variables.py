@@ -48,6 +48,7 @@ def test_blocks_by_size() -> None:
     assert found["FSDP_RESHARD_AFTER_FORWARD"] == "false"
 
 
+@pytest.mark.slow
 def test_fsdp_is_told_what_accelerates_launcher_tells(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     flags = [

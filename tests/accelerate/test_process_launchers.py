@@ -7,6 +7,7 @@ from drivetrain_accelerate import process_launchers
 from drivetrain_launcher import LaunchError, RankFailedError
 
 
+@pytest.mark.slow
 def test_a_function_runs_on_processes_that_have_the_interface_too() -> None:
     found = run_program("with_launcher", ours=True)
     assert found == {
@@ -42,6 +43,7 @@ def test_what_several_machines_need_is_refused() -> None:
         process_launchers.notebook_launcher(print, num_processes=2, num_nodes=2)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_one_machine_meet_here_by_either_name() -> None:
     process_launchers.notebook_launcher(print, num_processes=2, rdzv_backend="c10d")
     with pytest.raises(LaunchError, match="rdzv_backend='etcd'"):

@@ -74,6 +74,7 @@ def test_what_does_not_fit_comes_and_a_slower_link_is_predicted_to_take_longer(
     ("kind", "library"),
     [("bnb-8bit", "bitsandbytes"), ("bnb-nf4", "bitsandbytes"), ("torchao-fp8", "torchao")],
 )
+@pytest.mark.default_cases("bnb-8bit-bitsandbytes")
 def test_quantised_weights_take_less(
     folder: str, capsys: pytest.CaptureFixture[str], kind: str, library: str
 ) -> None:

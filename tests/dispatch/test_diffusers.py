@@ -21,15 +21,19 @@ from drivetrain_dispatch.offload.layerwise_casting import apply_layerwise_castin
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
-with warnings.catch_warnings():
-    # What these import when they are first asked for a pipeline warns: torchao 0.18 of its own escape sequences.
-    warnings.simplefilter("ignore")
-    for _name in ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "FluxPipeline"):
-        getattr(diffusers, _name)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SIDE = 16  # pixels
 WAYS = ["disk", "copied"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_pipelines() -> None:
+    """The pipelines' modules, imported without the warnings of torchao 0.18 of its own escape sequences."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "FluxPipeline"):
+            getattr(diffusers, name)
 
 
 def tokenizer(folder: Path) -> Any:

@@ -101,6 +101,7 @@ class Cluster:
 """
 
 
+@pytest.mark.slow
 def test_inside_a_clusters_job_the_first_task_of_a_host_checks_for_all(
     drivetrain_with_torch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def evaluated(context: Any, recipe: TorchaoRecipe, backend: str) -> list[Tensor]
 
 @pytest.mark.parametrize("backend", ["single", "fsdp"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.default_cases("tensorwise-fsdp")
 def test_inference_mode_gives_what_no_grad_gives(scaling: Any, backend: str) -> None:
     recipe = TorchaoRecipe(scaling=scaling, layers=ALL)
     expected, found = (evaluated(each, recipe, backend) for each in (torch.no_grad, torch.inference_mode))

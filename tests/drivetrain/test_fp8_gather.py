@@ -108,6 +108,7 @@ def outputs_after(write: str, *, all_gather: bool, backward: bool) -> tuple[floa
 
 
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.default_cases("step", "load_state_dict")
 def test_whatever_writes_the_weights_they_are_gathered_as_they_are(write: str) -> None:
     expected = outputs_after(write, all_gather=False, backward=True)
     assert expected[1] > 100
@@ -164,6 +165,7 @@ def gradients(*, all_gather: bool, swaps: bool, fsdp: dict[str, Any]) -> list[fl
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.default_cases("shard_grad_op-none")
 def test_backwards_gather_what_their_forwards_gathered(strategy: str, checkpointing: str) -> None:
     fsdp = {"strategy": strategy, "activation_checkpointing": checkpointing}
     expected = gradients(all_gather=False, swaps=False, fsdp=fsdp)

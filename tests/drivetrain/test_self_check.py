@@ -4,6 +4,7 @@ import pytest
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.default_cases("1")
 def test_drivetrain_test_checks_the_installation(num_processes: int, python: str) -> None:
     command = [
         python,

@@ -83,6 +83,7 @@ def named_ranks(warnings: list[str]) -> set[str]:
 
 @pytest.mark.undisturbed
 @pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.default_cases("0")
 def test_ddp_names_the_rank_that_is_slow_in_backward(run_ranks, block: int) -> None:
     told, others = run_ranks(warnings_with_a_slow_rank, "ddp", "backward", block, {})
     assert others == []
@@ -96,6 +97,7 @@ BY_BLOCK = {"fsdp": {"wrap": ["Block"]}}
 
 @pytest.mark.undisturbed
 @pytest.mark.parametrize(("sections", "block"), [({}, 0), ({}, 2), (BY_BLOCK, 2)])
+@pytest.mark.default_cases("sections0-0")
 def test_fsdp_names_the_rank_that_is_slow_behind_the_last_gather_of_a_forward(
     run_ranks, sections: dict[str, Any], block: int
 ) -> None:
@@ -110,6 +112,7 @@ def test_fsdp_names_the_rank_that_is_slow_behind_the_last_gather_of_a_forward(
     ("sections", "where", "block"),
     [(BY_BLOCK, "forward", 0), (BY_BLOCK, "backward", 0), (BY_BLOCK, "backward", 2), ({}, "backward", 0)],
 )
+@pytest.mark.default_cases("sections0-forward-0")
 def test_fsdp_never_names_a_rank_that_waits(
     run_ranks, sections: dict[str, Any], where: str, block: int
 ) -> None:

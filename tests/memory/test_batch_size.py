@@ -56,6 +56,7 @@ def test_it_decorates_without_arguments() -> None:
         RuntimeError("MPS backend out of memory"),
     ],
 )
+@pytest.mark.default_cases("error3")
 def test_every_kind_of_running_out_counts(error: Exception) -> None:
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int) -> int:
@@ -226,10 +227,12 @@ def cases(find: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("kind", cases(find_executable_batch_size))
+@pytest.mark.default_cases("a method", "a partial function", "a static method")
 def test_the_size_goes_to_the_argument_after_the_object(kind: str) -> None:
     assert cases(partial(find_executable_batch_size, starting_batch_size=4))[kind]() == ("object", 2, 0.1)
 
 
+@pytest.mark.slow
 def test_a_class_method_finds_its_class_without_being_bound() -> None:
     class Trainer:
         @classmethod
@@ -297,6 +300,7 @@ PICKLED = {
 
 @pytest.mark.parametrize("kind", PICKLED)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.default_cases("5-a method", "5-a static method")
 def test_what_searches_is_pickled_and_still_does(kind: str, protocol: int) -> None:
     search: Any = pickle.loads(pickle.dumps(PICKLED[kind], protocol))
     assert search(rate=0.1) == (0.1 if kind == "a function" else ("object", 2, 0.1))
@@ -320,6 +324,7 @@ def test_a_method_is_shown_as_it_is_called(kind: str) -> None:
     assert list(inspect.signature(Trainer.method).parameters) == ["self", "rate"]
 
 
+@pytest.mark.slow
 def test_a_partial_function_and_an_object_are_named(caplog: pytest.LogCaptureFixture) -> None:
     class Trainer:
         def __call__(self, batch_size: int, rate: float) -> None:

@@ -70,6 +70,7 @@ def test_every_planted_leak_is_found_and_named(name: str, python: str) -> None:
     assert_named(name, watched(python, "planted_leaks.py", name)[0])
 
 
+@pytest.mark.slow
 def test_clean_runs_raise_no_alarm(python: str) -> None:
     pytest.importorskip("transformers")  # whose models are among the runs
     assert [one for one in watched(python, "clean_runs.py", "0", "5") if one["leaks"]] == []

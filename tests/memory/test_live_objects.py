@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 from torch import nn
 
 from drivetrain_memory.freeing.live_objects import live_objects
@@ -16,6 +17,7 @@ class Derived(Own):
     """Another one."""
 
 
+@pytest.mark.slow
 def test_the_objects_of_a_class_and_its_subclasses_are_found_while_other_threads_make_tuples() -> None:
     kept = [Own(), Own(), Derived()]
     with tuples_on_threads() as failures:

@@ -120,6 +120,7 @@ def test_a_text_is_masked() -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("part", ["x", "x.", "--a", "a=b ", "password ", "://", "-----BEGIN ", "Bearer "])
+@pytest.mark.default_cases("a=b ", "Bearer ")
 def test_long_texts_are_masked_in_a_time_that_grows_with_their_length(part: str) -> None:
     text = part * (1_000_000 // len(part))
     assert mask_text(text) == text

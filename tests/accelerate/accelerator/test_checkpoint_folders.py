@@ -39,6 +39,7 @@ def names(*numbers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("loads", ["newest", "checkpoint_3"])
+@pytest.mark.default_cases("newest")
 def test_numbers_go_on_after_a_load_and_the_limit_deletes_the_oldest(tmp_path: Path, loads: str) -> None:
     saved(OURS, tmp_path, 5, total_limit=3)
     assert saved(OURS, tmp_path, 2, loads=loads, total_limit=3) == names(4, 5, 6)
@@ -86,6 +87,7 @@ def saved_by_ranks(folder: str) -> tuple[str, str]:
     return name, ""
 
 
+@pytest.mark.slow
 def test_ranks_save_into_the_folder_that_the_main_process_counts(tmp_path: Path, run_ranks: Any) -> None:
     for name, error in run_ranks(saved_by_ranks, str(tmp_path)):
         assert name == "checkpoint_2"

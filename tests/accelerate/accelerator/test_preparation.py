@@ -138,6 +138,7 @@ def seen_by_each_rank() -> list[Any]:
     return [gradients_and_compilations(side) for side in (OURS, THEIRS)]
 
 
+@pytest.mark.slow
 def test_gradients_can_be_detached_and_a_compilation_stays_on_ranks_as_with_the_real_one(
     run_ranks: Any,
 ) -> None:

@@ -42,6 +42,7 @@ def beside() -> tuple[dict[str, Any], dict[str, Any], str]:
     return ours, found, told
 
 
+@pytest.mark.slow
 def test_ranks_get_what_the_real_one_gives_them_and_differing_calls_are_told(run_ranks: Any) -> None:
     for ours, theirs, told in run_ranks(beside):
         assert ours.pop("none") in ([1.0], [2.0])

@@ -12,6 +12,7 @@ pytest.importorskip("accelerate")
 
 
 @pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.default_cases("True")
 def test_models_in_evaluation_mode_are_saved_and_loaded_as_by_the_real_one(
     tmp_path: Path, with_hook: bool
 ) -> None:
@@ -96,6 +97,7 @@ def values_of(model: torch.nn.Module) -> list[Any]:
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("evaluates_first", [True, False])
 @pytest.mark.parametrize(("writer", "pops_weights"), [(OURS, True), (THEIRS, True), (THEIRS, False)])
+@pytest.mark.default_cases("writer0-True-False-0", "writer0-True-True-1")
 def test_a_model_that_a_hook_takes_out_of_the_list_keeps_what_the_hook_loaded(
     tmp_path: Path, place: int, evaluates_first: bool, writer: Side, pops_weights: bool
 ) -> None:

@@ -42,6 +42,7 @@ def cell_three_times(side: Side, first: Any, *, keeps_first: bool, keeps_prepare
 
 @pytest.mark.parametrize("keeps_prepared", [True, False])
 @pytest.mark.parametrize("keeps_first", [True, False])
+@pytest.mark.default_cases("False-True")
 def test_a_cell_that_runs_again_trains_on(keeps_first: bool, keeps_prepared: bool) -> None:
     found: list[list[Any]] = []
     for side in (THEIRS, OURS):

@@ -43,6 +43,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_one_process_runs_with_the_interface(folder: Path) -> None:
     done = run(folder, "launch", "--as-accelerate", "--cpu", "script.py", "--x")
     assert done.stdout == "InterfaceModule 0 1 1 no ['--x']\n", done.stderr
@@ -92,6 +93,7 @@ def test_accelerates_default_file_is_read_unless_another_is_found_or_none_is_wan
     assert " no []" in run(folder, "accelerate", "launch", "script.py").stdout
 
 
+@pytest.mark.slow
 def test_a_plan_shows_the_interface_in_the_command(folder: Path) -> None:
     done = run(folder, "accelerate", "launch", "--dry-run", "--cpu", "--num_processes", "2", "script.py")
     assert "worker.py -m drivetrain_accelerate script.py" in done.stdout

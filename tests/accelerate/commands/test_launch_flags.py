@@ -77,6 +77,7 @@ def test_options_are_cleaned_as_by_the_real_one() -> None:
         assert clean_option(option) == real.clean_option(option)
 
 
+@pytest.mark.slow
 def test_a_program_starts_a_launch_and_hears_of_its_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

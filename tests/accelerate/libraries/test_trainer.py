@@ -50,6 +50,7 @@ def assert_same_training(found: Any, expected: Any) -> None:
     assert found["predictions"] == pytest.approx(expected["predictions"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_process_trains_evaluates_and_predicts_as_with_the_real_one(tmp_path: Path) -> None:
     assert_same(trained(tmp_path / "ours", ours=True), trained(tmp_path / "real", ours=False))
 

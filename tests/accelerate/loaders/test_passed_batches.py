@@ -12,12 +12,14 @@ pytest.importorskip("accelerate")
 
 
 @pytest.mark.parametrize("skip", [0, 1, 2])
+@pytest.mark.default_cases("1")
 def test_a_loop_that_passes_over_others_goes_on(tmp_path: Path, skip: int) -> None:
     found = trained_after_resume(OURS, tmp_path, num_batches=6, skip=skip, num_epochs=2)
     assert found == [*range(3 + skip, 6), *range(6)]
 
 
 @pytest.mark.parametrize("num_batches", [5, 6, 7])
+@pytest.mark.default_cases("6")
 def test_what_would_train_nothing_is_an_error_however_little_is_left(
     tmp_path: Path, num_batches: int
 ) -> None:

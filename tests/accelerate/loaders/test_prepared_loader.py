@@ -45,6 +45,7 @@ def read(side: Side, dataset: Any, case: tuple[Any, ...]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [range, Stream, StreamWithLength])
+@pytest.mark.slow
 def test_the_place_of_a_loop_and_the_gathered_rows_are_the_real_ones(kind: Any) -> None:
     for case in GRID:
         (size, _), drop_last, skip, dispatch = case

@@ -34,6 +34,7 @@ def test_models_of_transformers_compute_as_without_a_map(python: str, tmp_path: 
 @pytest.mark.skipif(find_spec("peft") is None, reason="wants peft")
 @pytest.mark.parametrize("where", ["cpu", pytest.param("npu", marks=[needs_device, pytest.mark.costly])])
 @pytest.mark.timeout(400)  # the device is compiled first
+@pytest.mark.slow
 def test_adapters_of_peft_go_on_a_dispatched_base(where: str, python: str, tmp_path: Path) -> None:
     assert_runs([python, str(PROGRAMS / "with_peft.py"), str(tmp_path), *([where] if where == "npu" else [])])
 
@@ -42,5 +43,6 @@ def test_adapters_of_peft_go_on_a_dispatched_base(where: str, python: str, tmp_p
 @pytest.mark.timeout(400)
 @needs_device
 @pytest.mark.skipif(find_spec("diffusers") is None, reason="wants diffusers")
+@pytest.mark.slow
 def test_pipelines_of_diffusers_give_the_same_images(python: str, tmp_path: Path) -> None:
     assert_runs([python, str(PROGRAMS / "with_diffusers.py"), str(tmp_path)])

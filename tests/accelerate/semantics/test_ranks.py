@@ -200,6 +200,7 @@ def values(by_rank: list[dict[str, Numbers]], row: str) -> Iterator[list[Any]]:
     return ([found[side.name][row] for found in by_rank] for side in SIDES)
 
 
+@pytest.mark.slow
 def test_scheduler(on_first: dict[str, Numbers]) -> None:
     """a scheduler's step"""
     assert {found["rate"][0] for found in on_first.values()} == {0.25}

@@ -106,6 +106,7 @@ def engine_run(folder: str, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "stage", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_an_engine_is_saved_and_looked_at(
     tmp_path: Path, run_ranks: Any, deepspeed_operators: None, stage: int
 ) -> None:

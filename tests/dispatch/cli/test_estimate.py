@@ -67,6 +67,7 @@ def estimate(capsys: pytest.CaptureFixture[str], model: str, **arguments: Any) -
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.default_cases("tied")
 def test_models_of_every_kind_are_estimated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -198,6 +199,7 @@ def estimated(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_the_command_is_found(tmp_path: Path) -> None:
     ended = estimated(tmp_path)
     assert ended.returncode == 2

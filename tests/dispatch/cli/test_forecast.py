@@ -49,6 +49,7 @@ def test_offloading_costs_a_token_more_than_a_prompt() -> None:
 
 
 @given(st.integers(350, 1500), st.integers(0, 1500), st.integers(0, 3), st.integers(0, 2000))
+@pytest.mark.slow
 def test_no_device_holds_more_than_it_may(first: int, second: int, tied: int, host: int) -> None:
     blocks = [
         Block(block.name, block.size_bytes, index if index != 11 else tied)

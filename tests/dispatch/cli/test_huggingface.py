@@ -57,6 +57,7 @@ def test_its_layers_stay_whole(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.default_cases("gpt2-2")
 def test_a_token_costs_what_it_computes_and_the_cache_grows(model: nn.Module, batch_size: int) -> None:
     blocks = blocks_of(ModelLayout.of(model), no_split=whole_classes(model))
     prompt = measure_costs(model, kwargs=prompt_of(model, batch_size, 40), blocks=blocks, rate=RATE)

@@ -479,6 +479,7 @@ print(peak_above(before))
 
 
 @pytest.mark.parametrize(("dtype", "placed"), [("float32", 0), ("bfloat16", 4 * 16), ("float64", 4 * 64)])
+@pytest.mark.default_cases("float32-0")
 def test_the_peak_is_what_is_placed_and_a_piece_a_thread(
     python: str, tmp_path: Path, dtype: str, placed: int
 ) -> None:

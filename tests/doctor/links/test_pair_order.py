@@ -23,6 +23,7 @@ def order(folder: Path, **changes: object) -> PairOrder:
 
 
 @pytest.mark.usefixtures("preloaded")
+@pytest.mark.slow
 def test_three_ranks_measure_each_pair_over_gloo(tmp_path: Path) -> None:
     with start_pairs(child_environment(GLOO_SOCKET_IFNAME=None)) as program:
         result = program.measure(order(tmp_path))

@@ -58,6 +58,7 @@ def windows_of(num_batches: int, num_pieces: int, accumulation: int) -> list[int
 
 
 @pytest.mark.parametrize("accumulation", [2, 3, 4, 8])
+@pytest.mark.default_cases("3")
 def test_a_window_closes_early_with_the_last_piece_of_the_last_batch(accumulation: int) -> None:
     for num_pieces, num_batches in product((1, 2, 4), (2, 3, 5)):
         run = Run(accumulation, loader_of(num_batches), loader_of(2))
@@ -172,6 +173,7 @@ def nested(run: Run) -> Iterator[Tensor]:
         (nested, (2, 2), 4, [3, 3]),
     ],
 )
+@pytest.mark.default_cases("zipped-batches3-2-expected3", "nested-batches4-4-expected4")
 def test_two_loaders_close_the_window_when_one_is_done_with(
     loop: Callable[[Run], Iterator[Tensor]], batches: tuple[int, int], accumulation: int, expected: list[int]
 ) -> None:

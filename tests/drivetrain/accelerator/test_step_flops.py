@@ -88,6 +88,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.default_cases("fsdp-selective-2")
 def test_ranks_count_together_what_one_does(run_ranks, kind: str, accumulation: int) -> None:
     backend, sections = SHARDED[kind]
     found = run_ranks(flops_of_a_step, backend, sections, accumulation)

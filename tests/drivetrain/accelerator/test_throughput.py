@@ -262,6 +262,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
 
 @pytest.mark.undisturbed
 @pytest.mark.parametrize("where", ["data", "forward", "backward"])
+@pytest.mark.default_cases("forward")
 def test_the_rank_that_the_others_wait_for_is_named(run_ranks, where: str, tmp_path: Path) -> None:
     (warnings, measured), (others, _) = run_ranks(run_with_a_slow_rank, where, str(tmp_path))
     assert others == []

@@ -125,6 +125,7 @@ def test_a_run_that_ends_before_a_step_could_be_counted_tells_so(
     assert "mixed_precision='fp8': after 1 step nothing shows" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_that_compiles_in_each_step_is_told_not_to_be_counted(caplog: pytest.LogCaptureFixture) -> None:
     with make() as accelerator:
         plain = net()

@@ -99,6 +99,7 @@ def names_that_are_the_same() -> set[str]:
 
 # torch says that a trace of one cycle holds that cycle alone.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle:UserWarning")
+@pytest.mark.slow
 def test_what_the_guide_calls_the_same_is_used_as_accelerate_documents_it(tmp_path, capsys) -> None:
     names: set[str] = set()
     module = Used(drivetrain, names)

@@ -106,6 +106,7 @@ def run(folder: Path, *, batch_size: int, accumulation: int, resume: bool, **set
         (16, 1, "16 (batches of 16 x 1 processes x 1 micro-batches)", "batches of 8"),
     ],
 )
+@pytest.mark.default_cases("4-2-None-None", "8-1-None-None")
 def test_a_resume_with_other_steps_is_told_with_both_sizes_and_what_keeps_them(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

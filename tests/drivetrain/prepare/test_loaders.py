@@ -109,6 +109,7 @@ class NumpySampler(Sampler[int]):
         return 40
 
 
+@pytest.mark.slow
 def test_the_order_follows_what_was_seeded_and_is_rank_0s_on_every_rank(run_ranks) -> None:
     first, second = run_ranks(orders_by_seed)
     for name in first:

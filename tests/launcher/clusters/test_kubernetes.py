@@ -59,6 +59,7 @@ def test_a_log_whose_connection_broke_goes_on_without_a_line_twice(
 
 
 @needs_kubectl
+@pytest.mark.slow
 def test_a_job_is_found_again_and_cancelled(drivetrain: Callable, script: Callable, tmp_path: Path) -> None:
     script("print(1)", "train.py")
     cluster = PlayedCluster()

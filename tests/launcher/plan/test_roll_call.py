@@ -4,6 +4,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import pytest
+
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes
 from processes import free_port
@@ -54,6 +56,7 @@ def test_a_node_whose_node_0_never_comes_says_so() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_nodes_with_the_same_rank_are_told() -> None:
     place = meeting(timeout_seconds=3)
     said = sorted(
@@ -64,6 +67,7 @@ def test_two_nodes_with_the_same_rank_are_told() -> None:
     assert "2 of 3 nodes came" in said[1]
 
 
+@pytest.mark.slow
 def test_nodes_that_were_told_different_numbers_are_told() -> None:
     place = meeting(num_nodes=2, timeout_seconds=5)
     said = outcomes([StaticNodes(place, rank=0), StaticNodes(replace(place, num_nodes=3), rank=1)])

@@ -107,6 +107,7 @@ def test_interrupting_lets_every_rank_save(started_with_torch: Callable, script:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_second_interrupt_kills(started_with_torch: Callable, script: Callable) -> None:
     script(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready')\ntime.sleep(100)\n"
@@ -193,6 +194,7 @@ def test_ranks_stop_when_their_launcher_dies(started: Callable, script: Callable
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_rank_that_does_not_stop_is_killed_when_its_launcher_has_died(
     started_with_torch: Callable, script: Callable
 ) -> None:
@@ -319,6 +321,7 @@ def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
 @pytest.mark.parametrize(
     "meeting", [("c10d", "--rdzv-id", "both"), pytest.param(("static",), marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_two_nodes_meet(started_with_torch: Callable, script: Callable, meeting: tuple[str, ...]) -> None:
     script(
         "import os\n"

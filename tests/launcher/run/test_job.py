@@ -163,6 +163,7 @@ def test_node_0_says_if_its_address_is_another_machines(capsys: pytest.CaptureFi
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_port_in_use_is_named_with_what_it_follows_from(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:

@@ -243,6 +243,7 @@ def on_loopback(started: Callable, *flags: str) -> list:
     return nodes if ranks == ["0", "1"] else nodes[::-1]
 
 
+@pytest.mark.slow
 def test_on_one_machine_a_node_that_dies_is_left_behind(
     started_with_torch: Callable, script: Callable, tmp_path: Path
 ) -> None:

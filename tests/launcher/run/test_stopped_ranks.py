@@ -48,6 +48,7 @@ def test_a_rank_that_stands_still_is_named_and_killed_at_the_limit(ranks: Ranks)
     assert stopped.explain(failure(first)).error == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_is_told_and_a_pause_of_all_has_no_limit(ranks: Ranks) -> None:
     said: list[str] = []
     stopped = StoppedRanks(said.append, limit_seconds=2.0, may_pause=True)
@@ -74,6 +75,7 @@ def test_ranks_that_stand_still_end_with_the_others(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -ending
 
 
+@pytest.mark.slow
 def test_the_launch_ends_once_another_rank_has_failed(started_with_torch: Callable, script: Callable) -> None:
     script(
         "import os, signal, time\n"

@@ -109,6 +109,7 @@ subprocess.run([sys.executable, "-c", ask], check=True)
     ids=["plain", "preloaded", "elastic"],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.default_cases("2-plain")
 def test_a_child_that_a_rank_starts_before_it_connects_is_known_as_one(
     flags: tuple[str, ...], num_ranks: int, drivetrain: Callable, script: Callable
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_child_that_a_rank_starts_before_it_connects_is_known_as_one(
         assert (itself, child) == ("None", own if num_ranks > 1 else "None")
 
 
+@pytest.mark.slow
 def test_a_program_may_start_the_rank(drivetrain: Callable, script: Callable) -> None:
     script(CHILD)
     done = drivetrain("launch", "--cpu", "--num-processes", "2", "--program", sys.executable, "script.py")

@@ -210,6 +210,7 @@ for megabytes in (20, 1200):
 
 
 @resettable
+@pytest.mark.slow
 def test_a_large_child_that_began_and_ended_in_the_block_is_told_by_getrusage(python: str) -> None:
     done = subprocess.run([python, "-c", ENDED_CHILD], capture_output=True, text=True, check=True)
     small, large = done.stdout.split()

@@ -100,6 +100,7 @@ def test_platforms_that_are_down_share_the_time_at_the_end(tmp_path: Path) -> No
     assert drain_time.left() == 0
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_platforms_library_ends_neither_the_run_nor_the_delivery(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

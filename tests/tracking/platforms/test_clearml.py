@@ -165,6 +165,7 @@ def check_killed_trackers(
     assert read_rows(events_of(tmp_path, sessions_of(tmp_path))) == expected
 
 
+@pytest.mark.slow
 def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
     check_killed_trackers(tmp_path)
 

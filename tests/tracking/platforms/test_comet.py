@@ -168,6 +168,7 @@ def check_killed_trackers(
         assert head["resume_strategy"] == ("create" if is_first else "get")
 
 
+@pytest.mark.slow
 def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
     check_killed_trackers(tmp_path)
 
@@ -191,6 +192,7 @@ def test_an_option_with_a_value_that_is_not_allowed_is_refused_before_anything_i
 
 
 @pytest.mark.parametrize("state", ["finished", "failed", "killed"])
+@pytest.mark.default_cases("killed")
 def test_an_archive_says_how_the_run_ended(tmp_path: Path, state: RunState) -> None:
     tracker = CometTracker(tmp_path)
     tracker.start("run", {"a": {"b": 1}, "a|b": 2})

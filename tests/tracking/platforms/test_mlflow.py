@@ -213,6 +213,7 @@ def check_killed_trackers(
     assert list(read_rows(client, run).values()) == numbered_rows(num_records)
 
 
+@pytest.mark.slow
 def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:
     check_killed_trackers(tmp_path, store, "killed", num_records=24)
 

@@ -151,6 +151,7 @@ def check_killed_trackers(
     ]
 
 
+@pytest.mark.slow
 def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
     check_killed_trackers(tmp_path)
 

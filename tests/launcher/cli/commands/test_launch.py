@@ -128,6 +128,7 @@ def test_a_dry_run_prints_the_plan_alone(drivetrain: Callable, script: Callable)
 
 
 @pytest.mark.parametrize("name", ["json.py", "signal.py", "plan.py"])
+@pytest.mark.default_cases("signal.py")
 def test_a_script_may_be_called_as_a_module_is(drivetrain: Callable, script: Callable, name: str) -> None:
     script("print('mine')", name)
     done = drivetrain("launch", name)

@@ -112,6 +112,7 @@ def test_an_accelerate_file_for_fsdp_is_what_the_run_gets(applied: Callable) -> 
 
 
 @pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.slow
 def test_an_accelerate_file_for_deepspeed_is_what_the_run_gets(applied: Callable) -> None:
     found = applied(PARTITIONED)
     assert found["run.backend"] == ["deepspeed", "run.yaml:12"]

@@ -96,6 +96,7 @@ def test_the_first_cause_is_shown_not_the_connection_that_it_broke(workers: Work
         (lambda: sys.exit("no"), "SystemExit: no"),
     ],
 )
+@pytest.mark.slow
 def test_the_end_of_a_process_is_told(workers: Workers, end: Any, text: str) -> None:
     with pytest.raises(RankFailedError, match=text):
         workers.run(lambda: end() if os.environ["RANK"] == "0" else time.sleep(100))

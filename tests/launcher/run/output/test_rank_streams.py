@@ -130,6 +130,7 @@ def test_in_pipes_outputs_stay_apart_rank_0_is_unchanged_and_others_are_marked(
         (("--show-ranks", "1"), ["[rank 1] rank 1"]),
     ],
 )
+@pytest.mark.default_cases("flags0-expected0")
 def test_what_is_shown_can_be_chosen(
     drivetrain_with_torch: Callable, script: Callable, flags: tuple[str, ...], expected: list[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_so_many_last_lines_as_asked_for_are_shown_again_before_the_traceback(
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_100_megabytes_pass_complete_and_in_order(drivetrain_with_torch: Callable, script: Callable) -> None:
     script(
         "import os, sys\n"

@@ -37,6 +37,7 @@ def seen_by(launched: object) -> list[dict[str, object]]:
     return sorted(found, key=lambda seen: seen["rank"])
 
 
+@pytest.mark.slow
 def test_a_forked_rank_sees_what_a_fresh_one_sees(drivetrain_with_torch: Callable, script: Callable) -> None:
     script(TELLS)
     rest = ("script.py", "--lr", "a b")
