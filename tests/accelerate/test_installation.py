@@ -51,6 +51,7 @@ def test_other_distributions_are_found_as_before() -> None:
 
 
 @needs_real
+@pytest.mark.slow
 def test_uninstall_gives_the_real_package_back() -> None:
     code = (
         "import drivetrain_accelerate as d; d.install(); import accelerate; d.uninstall(); print(d.is_installed()); "

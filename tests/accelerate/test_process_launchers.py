@@ -24,6 +24,7 @@ def test_processes_have_the_settings_of_the_one_that_launches_them(
     assert found == [["bf16", least]] * 2  # not strict, the smallest is the sum, as in Accelerate
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_told() -> None:
     def fails() -> None:
         raise KeyError("reason")

@@ -245,6 +245,7 @@ class TestPrune:
         with pytest.raises(ValueError, match=told):
             prune.PruneArguments(directory="a", **given)  # pyright: ignore[reportArgumentType]
 
+    @pytest.mark.slow
     def test_nothing_goes_while_a_run_writes_there(self, python: str, runs: Path, capsys) -> None:
         with subprocess.Popen(
             [python, "-c", HOLDER, str(runs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

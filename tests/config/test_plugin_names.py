@@ -61,6 +61,7 @@ def test_a_field_carries_its_group_and_its_other_words() -> None:
         ("colour", "turob"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_installed_or_named_beside_it_passes(name: str, value: object) -> None:
     assert notes(name, value) == []
     assert notes(name, value, "print('trains')") == []

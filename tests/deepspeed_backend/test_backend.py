@@ -105,6 +105,7 @@ def parameter_refusals(stage: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.default_cases("0", "3")
 def test_a_parameter_that_an_engine_cannot_train_is_refused_by_name(run_ranks, stage: int) -> None:
     (found,) = run_ranks(parameter_refusals, stage, num_processes=1)
     expected = {
@@ -264,6 +265,7 @@ def linear_after_a_run() -> tuple[bool, bool]:
     return bool(constructed_ones), torch.nn.functional.linear is plain
 
 
+@pytest.mark.slow
 def test_the_process_has_torchs_own_linear_again_once_a_run_is_closed(run_ranks) -> None:
     assert run_ranks(linear_after_a_run, num_processes=2) == [(True, True)] * 2
 

@@ -187,6 +187,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.slow
 def test_an_elementwise_optimizer_is_allowed(name: str) -> None:
     for stage in (2, 3):
         check_elementwise(ELEMENTWISE[name](parameters()), stage, device=CPU, num_parts=1)

@@ -55,6 +55,7 @@ def test_what_fits_is_on_the_gpu(folder: str, capsys: pytest.CaptureFixture[str]
     assert held["peak_bytes"] == sum(held[part] for part in parts)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_comes_and_a_slower_link_is_predicted_to_take_longer(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_without_a_gpu_the_host_computes(folder: str, capsys: pytest.CaptureFixt
     assert fast["prefill_seconds"] < found["prefill_seconds"]
 
 
+@pytest.mark.slow
 def test_longer_prompts_and_more_of_them_take_more(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = planned(capsys, folder, gpu=("1GB",))
     many = planned(capsys, folder, gpu=("1GB",), batch=4, seq=1024)
@@ -132,6 +134,7 @@ def test_the_plan_is_a_table_for_people(folder: str, capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.slow
 def test_accelerators_are_described_by_count_size_and_kind(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +210,7 @@ def test_the_command_line_reaches_it(folder: str, capsys: pytest.CaptureFixture[
     assert "--dtype int3: no such choice; say one of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_prompt_is_as_long_as_the_model_takes_or_as_usual(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ def image(pipeline: Any, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.default_cases("flux-disk", "stable_diffusion-copied")
 def test_images_are_the_same_and_weights_come_before_they_are_used(
     pipeline: Any, way: str, tmp_path: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_models_come_one_after_the_other(pipeline: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["one file", "shards"])
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.default_cases("cpu-None-shards", "disk-fp16-one file")
 def test_what_was_saved_is_loaded_from_its_folder(
     unet_pipeline: Any, tmp_path: Path, options: dict[str, str], variant: str | None, place: str
 ) -> None:
@@ -285,6 +287,7 @@ class TestWhatUsersDo:
 
     @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # transformers
     @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.default_cases("disk")
     def test_it_is_saved(self, unet_pipeline: Any, way: str, tmp_path: Path) -> None:
         expected = image(unet_pipeline)
         dispatch(unet_pipeline, way, tmp_path)

@@ -15,6 +15,7 @@ CHECKS = Path(__file__).with_name("accelerator_checks.py")
 @pytest.mark.timeout(400)  # the device is compiled first
 @pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_device_is_used_as_the_checks_say(python: str, chosen: str) -> None:
     """In a process of its own, since torch knows a new device for good."""
     command = [python, "-m", "pytest", "-q", "-m", chosen, str(CHECKS)]

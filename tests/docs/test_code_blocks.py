@@ -34,11 +34,13 @@ def run_text(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_blocks_share_a_namespace_in_the_pages_order(tmp_path: Path) -> None:
     done = run_page(tmp_path, "x = 1", "assert x == 1", "assert __name__ == '__main__'")
     assert "3 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_page_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
     done = run_page(tmp_path, "import pathlib; pathlib.Path('written').write_text('')")
     assert "1 passed" in done.stdout, done.stdout
@@ -58,13 +60,14 @@ def test_a_page_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
         ),
     ],
 )
-@pytest.mark.default_cases("assert 1 == 2-AssertionError")
+@pytest.mark.slow
 def test_a_block_that_fails_is_one_failed_test(tmp_path: Path, block: str, said: str) -> None:
     done = run_page(tmp_path, block, "y = 1")
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_other_blocks_are_not_run(tmp_path: Path) -> None:
     assert "no tests ran" in run_page(tmp_path, "1 / 0", fence="```console").stdout
 
@@ -78,6 +81,7 @@ def test_other_blocks_are_not_run(tmp_path: Path) -> None:
         ("'seconds', 0.123", "minutes ...", "1 failed, 1 passed"),
     ],
 )
+@pytest.mark.default_cases("1 + 1-2-2 passed")
 def test_text_behind_a_block_is_what_it_prints(
     tmp_path: Path, printed: str, shown: str, outcome: str
 ) -> None:
@@ -85,6 +89,7 @@ def test_text_behind_a_block_is_what_it_prints(
     assert outcome in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_text_elsewhere_is_compared_with_nothing(tmp_path: Path) -> None:
     done = run_text(tmp_path, "# Page\n\n```python\nprint(1)\n```\n\nA word.\n\n```text\n2\n```\n")
     assert "2 passed" in done.stdout, done.stdout

@@ -16,6 +16,7 @@ def findings(checks: list[dict]) -> list[tuple[str, str]]:  # type: ignore[type-
     return [(each["severity"], each["what"]) for check in checks for each in check["findings"]]
 
 
+@pytest.mark.slow
 def test_a_host_with_faults_names_each_with_its_mend_and_exits_with_1(
     drivetrain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_two_ranks_are_measured_and_json_holds_the_numbers(
         (("train.py",), "'train.py': not expected here"),
     ],
 )
+@pytest.mark.slow
 def test_impossible_requests_are_refused(drivetrain: Callable, arguments: tuple[str, ...], told: str) -> None:
     done = drivetrain("doctor", *arguments)
     assert (done.returncode, told in done.stderr) == (2, True), done.stderr

@@ -34,6 +34,7 @@ def whats(check: dict[str, Any]) -> list[str]:
     return [finding["what"] for finding in check["findings"]]
 
 
+@pytest.mark.slow
 def test_two_doctors_on_one_machine_meet_and_check_together(python: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])

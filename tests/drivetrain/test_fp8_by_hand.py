@@ -67,7 +67,7 @@ def test_a_gather_in_fp8_that_does_not_happen_is_an_error_for_a_model_converted_
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.default_cases("True")
+@pytest.mark.slow
 def test_a_model_of_another_accelerator_is_refused_as_prepared_already(compiled: bool) -> None:
     model = net()
     prepared = make().prepare(torch.compile(model, backend="eager") if compiled else model)

@@ -191,6 +191,7 @@ def released(mode: str, *, all_gather: bool) -> tuple[Tensor, nn.Sequential]:
         return plain(rows()), plain
 
 
+@pytest.mark.slow
 def test_a_released_model_is_plain_and_computes() -> None:
     output, model = released("fp8", all_gather=True)
     expected, _ = released("fp8", all_gather=False)

@@ -29,12 +29,13 @@ def test_token_counts_shows_the_error_that_count_removes(run_example: Callable, 
     assert number(r"backward\(sum, count=n\): the gradient is ([\d.]+) % off", shown) == 0
 
 
+@pytest.mark.slow
 def test_evaluation_is_exact_on_an_uneven_tail(run_example: Callable, num_processes: int) -> None:
     shown = run_example("evaluation.py", num_processes=num_processes).stdout
     assert "103 points, accuracy 0.291262\n73 were wrong, the first: point 0, point 1, point 2\n" in shown
 
 
-@pytest.mark.default_cases("1")
+@pytest.mark.slow
 def test_two_models_learn_the_ring(run_example: Callable, num_processes: int) -> None:
     shown = run_example("two_models.py", "--steps", "400", num_processes=num_processes).stdout
     assert number(r"lie ([\d.]+) from the ring", shown) < 0.5

@@ -65,7 +65,7 @@ def test_refuses_to_mix_two_runs_in_one_folder(run_example: Callable, finished: 
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.default_cases("1")
+@pytest.mark.slow
 def test_resumes_exactly_on_any_number_of_processes(
     run_example: Callable, finished: Path, tmp_path: Path, num_processes: int
 ) -> None:

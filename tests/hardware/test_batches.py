@@ -76,6 +76,7 @@ def reads_nested_batches(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.default_cases
 def test_nested_batches_are_copied_ahead_leaf_by_leaf(
     on_device: Callable[..., list[object]], num_workers: int
 ) -> None:

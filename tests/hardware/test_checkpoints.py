@@ -194,6 +194,7 @@ def loads_the_newest(folder: Path) -> int:
     return step
 
 
+@pytest.mark.default_cases
 def test_what_is_written_has_arrived_from_the_device(
     on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_what_is_written_has_arrived_from_the_device(
     on_device(stages_in_pinned_memory, tmp_path / "b")
 
 
+@pytest.mark.default_cases
 def test_ranks_save_what_each_has_on_its_device(
     on_device: Callable[..., list[object]], tmp_path: Path
 ) -> None:
@@ -218,7 +220,7 @@ def test_much_is_saved_as_it_was_and_loaded_straight_to_the_device(
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-@pytest.mark.default_cases("ddp")
+@pytest.mark.default_cases
 def test_a_run_goes_on_at_another_number_of_ranks(
     on_device: Callable[..., list[object]], backend: str, tmp_path: Path
 ) -> None:
@@ -237,7 +239,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(
 @pytest.mark.parametrize(
     "delay_share", [0.5, 1.5]
 )  # of a save's time: in the first one after, or a later one
-@pytest.mark.default_cases("0.5")
+@pytest.mark.default_cases
 def test_after_a_kill_in_a_save_the_newest_valid_checkpoint_loads(
     on_device: Callable[..., list[object]],
     device: str,

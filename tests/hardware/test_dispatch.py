@@ -205,7 +205,7 @@ def test_the_link_is_measured(on_device: Callable[..., list[Any]], device: str, 
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-@pytest.mark.default_cases("disk")
+@pytest.mark.default_cases
 def test_the_device_computes_with_what_is_elsewhere(
     on_device: Callable[..., list[object]], place: str, tmp_path: Path
 ) -> None:

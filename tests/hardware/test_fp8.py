@@ -177,7 +177,7 @@ def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.default_cases("tensorwise", "nvfp4")
+@pytest.mark.default_cases("nvfp4")
 def test_a_recipe_of_torchao_learns_as_bf16_does_or_is_refused_by_name(
     on_device: Callable[..., list[object]], scaling: str, tmp_path: Path
 ) -> None:

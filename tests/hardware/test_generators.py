@@ -131,7 +131,7 @@ def test_a_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-@pytest.mark.default_cases("ddp")
+@pytest.mark.default_cases
 def test_ranks_go_on_bit_for_bit_in_the_middle_of_an_epoch(
     on_device: Callable[..., list[object]], backend: str, tmp_path: Path
 ) -> None:

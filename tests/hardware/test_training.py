@@ -155,7 +155,7 @@ def test_one_process_waits_for_nothing_but_an_overflow(on_device: Callable[..., 
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-@pytest.mark.default_cases("ddp")
+@pytest.mark.default_cases
 def test_ranks_wait_for_nothing_but_an_overflow(backend: str, on_device: Callable[..., list[object]]) -> None:
     on_device(compare_all, CASES, backend, num_processes=2)
 
@@ -209,6 +209,7 @@ def train_in_bf16(update: str, cpu: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("update", ["kahan", "stochastic"])
+@pytest.mark.default_cases
 def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(
     on_device: Callable[..., list[object]], update: str
 ) -> None:

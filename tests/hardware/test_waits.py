@@ -118,6 +118,7 @@ def test_a_step_waits_for_nothing(on_device: Callable[..., list[object]], mode: 
 
 
 @pytest.mark.parametrize("way", DOCUMENTED.values(), ids=DOCUMENTED)
+@pytest.mark.default_cases
 def test_a_step_waits_as_often_as_is_documented(
     on_device: Callable[..., list[object]], way: Way, tmp_path: Path
 ) -> None:

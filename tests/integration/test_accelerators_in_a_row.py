@@ -40,6 +40,7 @@ def test_three_in_a_row_meet_again_where_rank_0_hosts_the_store(run_ranks_script
         assert (done.returncode, done.stdout, done.stderr) == (0, "1 True\n", ""), done
 
 
+@pytest.mark.slow
 def test_three_in_a_row_meet_again_in_the_store_of_an_agent(run_ranks_script) -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     source = FOLD + "print(len({fold('ddp') for _ in range(3)}), fold('fsdp') == fold('fsdp'))"

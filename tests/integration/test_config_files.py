@@ -54,6 +54,7 @@ def test_yes_takes_every_recommendation_and_a_launch_finds_the_file(
     )
 
 
+@pytest.mark.slow
 def test_a_launch_tells_once_of_a_file_that_it_found_and_not_of_one_that_was_named(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_wrong_number_is_asked_again_with_the_error(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", pytest.param("dumb", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ctrl_c_writes_nothing(opened: Open, tmp_path: Path, term: str) -> None:
     terminal = opened(term=term)
     terminal.wait_for("How many machines train together")
@@ -111,6 +112,7 @@ def test_ctrl_c_writes_nothing(opened: Open, tmp_path: Path, term: str) -> None:
     assert not (tmp_path / "drivetrain.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_move_its_cursor_gets_numbered_lines(opened: Open, tmp_path: Path) -> None:
     terminal = opened("--num-nodes", "1", "--num-processes", "2", "--project-dir", "none", term="dumb")
     terminal.wait_for(r"Number of the answer, from 1 to 3 \[1\]:")

@@ -254,7 +254,7 @@ def ways() -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "num_ranks"), ways())
-@pytest.mark.default_cases("ddp-tensorwise-2")
+@pytest.mark.slow
 def test_it_trains_as_a_plain_loop_does_resumes_exactly_and_is_exported(
     run_ranks: Any, request: pytest.FixtureRequest, tmp_path: Path, way: Way, num_ranks: int
 ) -> None:

@@ -60,7 +60,7 @@ def gathered_nested(kind: str, length: int, even: str, dispatch: bool) -> list[i
         ("stream", "uneven", True),
     ],
 )
-@pytest.mark.default_cases("map-uneven-False-24-4", "stream-uneven-True-1-4", "map-pad-False-25-4")
+@pytest.mark.slow
 def test_nested_outputs_come_once_and_in_order(
     run_ranks, num_processes: int, length: int, kind: str, even: str, dispatch: bool
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_step_after_the_models_were_released_is_refused() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.slow
 def test_a_save_whose_copies_are_pending_keeps_no_accelerator(tmp_path) -> None:
     gc.collect()
     gc.disable()

@@ -95,6 +95,7 @@ def test_nothing_of_a_script_runs_and_torch_is_not_imported(tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_script_is_checked_in_a_fraction_of_a_second_of_one_core() -> None:
     command = [sys.executable, "-m", "drivetrain_launcher", "lint", str(ROOT / "examples" / "train_bytes.py")]
     used: list[float] = []

@@ -39,7 +39,7 @@ FEW = (EIGHT, "bitsandbytes AdamW8bit")
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
-@pytest.mark.default_cases(EIGHT)
+@pytest.mark.slow
 def test_training_goes_on_bit_for_bit_in_one_process(tmp_path: Path, name: str) -> None:
     dtype = torch.bfloat16 if "rounding" in name else torch.float32
     whole = run(tmp_path / "whole", name, 0, 4, dtype=dtype)
@@ -131,6 +131,7 @@ def cut(folder: str) -> tuple[list[str], list[list[float]], list[str]]:
         return forms(optimizer), [one.flatten().tolist() for one in found], messages
 
 
+@pytest.mark.slow
 def test_shards_that_cut_blocks_keep_the_values_in_floating_point_and_it_is_said(
     run_ranks, tmp_path: Path
 ) -> None:
@@ -170,7 +171,7 @@ def mixed(folder: str, rows: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("rows", "expected"), [(127, ("OptimState8bit", "Tensor")), (129, ("Tensor", "OptimState8bit"))]
 )
-@pytest.mark.default_cases("127-expected0")
+@pytest.mark.slow
 def test_a_state_in_8_bits_on_some_ranks_only_is_saved_with_its_values(
     run_ranks, tmp_path: Path, rows: int, expected: tuple[str, str]
 ) -> None:

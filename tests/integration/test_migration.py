@@ -92,7 +92,7 @@ def goes_on(folder: str, project_dir: str, backend: str) -> tuple[list[float], f
     ],
 )
 @pytest.mark.usefixtures("deepspeed_operators")
-@pytest.mark.default_cases("fsdp-True", "deepspeed-0-True")
+@pytest.mark.slow
 def test_the_next_losses_are_those_of_one_process_that_went_on(
     run_ranks, tmp_path: Path, backend: str, safe: bool
 ) -> None:

@@ -106,6 +106,7 @@ def test_zero_refuses_state_that_it_cannot_divide_before_it_is_lost(
     run_ranks(refuse_under_zero, str(tmp_path), timeout_seconds=150)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_kind_of_optimizer_is_refused(tmp_path) -> None:
     run(tmp_path / "hooked", Hooked, 1, resume=False)
     run(tmp_path / "plain", PlainSGD, 1, resume=False)

@@ -86,6 +86,7 @@ def second_part(folder: Path):
     return run(folder, resume=True)
 
 
+@pytest.mark.slow
 def test_a_resume_at_another_world_size_says_what_became_of_the_generators(run_ranks, tmp_path) -> None:
     run_ranks(first_part, tmp_path, num_processes=2)
     first, again = (run_ranks(resumed_draw, tmp_path, num_processes=1)[0] for _ in range(2))

@@ -166,7 +166,7 @@ def test_a_program_that_goes_on_after_its_stop_is_ended_by_a_signal(run_ranks_sc
 @pytest.mark.parametrize(
     ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
 )
-@pytest.mark.default_cases("True-15")
+@pytest.mark.slow
 def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
     tmp_path: Path, python: str, to_launcher: bool, number: signal.Signals
 ) -> None:

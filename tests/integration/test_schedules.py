@@ -94,6 +94,7 @@ def test_a_scheduler_left_out_is_refused_before_a_wrong_step() -> None:
     refuse_lone_schedulers("single")
 
 
+@pytest.mark.slow
 def test_a_scheduler_left_out_is_refused_on_ranks(run_ranks) -> None:
     for backend in ("ddp", "fsdp"):
         run_ranks(refuse_lone_schedulers, backend)

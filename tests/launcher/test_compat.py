@@ -71,6 +71,7 @@ ATTEMPT = ["_rendezvous", "_start_workers", "_monitor_workers", "_shutdown"]
     ("restarts", "calls", "remaining", "codes"),
     [("take", [*ATTEMPT, *ATTEMPT], [1, 0], [1, 0]), ("forgo", ATTEMPT, [1, 0], [1])],
 )
+@pytest.mark.slow
 def test_the_agent_calls_what_is_overridden_and_tells_exit_codes_and_restarts(
     python: str, tmp_path: Path, restarts: str, calls: list[str], remaining: list[int], codes: list[int]
 ) -> None:
@@ -106,6 +107,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_ranks_are_started_by_a_function_within_the_block_alone(python: str, tmp_path: Path) -> None:
     *written, seen = output_of(python, STARTS, str(tmp_path)).splitlines()
     assert json.loads(seen) == [[0, "4", [False, False]], [1, "5", [True, False]]]

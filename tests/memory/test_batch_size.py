@@ -80,6 +80,7 @@ def test_any_other_error_comes_through_at_once() -> None:
     assert tried == [128]
 
 
+@pytest.mark.slow
 def test_if_none_fits_it_says_what_was_tried_and_what_failed() -> None:
     @find_executable_batch_size(starting_batch_size=2)
     def train(batch_size: int) -> None:
@@ -110,6 +111,7 @@ def test_what_a_failed_try_held_is_given_back() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_another_rule_may_reduce() -> None:
     tried: list[int] = []
 
@@ -227,7 +229,7 @@ def cases(find: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("kind", cases(find_executable_batch_size))
-@pytest.mark.default_cases("a method", "a partial function", "a static method")
+@pytest.mark.default_cases("a method")
 def test_the_size_goes_to_the_argument_after_the_object(kind: str) -> None:
     assert cases(partial(find_executable_batch_size, starting_batch_size=4))[kind]() == ("object", 2, 0.1)
 
@@ -300,12 +302,13 @@ PICKLED = {
 
 @pytest.mark.parametrize("kind", PICKLED)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.default_cases("5-a method", "5-a static method")
+@pytest.mark.slow
 def test_what_searches_is_pickled_and_still_does(kind: str, protocol: int) -> None:
     search: Any = pickle.loads(pickle.dumps(PICKLED[kind], protocol))
     assert search(rate=0.1) == (0.1 if kind == "a function" else ("object", 2, 0.1))
 
 
+@pytest.mark.slow
 def test_a_method_is_copied_with_its_object() -> None:
     one = Trainer()
     one.name = "another"

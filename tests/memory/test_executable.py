@@ -19,6 +19,7 @@ def test_a_batch_above_the_start_is_refused() -> None:
         accumulation_steps(4, 8)
 
 
+@pytest.mark.slow
 def test_an_answer_is_remembered_and_saved() -> None:
     answer, tried = ExecutableBatchSize(), []
 
@@ -36,6 +37,7 @@ def test_an_answer_is_remembered_and_saved() -> None:
     assert later == answer
 
 
+@pytest.mark.slow
 def test_a_rank_gives_up_what_did_not_fit_elsewhere() -> None:
     said, told = iter([TryOutcome.OUT_OF_MEMORY, TryOutcome.OUT_OF_MEMORY, TryOutcome.FITS]), []
 

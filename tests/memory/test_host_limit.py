@@ -68,6 +68,7 @@ def test_without_a_limit_the_block_runs_as_it_is() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits private memory by RLIMIT_DATA")
+@pytest.mark.slow
 def test_allocations_beyond_the_limit_fail_and_the_limit_ends_with_the_block(python: str) -> None:
     done = subprocess.run(
         [python, "-c", SCRIPT], env=environment_alone(), capture_output=True, text=True, timeout=60

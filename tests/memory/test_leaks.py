@@ -49,6 +49,7 @@ def assert_named(name: str, found: dict[str, Any]) -> None:
     assert first["rate"] > 200
 
 
+@pytest.mark.slow
 def test_planted_leaks_are_found_and_named(python: str) -> None:
     for name, found in zip(
         IN_DEFAULT_STAGE, watched(python, "planted_leaks.py", *IN_DEFAULT_STAGE), strict=True

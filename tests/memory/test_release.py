@@ -72,6 +72,7 @@ def test_objects_are_empty_before_the_callers_names_go() -> None:
     assert held == []
 
 
+@pytest.mark.slow
 def test_what_another_model_or_optimizer_uses_keeps_its_values() -> None:
     base, head = nn.Linear(4, 4), nn.Linear(4, 4)
     head.weight = base.weight

@@ -81,6 +81,7 @@ def test_a_recipe_given_in_code_is_that_of_the_policy() -> None:
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_fp8_where_it_cannot_run_is_an_error_and_bf16_must_be_asked_for() -> None:
     settings = PrecisionSettings(fp8_recipe="torchao_nvfp4")
     with pytest.raises(
@@ -94,6 +95,7 @@ def test_fp8_where_it_cannot_run_is_an_error_and_bf16_must_be_asked_for() -> Non
 
 @pytest.mark.parametrize("kind", ["meta", "mps"])
 @needs_torchao
+@pytest.mark.slow
 def test_a_device_that_no_recipe_runs_on_names_what_each_needs(kind: str) -> None:
     with pytest.raises(PrecisionError, match=r"no recipe runs here \(.*torchao_rowwise: it needs a Hopper"):
         choose_policy("fp8", torch.device(kind))

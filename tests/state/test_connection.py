@@ -227,6 +227,7 @@ except ConnectError as error:
     assert f"rank 0 cannot listen on 127.0.0.1:{port}: the port is in use" in first.stdout, first
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_said(run_ranks_script) -> None:
     source = (
         SCRIPT.replace("timeout_seconds=20", "timeout_seconds=2")

@@ -98,6 +98,7 @@ def test_a_rank_in_a_room_that_rank_0_has_left_follows_it_into_the_next(agent: T
         assert second.result(timeout=20) is not None
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_before_rank_0_has_left_waits_for_its_next_store(
     run_ranks_script: Callable,
 ) -> None:

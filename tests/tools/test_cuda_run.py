@@ -40,6 +40,7 @@ def test_what_the_packages_need_is_named_as_it_is_imported() -> None:
         (["--out", __file__], 2, "no folder can be made there (File exists); name another one"),
     ],
 )
+@pytest.mark.slow
 def test_without_a_card_nothing_is_run_and_that_is_said(
     words: list[str], code: int, said: str, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def run_session(folder: Path, *, minutes: float, missing: str = "", **files: str
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_what_has_never_passed_on_a_card_comes_first_and_what_is_not_begun_fails_the_run(
     tmp_path: Path,
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_file_that_imports_what_is_known_to_be_missing_is_skipped_by_name(tmp_
     assert (code, "No module named 'gone'" in said) == (2, True), said
 
 
+@pytest.mark.slow
 def test_a_run_that_chooses_nothing_is_no_success(tmp_path: Path) -> None:
     code, said = run_session(tmp_path, minutes=1, test_each="def test_without_a_card(): pass\n")
     assert code == pytest.ExitCode.NO_TESTS_COLLECTED, said
@@ -131,6 +134,7 @@ def test_every_test_that_only_a_card_can_show_is_run_on_one(tmp_path: Path) -> N
     assert "[simulated" not in done.stdout
 
 
+@pytest.mark.slow
 def test_without_what_the_packages_need_benchmarks_are_skipped_and_say_why(tmp_path: Path) -> None:
     """In a Python that finds torch, but neither numpy nor xxhash."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -20,6 +20,7 @@ def aim_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     run.close()
 
 
+@pytest.mark.slow
 def test_aim_stores_a_value_with_its_time_and_finds_the_run_in_its_index(aim_run: Any) -> None:
     context = pytest.importorskip("aim.storage.context").Context({"attempt": 2})
     compat.aim_track(aim_run, 0.5, time=1.25, name="loss", step=3, context={"attempt": 2})

@@ -139,6 +139,7 @@ def test_threads_log_in_one_order(tmp_path: Path) -> None:
     assert reader.num_damaged == 0
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_process_does_not_grow_with_calls(tmp_path: Path) -> None:
     group = TrackerGroup([JSONLTracker(tmp_path)])
     group.start("run")

@@ -2,6 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from drivetrain_tracking.spool.spool_reader import SpoolReader
 
 # How a run ends -> the state in the last line of its log; None if it has no last line.
@@ -25,6 +27,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_the_log_says_how_a_run_ended_as_far_as_its_process_can(tmp_path: Path) -> None:
     program = [sys.executable, str(Path(__file__).with_name("run_ends.py"))]
     started = {

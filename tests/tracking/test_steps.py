@@ -30,6 +30,7 @@ def test_steps_that_a_resumed_run_logs_again_are_an_attempt_of_their_own(tmp_pat
     assert attempts(tmp_path)[5:] == [*((2, step) for step in (3, 4, 5, 6)), (3, 6), (3, 7)]
 
 
+@pytest.mark.slow
 def test_a_long_event_hides_no_step(tmp_path: Path) -> None:
     run(tmp_path, [1, 2, 3])
     for _ in range(2):  # resumed and ended before a step was logged, with a long event each

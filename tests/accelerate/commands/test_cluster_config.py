@@ -101,7 +101,7 @@ def test_values_given_in_code_are_as_with_the_real_one() -> None:
 
 @pytest.mark.parametrize("name", ["a.json", "a.yaml"])
 @pytest.mark.parametrize("kind", [ours.BaseConfig, ours.ClusterConfig])
-@pytest.mark.default_cases("ClusterConfig-a.yaml")
+@pytest.mark.slow
 def test_a_pipe_and_levels_without_end_are_refused(name: str, kind: Any, tmp_path: Path) -> None:
     path = tmp_path / name
     reads = [

@@ -236,6 +236,7 @@ def shown_on_a_rank() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_loader_shows_the_batches_of_its_process_as_the_real_one(run_ranks: Any) -> None:
     for found in (shown_on_a_rank(), *run_ranks(shown_on_a_rank)):
         for case, theirs in found.items():

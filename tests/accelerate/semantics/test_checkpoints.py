@@ -121,6 +121,7 @@ def test_counted_micro_batches(tmp_path: Path) -> None:
     assert found == [2, 0, 0]
 
 
+@pytest.mark.slow
 def test_an_open_window(tmp_path: Path) -> None:
     """`save_state` in an open window of accumulation"""
     found: list[list[int]] = []
@@ -198,6 +199,7 @@ def numbered(side: Side, folder: Path, *, loads: bool) -> Any:
     return taken
 
 
+@pytest.mark.slow
 def test_numbers_after_a_load(tmp_path: Path) -> None:
     """automatic checkpoints of a second run in one folder, after `load_state`"""
     first = ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
@@ -206,6 +208,7 @@ def test_numbers_after_a_load(tmp_path: Path) -> None:
     assert others == [[*first, 3.0, "checkpoint_3", 4.0]] * 2
 
 
+@pytest.mark.slow
 def test_numbers_without_a_load(tmp_path: Path) -> None:
     """automatic checkpoints of a second run without `load_state`"""
     theirs, *others = (said(partial(numbered, side, tmp_path / side.name, loads=False)) for side in SIDES)

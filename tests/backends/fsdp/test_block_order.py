@@ -178,6 +178,7 @@ def trained_in_many_ways() -> list[bool]:
     return moved
 
 
+@pytest.mark.slow
 def test_ranks_that_run_the_same_blocks_are_left_alone(run_ranks) -> None:
     for moved in run_ranks(trained_in_many_ways):
         assert moved == [True] * len(WAYS)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.allclose(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 def test_edits_of_shards_in_a_window_are_refused_or_change_what_the_step_takes(run_ranks) -> None:
     """What a window gathers is not in `.grad` before its last backward: nothing is there to clear or clip."""
     untrained = dict(stack().state_dict())

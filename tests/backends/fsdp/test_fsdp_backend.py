@@ -33,6 +33,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_read_back_from_the_modules(run_ranks) -> None:
     for found in run_ranks(applied, "bf16", ASKED):
         assert {name: found[name] for name in ASKED} == ASKED

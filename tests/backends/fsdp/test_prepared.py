@@ -270,6 +270,7 @@ def gan_that_is_frozen_first(mode: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+@pytest.mark.slow
 def test_models_that_are_frozen_in_turns_from_the_first_step_train_in_turns(run_ranks, mode: str) -> None:
     for moved in run_ranks(gan_that_is_frozen_first, mode):
         assert moved == [True, False] * 4

@@ -77,6 +77,7 @@ def both(again: Again, mode: str, options: dict[str, object]) -> list[tuple[list
         pytest.param("fp16", {"wrap": ("Stack",)}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.default_cases("no-options0-evaluated_in_between")
 def test_it_trains_as_if_it_had_not_been_closed(run_ranks, again, mode: str, options: dict) -> None:
     for whole, resumed in run_ranks(both, again, mode, options):
         assert resumed[0] == whole[0]

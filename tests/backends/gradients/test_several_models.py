@@ -187,6 +187,11 @@ KINDS = pytest.mark.parametrize("kind", [DDPBackend, FSDPBackend])
 @KINDS
 @BY_NAME
 @CALLS
+@pytest.mark.default_cases(
+    "1-two optimizers-FSDPBackend",
+    "2-student and teacher-DDPBackend",
+    "2-actor and critic in one model-FSDPBackend",
+)
 def test_on_two_ranks(run_ranks, kind: type, name: str, calls: int) -> None:
     for found in run_ranks(train_on, kind, name, calls, False):
         assert_equal(found, train_plainly(*CASES[name], 2))

@@ -132,6 +132,7 @@ def finding(kind: str) -> tuple[str, list[bool], float]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.default_cases("ddp")
 def test_a_run_that_finds_its_scale_goes_on(run_ranks: Callable[..., list[Any]], kind: str) -> None:
     for said, skipped, scale in (*run_ranks(finding, kind), finding("single")):
         assert said == ""

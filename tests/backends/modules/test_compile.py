@@ -206,7 +206,7 @@ def under_ddp(mode: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("mode", ["no", "bf16"])
-@pytest.mark.default_cases("bf16")
+@pytest.mark.slow
 def test_ddp_adds_no_graph_break_of_ours(run_ranks, mode: str) -> None:
     for found in run_ranks(under_ddp, mode):
         for way in ("compile_whole", "compile_in_place", "compile_regions"):

@@ -51,6 +51,7 @@ def test_ddp_passes_the_contract(run_ranks, num_processes: int) -> None:
 
 
 @pytest.mark.parametrize("check", [check_ddp_with_a_static_graph, check_ddp_with_unused_parameters])
+@pytest.mark.slow
 def test_ddp_passes_the_contract_with_other_settings(run_ranks, check) -> None:
     assert len(run_ranks(check, num_processes=2, timeout_seconds=120)) == 2
 

@@ -213,6 +213,7 @@ SLOW = [name for name in WAYS if name not in FAST]
 
 
 @pytest.mark.parametrize("ways", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+@pytest.mark.slow
 def test_losses_around_the_reducer_are_averaged_when_their_window_closes(run_ranks, ways: list[str]) -> None:
     compare(*run_ranks(trained_in_ways, ways))
 

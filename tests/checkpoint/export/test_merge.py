@@ -176,6 +176,7 @@ def test_a_checkpoint_in_a_store_is_merged(tmp_path: Path, context: Context) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux keeps the peak")
+@pytest.mark.slow
 def test_memory_holds_a_file_of_the_export_at_a_time(tmp_path: Path, context: Context) -> None:
     folder = save(context, tmp_path, {f"layer{i}": torch.full((2**22,), float(i)) for i in range(16)})
     counted: list[int] = []

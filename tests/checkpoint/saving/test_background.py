@@ -203,7 +203,7 @@ print("main ends", flush=True)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.default_cases("1")
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_the_commit(
     run_ranks_script, tmp_path: Path, context: Context, num_processes: int
 ) -> None:

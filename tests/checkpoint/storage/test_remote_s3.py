@@ -62,6 +62,7 @@ def unfinished(checkpointer: Checkpointer) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_what_was_saved_last_comes_back_bit_by_bit(make) -> None:
     checkpointer = make()
     for step in (7, 3):
@@ -132,6 +133,7 @@ def test_a_damaged_one_is_passed_over(make, damage: str, caplog) -> None:
         checkpointer.load(folder)
 
 
+@pytest.mark.slow
 def test_what_another_host_has_saved_is_seen_at_once(make) -> None:
     mine, theirs = make(), make(skip_instance_cache=True)
     save(mine, 1)
@@ -244,6 +246,7 @@ def save_and_load(url: str, options: Options) -> tuple[int, int, float, list[str
         return loaded.step, loaded.per_rank["rank"], float(loaded.models["model"]["weight"].mean()), names
 
 
+@pytest.mark.slow
 def test_ranks_save_and_load_together(run_ranks, make, bucket: str, s3_options: Options) -> None:
     results = run_ranks(save_and_load, f"s3://{bucket}/run", s3_options)
     assert [result[:3] for result in results] == [(2, 0, 2.0), (2, 1, 2.0)]

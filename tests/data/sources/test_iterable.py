@@ -108,7 +108,7 @@ def test_several_workers_go_on_where_each_stood(make_shards, read_together, befo
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.default_cases("1")
+@pytest.mark.slow
 def test_a_stream_that_draws_yields_the_same_on_every_shard_and_after_a_resume(
     make_shards, read_together, workers: int
 ) -> None:

@@ -55,6 +55,9 @@ def read_numbers(kind: str, length: int, even: str, ahead: bool) -> tuple[list[i
 @pytest.mark.parametrize("kind", ["stream", "map"])
 @pytest.mark.parametrize("length", [0, 1, 8, 19])
 @pytest.mark.parametrize(("even", "ahead"), [("uneven", False), ("uneven", True), ("pad", False)])
+@pytest.mark.default_cases(
+    "uneven-True-19-map-4", "pad-False-8-stream-2", "uneven-False-1-stream-4", "pad-False-0-map-2"
+)
 def test_one_rank_reads_and_all_get_their_part(run_ranks, num_processes, kind, length, even, ahead) -> None:
     results = run_ranks(read_numbers, kind, length, even, ahead, num_processes=num_processes)
     read, plans, states = results[0]

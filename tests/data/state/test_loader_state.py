@@ -54,7 +54,7 @@ BUILDERS: dict[str, Callable[[int, int], DataLoader[Any]]] = {
 @given(
     length=st.integers(1, 120), chain=runs, epoch=st.integers(0, 3), even=st.sampled_from(["uneven", "pad"])
 )
-@pytest.mark.default_cases("shuffled", "custom")
+@pytest.mark.default_cases("shuffled")
 def test_any_chain_of_interruptions_gives_the_epoch_once_in_order(
     make_shards,
     read_together,
@@ -114,7 +114,7 @@ class Counting(Shuffling):
     drop_last=st.booleans(),
     hold=st.integers(1, 3),
 )
-@pytest.mark.default_cases("shuffled", "custom")
+@pytest.mark.default_cases("shuffled")
 def test_what_was_stepped_on_comes_once_with_any_tail_and_accumulation(
     make_shards, read_together, kind, length, chain, even, drop_last, hold
 ) -> None:

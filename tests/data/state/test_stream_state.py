@@ -29,7 +29,7 @@ def read(loader, num_steps: int | None = None) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.default_cases("1")
+@pytest.mark.slow
 def test_a_stream_goes_on_from_its_own_state_with_the_same_draws(num_workers: int) -> None:
     def build(stream: Standing):
         return shard_loader(DataLoader(stream, batch_size=3, num_workers=num_workers), Shard(0, 1), seed=5)
@@ -105,7 +105,7 @@ class Starting(Standing):
 
 @pytest.mark.parametrize("kind", [Standing, Starting])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
-@pytest.mark.default_cases("2-True-Starting")
+@pytest.mark.slow
 def test_every_epoch_begins_at_the_beginning(kind, num_workers: int, persistent: bool) -> None:
     def build():
         loader = DataLoader(kind(20), batch_size=2, num_workers=num_workers, persistent_workers=persistent)

@@ -67,7 +67,7 @@ def estimate(capsys: pytest.CaptureFixture[str], model: str, **arguments: Any) -
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.default_cases("tied")
+@pytest.mark.slow
 def test_models_of_every_kind_are_estimated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -109,6 +109,7 @@ def test_longer_batches_recomputing_and_sharding_change_what_they_should(
 
 # peft asks for a property that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.slow
 def test_adapters_train_few_weights_beside_frozen_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

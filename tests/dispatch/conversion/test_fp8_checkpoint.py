@@ -177,6 +177,7 @@ def test_gradients_go_through_a_kept_weight() -> None:
 
 @pytest.mark.parametrize("expert_width", [128, 136])
 @pytest.mark.parametrize("place", [{"": "cpu"}, {"": "disk"}, "half"])
+@pytest.mark.default_cases("half-128", "place0-136")
 def test_what_is_kept_computes_what_is_dequantised(tmp_path: Path, place: object, expert_width: int) -> None:
     wanted = published_in_fp8(tmp_path / "model", expert_width)
     how = {"max_memory": {"cpu": "800kB"}} if place == "half" else {"device_map": place}

@@ -258,6 +258,7 @@ def test_a_shard_that_is_cut_or_missing_is_named_and_nothing_changes(tmp_path: P
 @pytest.mark.parametrize("change", ["cut", "touch"])
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.default_cases("None-True-touch", "dtype1-False-cut")
 def test_a_file_that_changes_meanwhile_is_told_and_nothing_changes(
     tmp_path: Path, change: str, real: bool, dtype: torch.dtype | None
 ) -> None:
@@ -429,6 +430,7 @@ print(model[5].weight.sum().item())
 """
 
 
+@pytest.mark.slow
 def test_memory_that_ends_on_the_way_names_the_tensor_and_what_fits(python: str, tmp_path: Path) -> None:
     """The process may take the files' pages and less than four tensors of 64 MiB."""
     write(tmp_path, {f"{index}.weight": torch.full((2048, 4096), float(index)) for index in range(6)})

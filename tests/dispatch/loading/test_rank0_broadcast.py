@@ -157,6 +157,7 @@ def load_mixture(folder: str, maps: list[dict[str, str]], offload: str) -> dict[
     return {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_what_one_rank_writes_for_the_disk_another_reads_into_memory(
     run_ranks: Callable[..., list[dict[str, Tensor]]], tmp_path: Path
 ) -> None:

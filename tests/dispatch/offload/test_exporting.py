@@ -58,6 +58,7 @@ def traced(model: nn.Module, x: Tensor) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("make", [exported, exported_strictly, traced])
 @pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.default_cases("disk-exported", "cpu-exported_strictly")
 def test_weights_that_stay_become_a_program(
     model: nn.Module, x: Tensor, home: str, make: Callable[[nn.Module, Tensor], nn.Module], tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def computed(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk", "copied", "copied from the disk"])
+@pytest.mark.slow
 def test_what_is_loaded_computes_what_the_library_makes_of_the_whole_model(
     plain: nn.Module, checkpoint: Path, kind: str, place: str
 ) -> None:

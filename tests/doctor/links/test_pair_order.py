@@ -44,6 +44,7 @@ def test_an_interface_that_is_not_there_fails_as_in_a_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("preloaded")
+@pytest.mark.slow
 def test_a_rank_that_never_comes_ends_within_the_limit(tmp_path: Path) -> None:
     with start_pairs(child_environment()) as program:
         result = program.measure(order(tmp_path, world_size=3, ranks=(0, 1), limit_seconds=2.0))

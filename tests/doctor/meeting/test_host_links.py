@@ -38,6 +38,7 @@ def test_a_host_that_told_nothing_failed() -> None:
     assert result.unfinished == ((0, 1),)
 
 
+@pytest.mark.slow
 def test_two_hosts_measure_their_pair_at_the_address_of_host_0(
     python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 import socket
 from itertools import permutations
 
+import pytest
+
 from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
 
 NAMES = {rank: f"host {rank}" for rank in range(4)}
@@ -54,6 +56,7 @@ def test_a_listener_answers_whoever_connects() -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_closed_port_and_a_frozen_process_differ() -> None:
     with ReachListener() as closed:
         port = closed.port

@@ -254,6 +254,7 @@ def test_the_plan_is_printed_once_a_process_in_few_plain_words_and_stored_whole(
         assert f"keyed by (seed {number}, epoch)" in stored["details"]["data 0"]
 
 
+@pytest.mark.slow
 def test_the_users_configuration_is_logged_as_it_is_and_the_plan_stands_beside(tmp_path) -> None:
     mine = Kept()
     with Accelerator(cpu=True, project_dir=tmp_path, log_with=["jsonl", mine], seed=5) as accelerator:
@@ -599,6 +600,7 @@ def test_a_micro_batch_that_failed_is_in_no_step_once_its_gradients_are_cleared(
     assert gradient_steps(failing, fail_at=1) == pytest.approx([0.0, 6.0])
 
 
+@pytest.mark.slow
 def test_freeing_memory_leaves_the_open_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     for _ in range(2):

@@ -77,6 +77,7 @@ def check_tries(run_ranks_script: Any, folder: Path, backend: str, sections: dic
     assert plan["facts"]["executable batch size"] == "8"
 
 
+@pytest.mark.slow
 def test_one_rank_out_of_memory_ends_the_try_on_all_under_ddp(run_ranks_script, tmp_path) -> None:
     check_tries(run_ranks_script, tmp_path, "ddp", {})
 
@@ -95,6 +96,7 @@ def test_one_rank_out_of_memory_ends_the_try_on_all_under_deepspeed(
     check_tries(run_ranks_script, tmp_path, "deepspeed", {"deepspeed": {"stage": stage}})
 
 
+@pytest.mark.slow
 def test_a_run_that_is_started_again_begins_with_the_batch_size_of_its_newest_checkpoint(tmp_path) -> None:
     tried: list[tuple[int, int]] = []
     steps: list[int] = []

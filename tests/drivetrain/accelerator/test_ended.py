@@ -57,6 +57,7 @@ def said_by(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.default_cases("2")
 def test_what_needs_the_run_is_refused_alike_on_any_number_of_ranks(
     run_ranks, tmp_path: Path, num_processes: int
 ) -> None:

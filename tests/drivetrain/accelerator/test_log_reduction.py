@@ -83,6 +83,7 @@ def test_values_of_all_ranks_are_logged_together(run_ranks, tmp_path: Path) -> N
     assert len(hundred) == 100
 
 
+@pytest.mark.slow
 def test_one_process_logs_its_own_values(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")
     accelerator.init_trackers("alone")
@@ -93,6 +94,7 @@ def test_one_process_logs_its_own_values(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"loss": 2.0}] * 4 + [{"loss/rank_0": 2.0}]
 
 
+@pytest.mark.slow
 def test_the_log_tells_what_surrounds_the_run(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")
     accelerator.init_trackers("told")
@@ -103,6 +105,7 @@ def test_the_log_tells_what_surrounds_the_run(tmp_path: Path) -> None:
     assert {"command", "git", "hardware", "python"} < set(info)
 
 
+@pytest.mark.slow
 def test_steps_after_a_restored_one_are_an_attempt_of_their_own(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")

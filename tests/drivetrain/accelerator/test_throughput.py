@@ -191,6 +191,7 @@ def test_a_token_field_that_no_batch_has_is_told_once(caplog: pytest.LogCaptureF
     assert "accelerator.count_tokens(function)" in told
 
 
+@pytest.mark.slow
 def test_the_throughput_is_logged_by_itself_with_its_step(tmp_path: Path) -> None:
     with make({"throughput_every_steps": 2}, project_dir=tmp_path, log_with="jsonl") as accelerator:
         accelerator.init_trackers("run")
@@ -324,6 +325,7 @@ def uneven_ranks(folder: Path) -> None:
             assert found.tolist() == [10 * step, 10 * step + 1]
 
 
+@pytest.mark.slow
 def test_each_step_is_told_however_unevenly_ranks_go(run_ranks, tmp_path: Path) -> None:
     run_ranks(uneven_ranks, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

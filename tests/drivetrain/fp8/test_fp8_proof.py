@@ -180,6 +180,7 @@ def test_emulation_that_cannot_be_counted_is_told_as_it_is() -> None:
         assert accelerator.plan.facts["fp8 products"].startswith("emulated, and not to be told")
 
 
+@pytest.mark.slow
 def test_of_several_converted_models_the_one_that_runs_no_product_is_named() -> None:
     with make() as accelerator:
         models: list[nn.Module] = [net(), unused()]

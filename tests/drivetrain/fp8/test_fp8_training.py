@@ -110,6 +110,7 @@ def test_models_are_plain_again_once_they_are_released_and_can_be_prepared_again
     assert type(plain[2]) is nn.Linear
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_the_first_step_is_not_counted() -> None:
     with make() as accelerator:
         model, optimizer = prepared(accelerator)
@@ -198,6 +199,7 @@ def test_modules_that_stay_in_fp32_are_not_converted() -> None:
     assert dtypes == [torch.float32]
 
 
+@pytest.mark.slow
 def test_keeping_all_linear_layers_in_fp32_leaves_nothing_to_convert() -> None:
     model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     with make(sections={"precision": {"keep_fp32": ("Linear",)}}) as accelerator:
@@ -213,6 +215,7 @@ def test_a_model_without_an_optimizer_computes_in_fp8_too() -> None:
             assert model(batch()).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_of_several_models_one_may_stay_in_bf16_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for together in (True, False):
         caplog.clear()
@@ -257,6 +260,7 @@ def test_a_preparation_that_fails_gives_the_plain_models_back() -> None:
         assert accelerator.plan.facts["fp8 layers"].startswith("1 of 3")
 
 
+@pytest.mark.slow
 def test_a_pattern_may_match_in_one_of_several_models() -> None:
     sections = {"precision": {"fp8_exclude": ("2",)}}
     with make(sections=sections) as accelerator:
@@ -276,6 +280,7 @@ def sharing() -> tuple[nn.Linear, nn.Sequential, nn.Sequential]:
 
 
 @pytest.mark.parametrize("together", [True, False])
+@pytest.mark.default_cases("True")
 def test_a_layer_that_two_models_share_is_converted_once_and_given_back_once(together: bool) -> None:
     recipe = TorchaoRecipe()
     with make(recipe) as accelerator:
@@ -367,6 +372,7 @@ def run_of(name: str, folder: Path) -> Accelerator:
     ("saved", "loaded"),
     [("rowwise", "rowwise"), ("rowwise", "mxfp8"), ("rowwise", "bf16"), ("bf16", "mxfp8")],
 )
+@pytest.mark.slow
 def test_a_checkpoint_loads_into_any_recipe(saved: str, loaded: str, tmp_path: Path) -> None:
     with run_of(saved, tmp_path) as accelerator:
         model, optimizer = prepared(accelerator)
@@ -383,6 +389,7 @@ def test_a_checkpoint_loads_into_any_recipe(saved: str, loaded: str, tmp_path: P
     assert resumed == pytest.approx(after, rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_export_is_that_of_a_plain_model(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

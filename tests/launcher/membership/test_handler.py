@@ -73,6 +73,7 @@ def test_nodes_meet_get_places_and_share_keys_that_end_with_the_round() -> None:
         end(pool, nodes[0])
 
 
+@pytest.mark.slow
 def test_the_ranks_of_each_round_get_a_store_of_their_own_at_another_port() -> None:
     with ThreadPoolExecutor(4) as pool:
         alone = Limits(min_nodes=1, max_nodes=2, silence_seconds=20, gather_seconds=0.1, wait_seconds=60)

@@ -38,6 +38,7 @@ def test_all_nodes_meet_once_and_for_restarts() -> None:
     assert nodes[0].use_agent_store
 
 
+@pytest.mark.slow
 def test_every_node_that_came_names_those_that_are_missing() -> None:
     place = meeting(timeout_seconds=3, hosts=("a1", "a2", "a3"))
     said = outcomes([StaticNodes(place, rank=rank) for rank in (0, 2)])

@@ -245,6 +245,7 @@ def test_a_port_in_use_is_a_clear_error(drivetrain_with_torch: Callable, script:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_the_failing_rank_is_shown_last_and_once_and_restarted_ranks_meet_anew(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
@@ -285,6 +286,7 @@ def test_lines_of_several_ranks_do_not_mix(drivetrain_with_torch: Callable, scri
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_line_tells_at_once_who_failed_and_the_traceback_comes_last(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
@@ -356,6 +358,7 @@ def test_two_nodes_meet(started_with_torch: Callable, script: Callable, meeting:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_node_whose_master_never_comes_gives_up(drivetrain_with_torch: Callable, script: Callable) -> None:
     script("")
     done = drivetrain_with_torch(

@@ -258,6 +258,7 @@ def test_on_one_machine_a_node_that_dies_is_left_behind(
     assert "its ranks stop" in other.stdout.read()  # ends when nothing of that node is left
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_rank_that_fails_is_that_of_every_launcher(
     started_with_torch: Callable, script: Callable, tmp_path: Path
 ) -> None:
@@ -285,6 +286,7 @@ def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may(
     assert [node.wait(60) for node in nodes] == [5, 5], [node.stdout.read() for node in nodes]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_an_error_that_says_where_it_was_looked_for(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:

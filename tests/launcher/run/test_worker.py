@@ -109,7 +109,7 @@ subprocess.run([sys.executable, "-c", ask], check=True)
     ids=["plain", "preloaded", "elastic"],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.default_cases("2-plain")
+@pytest.mark.slow
 def test_a_child_that_a_rank_starts_before_it_connects_is_known_as_one(
     flags: tuple[str, ...], num_ranks: int, drivetrain: Callable, script: Callable
 ) -> None:

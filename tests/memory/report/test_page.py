@@ -73,6 +73,7 @@ def chromium() -> str:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_browser_shows_the_page_and_runs_nothing_of_hostile_names(tmp_path: Path) -> None:
     page = write_page(tmp_path / "page.html", merge_summaries([summary(0, text=HOSTILE), summary(1)]))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]

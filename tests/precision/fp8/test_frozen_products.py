@@ -60,7 +60,7 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed(scaling: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "mxfp8"])
-@pytest.mark.default_cases("tensorwise")
+@pytest.mark.slow
 def test_a_frozen_layer_compiles_to_the_same_numbers(scaling: Any) -> None:
     model = net().requires_grad_(False)
     convert_model(model, TorchaoRecipe(scaling=scaling, layers=ALL))

@@ -86,6 +86,7 @@ def test_a_recording_that_begins_within_an_operation_counts_what_follows() -> No
     assert Within.found.others == 1
 
 
+@pytest.mark.slow
 def test_a_step_in_which_something_is_compiled_is_not_counted_and_the_next_one_is() -> None:
     model = net()
     convert_model(model, TorchaoRecipe(scaling="tensorwise"))

@@ -146,6 +146,7 @@ def test_settings_that_a_recipe_given_in_code_would_leave_unheard_are_an_error()
 
 
 @pytest.mark.parametrize("name", ["te_mxfp8", "te_nvfp4", "torchao_nvfp4"])
+@pytest.mark.default_cases("torchao_nvfp4")
 def test_what_hardware_cannot_run_is_told_before_a_library_to_build(name: str) -> None:
     reason = choose_recipe(CPU, PrecisionSettings(fp8_recipe=name)).reason
     assert reason.startswith(f"recipe {name!r}: it needs a Blackwell or newer GPU, and the device is cpu; ")

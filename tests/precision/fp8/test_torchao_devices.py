@@ -92,6 +92,7 @@ def test_products_are_counted_where_the_requirements_say_so(kind: str, scaling: 
     "scaling",
     ["tensorwise", *(pytest.param(each, marks=pytest.mark.slow) for each in get_args(Scaling)[1:])],
 )
+@pytest.mark.slow
 def test_a_compiled_model_runs_the_same_products(kind: str, scaling: Scaling) -> None:
     recipe, eager, model = recipe_for(scaling, kind), net(kind), net(kind)
     for each in (eager, model):

@@ -205,6 +205,7 @@ def test_tokens_of_any_number_of_axes_keep_them() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_torch_compile_traces_it_whole(backend: str) -> None:
     hidden, weight, _, labels = head(dtype=torch.float32)
 

@@ -313,6 +313,7 @@ leave()
     assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "done\n")] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_said_when_nothing_hangs_and_the_host_of_the_store_goes_first(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:

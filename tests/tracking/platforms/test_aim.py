@@ -199,6 +199,7 @@ def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_kill_takes_nothing_and_doubles_nothing(
     rounds: int, tmp_path: Path, shared_repository: str
 ) -> None:

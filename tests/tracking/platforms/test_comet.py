@@ -71,6 +71,7 @@ class Contract(PlatformContract):
         return flat_numbers(values)
 
 
+@pytest.mark.slow
 def test_the_checks_of_records_and_their_values(tmp_path: Path) -> None:
     contract = Contract()
     for check in (
@@ -138,6 +139,7 @@ def test_each_kind_of_medium_is_comets_own(media: Mapping[str, StoredMedium], tm
     assert any(b"ddp" in content for content in contents)
 
 
+@pytest.mark.slow
 def test_an_experiment_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
     live = comet_ml.OfflineExperiment(
         offline_directory=str(tmp_path / "comet"), log_code=False, log_env_details=False

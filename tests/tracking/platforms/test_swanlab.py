@@ -217,6 +217,7 @@ _IMPORTS = (
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
     count = 15 * (rounds + 1)
     kill_writers(

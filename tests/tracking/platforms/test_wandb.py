@@ -162,6 +162,7 @@ def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("killed", 255)])
+@pytest.mark.default_cases("killed-255")
 def test_the_file_holds_the_exit_code_of_how_the_run_ended(
     tmp_path: Path, state: RunState, code: int
 ) -> None:

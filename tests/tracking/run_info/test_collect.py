@@ -33,6 +33,7 @@ def test_the_commit_and_its_changes(tmp_path: Path) -> None:
     assert "+lr = 0.2\n+api_key = '***'" in str(info["diff"])
 
 
+@pytest.mark.slow
 def test_versions_hardware_and_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub-token", "abc", "--lr", "1"])
     info = collect_info()

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 SECTION = '''
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +30,7 @@ def installed(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_its_questions_flags_and_checks_appear_by_themselves(drivetrain, tmp_path: Path) -> None:
     package = installed(tmp_path / "packages")
     asked = drivetrain("config", "--yes", "--output", "cats.yaml", environment=package)

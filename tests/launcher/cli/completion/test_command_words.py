@@ -71,6 +71,7 @@ def test_names_of_plugins_are_offered_where_a_flag_takes_them() -> None:
         assert "module:Class" not in of_sections["--log-with"]
 
 
+@pytest.mark.slow
 def test_a_third_partys_command_is_read_without_being_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_killed_keeper_is_replaced_and_the_streams_go_on(capfd: pytest.Capture
 
 
 @pytest.mark.parametrize("told", ["told", "being started"])
+@pytest.mark.default_cases("told")
 def test_what_a_killed_launcher_has_started_ends_with_it(told: str, tmp_path: Path) -> None:
     # Its output is a pipe, which ends when neither the rank nor its child nor the keeper holds it.
     done = subprocess.run(

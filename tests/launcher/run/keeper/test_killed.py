@@ -47,7 +47,7 @@ def test_a_killed_launcher_leaves_nothing(started_with_torch: Callable, script: 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("victim", VICTIMS[1:])
-@pytest.mark.default_cases("rank", "child")
+@pytest.mark.default_cases("rank")
 def test_whoever_is_killed_nothing_is_left(
     started_with_torch: Callable, script: Callable, victim: str
 ) -> None:

@@ -143,6 +143,7 @@ def test_output_of_c_code_and_of_children_is_shown(
     assert capsys.readouterr().out == "[rank 1] from C\n[rank 1] from a child\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_between_calls_is_replaced(
     workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_module_runs_too_and_numpy_draws_other_numbers_on_each_rank(
     assert len({line.split()[-1] for line in done.stdout.splitlines()}) == 3
 
 
+@pytest.mark.slow
 def test_failures_restarts_and_exit_codes_are_those_of_fresh_ranks(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
@@ -152,6 +153,7 @@ def test_cores_are_bound_before_the_script(drivetrain_with_torch: Callable, scri
         ("json.tool,ends", r"ends cannot be imported here \(SystemExit: no"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_preloaded_is_an_error(
     drivetrain_with_torch: Callable, script: Callable, tmp_path: Path, modules: str, told: str
 ) -> None:
