@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from checks.sizes import check, lengths_and_names
+from checks.sizes import check, lengths_and_names, long_files
 from checks.sources import parse
 
 
@@ -14,11 +14,24 @@ def function_of(lines: int) -> str:
     return "def long():\n" + "    pass\n" * (lines - 1)
 
 
-def test_a_file_may_have_400_lines_and_no_more() -> None:
-    assert room("x = 1\n" * 400) == []
-    [finding] = room("x = 1\n" * 401)
-    assert finding.where == "packages/a/src/a/room.py"
-    assert "401 lines" in finding.message
+@pytest.mark.parametrize(
+    ("lines", "hearts", "found"),
+    [
+        ([400, 400], 0, []),
+        ([401, 10], 0, [401]),
+        ([600, 400], 1, []),
+        ([600, 401], 1, [401]),
+        ([601, 600], 1, [601]),
+    ],
+)
+def test_a_file_may_have_400_lines_and_a_packages_heart_600(
+    lines: list[int], hearts: int, found: list[int]
+) -> None:
+    rooms = [parse(f"packages/a/src/a/room{i}.py", "x = 1\n" * each) for i, each in enumerate(lines)]
+    other = parse("packages/b/src/b/room.py", "x = 1\n" * 400)
+    findings = long_files([*rooms, other], hearts=hearts)
+    assert [int(finding.message.split()[0]) for finding in findings] == found
+    assert all(finding.where.startswith("packages/a/") for finding in findings)
 
 
 @pytest.mark.parametrize("prefix", ["", "async ", "class A:\n  "])
@@ -50,6 +63,7 @@ def make_package(root: Path, room: str) -> None:
     (folder / "src" / "drivetrain_toy" / "room.py").write_text(room)
     (root / "docs").mkdir()
     (root / "docs" / "platforms.md").write_text("")
+    (root / "docs" / "design.md").write_text("| drivetrain-toy | drivetrain_toy | a toy | 500 |\n")
 
 
 def test_a_clean_tree_has_no_finding(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """Rooms stay small and say what they hold."""
 
 import ast
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from checks.backend_branches import backend_branches
+from checks.budget import DESIGN, overdrawn
+from checks.circles import circles
 from checks.findings import Finding
 from checks.forbidden import RULES
 from checks.private_names import TABLE, private_names
@@ -12,6 +16,7 @@ from checks.sources import Source, read_sources
 from checks.workspace import read_packages
 
 MOST_LINES_A_FILE = 400
+MOST_LINES_A_HEART = 600  # the one file of a package that holds what the package is for
 MOST_LINES_A_FUNCTION = 60
 NAMES_THAT_SAY_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "core", "misc"})
 
@@ -22,6 +27,8 @@ def check(root: Path) -> list[Finding]:
     beside = list(read_sources(root, "tools/**/*.py", "benchmarks/**/*.py", "examples/**/*.py"))
     known = read_packages(root)
     found = [finding for source in [*rooms, *beside] for finding in lengths_and_names(source)]
+    found += [*long_files(rooms, hearts=1), *long_files(beside, hearts=0)]
+    found += [*overdrawn(rooms, (root / DESIGN).read_text()), *circles(rooms)]
     found += [finding for source in rooms for rule in RULES for finding in rule(source)]
     found += backend_branches(rooms, known.values())
     found += private_names(rooms, (root / TABLE).read_text())
@@ -31,18 +38,29 @@ def check(root: Path) -> list[Finding]:
 
 
 def lengths_and_names(source: Source) -> list[Finding]:
-    """Files, functions and module names against the limits."""
-    return [*_long_file(source), *_long_functions(source), *_empty_name(source)]
+    """Functions and module names against the limits."""
+    return [*_long_functions(source), *_empty_name(source)]
 
 
-def _long_file(source: Source) -> list[Finding]:
-    lines = len(source.text.splitlines())
-    if lines <= MOST_LINES_A_FILE:
-        return []
-    message = (
-        f"{lines} lines; a file has at most {MOST_LINES_A_FILE}: give its second concept a room of its own"
-    )
-    return [Finding(where=source.path, message=message)]
+def long_files(sources: Iterable[Source], *, hearts: int) -> list[Finding]:
+    """Files that are longer than they may be.
+
+    Args:
+        sources: The files to look at.
+        hearts: How many files of each folder below the first may be hearts, which may be longer.
+    """
+    lines = {source.path: len(source.text.splitlines()) for source in sources}
+    spare: defaultdict[str, int] = defaultdict(lambda: hearts)
+    found: list[Finding] = []
+    for path, number in sorted(lines.items(), key=lambda item: -item[1]):
+        package = "/".join(PurePosixPath(path).parts[:2])
+        if MOST_LINES_A_FILE < number <= MOST_LINES_A_HEART and spare[package]:
+            spare[package] -= 1
+        elif number > MOST_LINES_A_FILE:
+            most = f"{MOST_LINES_A_FILE}, the heart of a package {MOST_LINES_A_HEART}"
+            message = f"{number} lines; a file has at most {most}: give its second concept a room of its own"
+            found.append(Finding(where=path, message=message))
+    return found
 
 
 def _long_functions(source: Source) -> list[Finding]:

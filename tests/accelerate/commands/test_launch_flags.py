@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from drivetrain_accelerate.commands import launch_flags as ours
+from drivetrain_accelerate.commands import interface_launch as ours
 from drivetrain_accelerate.commands.interface_launch import clean_option, launch_command
 from drivetrain_accelerate.commands.launch_commands import prepare_simple_launcher_cmd_env
+from drivetrain_accelerate.commands.launch_flags import words_of
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
 
@@ -63,13 +64,13 @@ def test_a_command_line_is_parsed_as_by_the_real_one(line: list[str]) -> None:
 def test_what_was_parsed_is_written_again(line: list[str]) -> None:
     parser = ours.launch_command_parser()
     args = parser.parse_args(line)
-    assert vars(parser.parse_args(ours.words_of(args))) == vars(args)
+    assert vars(parser.parse_args(words_of(args))) == vars(args)
 
 
 def test_a_value_that_a_program_sets_is_written() -> None:
     args = ours.launch_command_parser().parse_args(["train.py"])
     args.num_processes, args.cpu = 2, True
-    assert ours.words_of(args) == ["--cpu", "--num_processes", "2", "train.py"]
+    assert words_of(args) == ["--cpu", "--num_processes", "2", "train.py"]
 
 
 def test_options_are_cleaned_as_by_the_real_one() -> None:

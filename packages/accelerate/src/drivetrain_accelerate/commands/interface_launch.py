@@ -1,13 +1,15 @@
 """Run a script written for Accelerate on one process or many, with the interface installed in each."""
 
 import sys
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from drivetrain_accelerate.commands.argument_parsers import CustomArgumentParser
 from drivetrain_accelerate.commands.cluster_config import default_config_file
 from drivetrain_accelerate.commands.command_line import run_apart, run_words
-from drivetrain_accelerate.commands.launch_flags import words_of
+from drivetrain_accelerate.commands.launch_flags import add_flags, words_of
 from drivetrain_config import Layers, environ
 from drivetrain_config.found_file import SettingsFile, SettingsPlace, find_file
 from drivetrain_config.source import Entry, Source
@@ -94,6 +96,19 @@ def _through_interface(layers: Layers) -> Layers:
         return layers
     entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
     return Layers({**layers.entries, _THROUGH: (entry, *layers.entries.get(_THROUGH, ()))}, layers.file)
+
+
+def launch_command_parser(subparsers: Any = None) -> Any:
+    """Return the parser of `accelerate launch`, or add it to the subcommands of a parser."""
+    if subparsers is None:
+        parser = CustomArgumentParser("accelerate launch", description="Run a script.", allow_abbrev=False)
+    else:
+        parser = subparsers.add_parser("launch", description="Run a script.", allow_abbrev=False)
+        parser.set_defaults(func=launch_command)
+    add_flags(parser)
+    parser.add_argument("training_script", type=str, help="Script to run, a module with -m.")
+    parser.add_argument("training_script_args", nargs=REMAINDER, help="The script's own arguments.")
+    return parser
 
 
 def launch_command(args: Namespace) -> None:

@@ -1,6 +1,6 @@
-"""The flags of `accelerate launch` as a table, and the parser that programs take to start a launch of their own."""
+"""The flags of `accelerate launch`, as a table."""
 
-from argparse import REMAINDER, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -154,17 +154,8 @@ def _all_flags() -> Iterator[_Flag]:
         yield _Flag(name, name, {"action": "append", "type": str})
 
 
-def launch_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate launch`, or add it to the subcommands of a parser."""
-    if subparsers is None:
-        parser = CustomArgumentParser("accelerate launch", description="Run a script.", allow_abbrev=False)
-    else:
-        from drivetrain_accelerate.commands.interface_launch import (
-            launch_command,  # it takes what this one parses
-        )
-
-        parser = subparsers.add_parser("launch", description="Run a script.", allow_abbrev=False)
-        parser.set_defaults(func=launch_command)
+def add_flags(parser: CustomArgumentParser) -> None:
+    """Add the flags of `accelerate launch` to a parser."""
     for flag in _all_flags():
         parser.add_argument(*_spelled(flag.name), dest=flag.dest, help=_SEE, **flag.told)
     parser.add_argument(
@@ -174,9 +165,6 @@ def launch_command_parser(subparsers: Any = None) -> Any:
         default=False,
         help=_SEE,
     )
-    parser.add_argument("training_script", type=str, help="Script to run, a module with -m.")
-    parser.add_argument("training_script_args", nargs=REMAINDER, help="The script's own arguments.")
-    return parser
 
 
 def words_of(args: Namespace) -> list[str]:

@@ -1,0 +1,40 @@
+"""A budget of lines for each package, which docs/design.md keeps: what is added pays by what goes."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from checks.findings import Finding
+from checks.sources import Source
+
+DESIGN = "docs/design.md"
+# | drivetrain-state | drivetrain_state | ... | 4,000 |
+_ROW = re.compile(r"^\| (?P<distribution>drivetrain[\w-]*) \|.*\| (?P<lines>[\d,]+) \|$", re.MULTILINE)
+
+
+def overdrawn(rooms: Iterable[Source], design: str) -> list[Finding]:
+    """Compare the lines of each package with its budget.
+
+    Args:
+        rooms: The files of all packages.
+        design: The text of the page with the table of packages, whose last column is the budget.
+    """
+    lines: Counter[str] = Counter()
+    for room in rooms:
+        _, package, *_ = PurePosixPath(room.path).parts
+        lines[package] += len(room.text.splitlines())
+    budget = {
+        row["distribution"].removeprefix("drivetrain-"): int(row["lines"].replace(",", ""))
+        for row in _ROW.finditer(design)
+    }
+    found: list[Finding] = []
+    for package, number in lines.items():
+        if package not in budget:
+            found.append(
+                Finding(where=DESIGN, message=f"no budget of lines for {package} in the table of packages")
+            )
+        elif number > budget[package]:
+            message = f"{number:,} lines, {number - budget[package]:,} more than its budget in {DESIGN}"
+            found.append(Finding(where=f"packages/{package}", message=message))
+    return found
