@@ -61,3 +61,15 @@ def test_a_backend_may_speak_of_itself(path: str, text: str) -> None:
 
 def test_a_backend_may_not_speak_of_another() -> None:
     assert lines("isinstance(backend, BigBackend)", "packages/toys/src/drivetrain_toys/toy.py") != []
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"), [("toys/src/drivetrain_toys/big", 0), ("toys/src/drivetrain_toys", 1)]
+)
+def test_a_type_test_for_prepared_models_belongs_into_their_folder(folder: str, found: int) -> None:
+    model = parse("packages/toys/src/drivetrain_toys/big/prepared.py", "class BigPrepared(Prepared): ...")
+    other = parse(
+        f"packages/{folder}/room.py", "isinstance(model, Prepared) or isinstance(model, BigPrepared)"
+    )
+    findings = backend_branches([model, other], [PACKAGE])
+    assert ["branches on BigPrepared" in finding.message for finding in findings] == [True] * found

@@ -1,6 +1,10 @@
-"""No branch on a training backend's name or type outside the backend's own file: that is what the protocol is for."""
+"""No branch on a training backend's name or type, or on that of its prepared models, outside its own files.
+
+That is what the protocols are for: `Backend`, `Prepared`, and those of single abilities.
+"""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +16,10 @@ from checks.workspace import Package
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A backend as its entry point tells: its name, its class's name, and the module that is its own."""
+    """A backend as its entry point tells: its name, its class's name, and the module that is its own.
+
+    A class of prepared models has no name of a backend.
+    """
 
     name: str
     class_name: str
@@ -31,19 +38,28 @@ def registered_backends(packages: Iterable[Package]) -> list[Registered]:
 
 def backend_branches(sources: Iterable[Source], packages: Iterable[Package]) -> list[Finding]:
     """Comparisons with a backend's name, and type tests for its class, outside its own file."""
-    backends = registered_backends(packages)
+    sources = list(sources)
+    backends = [*registered_backends(packages), *_prepared_classes(sources)]
     found: list[Finding] = []
     for source in sources:
         foreign = [backend for backend in backends if not _owns(backend, source)]
-        names = {backend.name: backend for backend in foreign}
+        names = {backend.name: backend for backend in foreign if backend.name}
         classes = {backend.class_name: backend for backend in foreign}
         for node in ast.walk(source.tree):
             for backend in [*_named(node, names), *_typed(node, classes)]:
-                message = (
-                    f"branches on the backend {backend.name!r}: let the Backend protocol carry the difference"
-                )
+                what = f"the backend {backend.name!r}" if backend.name else backend.class_name
+                message = f"branches on {what}: let a protocol of the backends carry the difference"
                 found.append(source.finding(node, message))
     return found
+
+
+def _prepared_classes(sources: Iterable[Source]) -> Iterator[Registered]:
+    """The classes of prepared models, each of which belongs to the folder that defines it."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and re.fullmatch(r"\w+Prepared", node.name):
+                folder = "/src" + source.path.rpartition("/")[0].partition("/src")[2]
+                yield Registered(name="", class_name=node.name, module_path=folder)
 
 
 def _path(module: str, folders: Mapping[str, int]) -> str:

@@ -12,9 +12,9 @@ from drivetrain_backends import (
     BackwardOptions,
     DDPBackend,
     DDPSettings,
-    LendsGradients,
     PairingError,
     SingleBackend,
+    SupportsManualSteps,
 )
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
@@ -90,5 +90,5 @@ def test_a_foreign_loss_and_gradients_with_a_graph_are_refused(run_ranks) -> Non
 
 
 def test_replicas_lend_their_gradients() -> None:
-    assert issubclass(DDPBackend, LendsGradients)
-    assert not issubclass(SingleBackend, LendsGradients)
+    assert issubclass(DDPBackend, SupportsManualSteps)
+    assert not issubclass(SingleBackend, SupportsManualSteps)

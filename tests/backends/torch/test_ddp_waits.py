@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, SingleBackend, TellsWaits
+from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, SingleBackend, SupportsWaitWatch
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
 
@@ -154,5 +154,5 @@ def test_each_backward_of_several_models_tells_once_until_nobody_asks(run_ranks)
 
 
 def test_only_backends_whose_waits_lie_at_the_end_of_backward_tell_them() -> None:
-    assert issubclass(DDPBackend, TellsWaits)
-    assert not issubclass(SingleBackend, TellsWaits)
+    assert issubclass(DDPBackend, SupportsWaitWatch)
+    assert not issubclass(SingleBackend, SupportsWaitWatch)

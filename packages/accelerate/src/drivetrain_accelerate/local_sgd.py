@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain_accelerate.tensors.rank_collectives import reduce
-from drivetrain_backends.torch.ddp_prepared import ReplicatedPrepared
+from drivetrain_backends import SupportsLocalSteps
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
@@ -50,7 +50,7 @@ class LocalSGD:
         """Keep gradients on their rank from now on. Called on all ranks."""
         if self.enabled:
             prepared = self.accelerator.inner.prepared_of(self.model)
-            if isinstance(prepared, ReplicatedPrepared):
+            if isinstance(prepared, SupportsLocalSteps):
                 self._held.enter_context(prepared.trained_alone())
         return self
 

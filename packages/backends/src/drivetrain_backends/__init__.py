@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from drivetrain_backends.optim.scheduler import Scheduler as Scheduler
     from drivetrain_backends.protocol import AutoValue as AutoValue
     from drivetrain_backends.protocol import Backend as Backend
-    from drivetrain_backends.protocol import LendsGradients as LendsGradients
     from drivetrain_backends.protocol import Prepared as Prepared
-    from drivetrain_backends.protocol import ReplicatesWeights as ReplicatesWeights
-    from drivetrain_backends.protocol import TellsWaits as TellsWaits
+    from drivetrain_backends.protocol import SupportsLocalSteps as SupportsLocalSteps
+    from drivetrain_backends.protocol import SupportsManualSteps as SupportsManualSteps
+    from drivetrain_backends.protocol import SupportsReplicas as SupportsReplicas
+    from drivetrain_backends.protocol import SupportsWaitWatch as SupportsWaitWatch
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
     from drivetrain_backends.settings import DDPSettings as DDPSettings
@@ -85,10 +86,11 @@ _MODULES = {
     "FSDPSettings": "settings",
     "PairingError": "errors",
     "ReplacedParameterError": "errors",
-    "LendsGradients": "protocol",
+    "SupportsLocalSteps": "protocol",
+    "SupportsManualSteps": "protocol",
     "Prepared": "protocol",
-    "ReplicatesWeights": "protocol",
-    "TellsWaits": "protocol",
+    "SupportsReplicas": "protocol",
+    "SupportsWaitWatch": "protocol",
     "PreparedOptimizer": "optim.optimizer",
     "PreparedScheduler": "optim.scheduler",
     "Scheduler": "optim.scheduler",

@@ -114,7 +114,7 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
-class ReplicatesWeights(Protocol):
+class SupportsReplicas(Protocol):
     """A backend that holds full weights on every rank, so that a checkpoint saves each of them from one rank."""
 
     def replicas(self) -> ReplicatedWeights | None:
@@ -126,7 +126,22 @@ class ReplicatesWeights(Protocol):
 
 
 @runtime_checkable
-class TellsWaits(Protocol):
+class SupportsLocalSteps(Protocol):
+    """A prepared model whose ranks can train apart from each other, each on its own gradients."""
+
+    def trained_alone(self) -> AbstractContextManager[None]:
+        """Step on this rank's own gradients in the block. Called on all ranks.
+
+        The ranks' weights drift apart: the caller makes them equal again, at the latest before the block ends.
+
+        Raises:
+            RuntimeError: A setting of the backend rules it out.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsWaitWatch(Protocol):
     """A backend whose backwards end in a wait for the other ranks, and that knows when the wait begins."""
 
     def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
@@ -143,7 +158,7 @@ class TellsWaits(Protocol):
 
 
 @runtime_checkable
-class LendsGradients(Protocol):
+class SupportsManualSteps(Protocol):
     """A backend that leaves averaged gradients in `.grad`, on which a program may step by itself."""
 
     def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:

@@ -122,11 +122,11 @@ class DDPBackend(TorchBackend):
                 )
 
     def replicas(self) -> ReplicatedWeights | None:
-        """Return the weights of all prepared models; see `ReplicatesWeights`."""
+        """Return the weights of all prepared models; see `SupportsReplicas`."""
         return replicas_of(self.context, [prepared.unwrap() for prepared in self._prepared])
 
     def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
-        """Call a function before each wait for other ranks in a backward; see `TellsWaits`."""
+        """Call a function before each wait for other ranks in a backward; see `SupportsWaitWatch`."""
         self._gradients.on_computed = on_computed
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
@@ -204,7 +204,7 @@ class DDPBackend(TorchBackend):
         return replica
 
     def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:
-        """Add the gradients of a loss and average them, for steps of the program's own; see `LendsGradients`."""
+        """Add the gradients of a loss and average them, for steps of the program's own; see `SupportsManualSteps`."""
         tracker = self._tracker
         if self.scaler is not None:
             raise PairingError(

@@ -60,9 +60,7 @@ class ReplicatedPrepared(TorchPrepared):
 
     @contextmanager
     def trained_alone(self) -> Generator[None]:
-        """Step on this rank's own gradients in the block. Called on all ranks.
-
-        The replicas drift apart: the caller makes their weights equal again, at the latest before the block ends.
+        """Step on this rank's own gradients in the block; see `SupportsLocalSteps`. Called on all ranks.
 
         Raises:
             RuntimeError: Weights are compared at steps, or DDP has to learn a static graph from a backward that

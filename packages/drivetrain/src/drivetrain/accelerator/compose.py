@@ -16,7 +16,7 @@ from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.global_batch import scale_accumulation, warn_if_changed
 from drivetrain.plan.unread_settings import Unread, find_unread
 from drivetrain.settings import RunSettings, automatic_backend
-from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, TellsWaits
+from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, SupportsWaitWatch
 from drivetrain_config import ConfigError, Layers, Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
@@ -121,7 +121,7 @@ def _build(
             mode=policy.mode,
         )
         prepared.on_step.append(watch.end_step)
-        if isinstance(backend, TellsWaits):
+        if isinstance(backend, SupportsWaitWatch):
             backend.watch_waits(watch.begin_wait)
     parts = Parts(
         resolved=given.resolved,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from drivetrain.parts.parts import HasParts
-from drivetrain_backends import BackwardOptions, LendsGradients, PairingError
+from drivetrain_backends import BackwardOptions, PairingError, SupportsManualSteps
 
 
 class LentGradients(HasParts):
@@ -34,7 +34,7 @@ class LentGradients(HasParts):
             AccumulationError: No model is prepared, or an argument cannot be honoured.
         """
         backend = self._parts.backend
-        if not isinstance(backend, LendsGradients):
+        if not isinstance(backend, SupportsManualSteps):
             raise PairingError(
                 f"backward() without a prepared optimizer under {type(backend).__name__}: one that is not prepared "
                 "knows nothing of shards and windows. Pass it to prepare() with its model"

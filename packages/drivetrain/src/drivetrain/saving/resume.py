@@ -17,7 +17,7 @@ from drivetrain_backends import (
     Prepared,
     PreparedOptimizer,
     PreparedScheduler,
-    ReplicatesWeights,
+    SupportsReplicas,
     strip_wrapper_prefix,
 )
 from drivetrain_checkpoint import Checkpointer
@@ -136,7 +136,7 @@ def save(
         metrics=metrics,
         background=background,
         changes_in_step=_changes_in_step(run),
-        replicas=run.backend.replicas() if isinstance(run.backend, ReplicatesWeights) else None,
+        replicas=run.backend.replicas() if isinstance(run.backend, SupportsReplicas) else None,
     )
     run.context.progress.mark("saved")
     run.context.progress.note("checkpoint done")
