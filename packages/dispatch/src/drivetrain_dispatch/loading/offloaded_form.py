@@ -9,7 +9,7 @@ import torch
 from drivetrain_dispatch.conversion.converted_file import write_converted_file
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
-from drivetrain_messages import format_size
+from drivetrain_messages import format_size, list_some
 
 
 def with_computed_in_memory(
@@ -42,8 +42,8 @@ def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path
     packed = [planned.names[0] for planned in plan.packed if planned.place == "disk" and not planned.maps]
     if packed:
         raise ValueError(
-            f"device_map puts {packed[0]!r} on the disk, and packed it is in no file yet: name a folder for it "
-            f"and {len(packed) - 1} more, offload_folder=..."
+            f"device_map puts {list_some(map(repr, packed), most=1)} on the disk, and no file holds them packed yet: "
+            "name a folder for them, offload_folder=..."
         )
     names = _to_write(plan, sources)
     if names:
@@ -51,8 +51,8 @@ def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path
             planned.size_bytes for planned in plan.tensors if not names.keys().isdisjoint(planned.maps)
         )
         raise ValueError(
-            f"device_map puts {next(iter(names))!r} on the disk, and the checkpoint holds it in another form: name a "
-            f"folder where it and {len(names) - 1} more ({format_size(size)}) are written once, offload_folder=..."
+            f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and the checkpoint holds them in "
+            f"another form: name a folder where {format_size(size)} are written once, offload_folder=..."
         )
 
 

@@ -10,7 +10,7 @@ from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts, size_in_bytes
 from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
 from drivetrain_dispatch.planning.placement import Placement
-from drivetrain_messages import format_size
+from drivetrain_messages import format_size, list_some
 from drivetrain_weights import MappedFile
 
 
@@ -76,7 +76,7 @@ def relocate(
 
 def _no_folder(names: Sequence[str]) -> DeviceMapError:
     return DeviceMapError(
-        f"device_map puts {names[0]!r} and {len(names) - 1} more on the disk, and they are in no file yet: name a "
+        f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and no file holds them yet: name a "
         "folder for them, offload_dir=..."
     )
 
