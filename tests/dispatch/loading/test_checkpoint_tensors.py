@@ -243,6 +243,7 @@ print(peak_above(before))
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_stacking_experts_is_the_model_and_a_buffer(python: str, tmp_path: Path) -> None:
     """Two layers of eight experts of 3 x 2 MiB, 96 MiB, and little else."""
     torch.manual_seed(0)

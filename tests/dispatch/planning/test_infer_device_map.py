@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import compute_module_sizes
-from drivetrain_dispatch.planning.bandwidth_cache import default_cache
+from drivetrain_dispatch.planning.bandwidth import default_cache
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.device_map import places_of_tensors
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map

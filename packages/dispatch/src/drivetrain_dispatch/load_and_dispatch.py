@@ -13,7 +13,7 @@ from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
 from drivetrain_dispatch.loading.load_checkpoint import load_tensors
 from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions, check_load_dtype
-from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
+from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.loading.tensor_reader import EachRank
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed
@@ -83,14 +83,18 @@ def load_checkpoint_and_dispatch(
     layout = _layout_of(model, dtype, keep_in_fp32_modules)
     _check_early(layout, device_map, max_memory, preload_module_classes, release_pages, offload_buffers)
     opened = open_checkpoint(layout, Path(checkpoint), options)
-    layout = with_packed_sizes(layout, opened.specs, quantization)
+    layout = with_quantized_sizes(layout, opened.specs, quantization)
     if isinstance(device_map, str):
         device_map = _planned_map(
             layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers
         )
     report = load_tensors(layout, opened, device_map, options, EachRank())
-    return model if device_map is None else dispatch_model(
-        model, _with_computed(device_map, report.computed), offload_dir=offload_folder,
+    if device_map is None:
+        return model
+    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
+    devices = DeviceMap({**device_map, **dict.fromkeys(report.computed, "cpu")}, window_bytes=windows)
+    return dispatch_model(
+        model, devices, offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
         dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
@@ -150,12 +154,6 @@ def _check_early(
     units_of(layout, (), whole=whole)
     if device_map is not None and not isinstance(device_map, str):
         placements_of(layout, device_map)
-
-
-def _with_computed(device_map: Mapping[str, Device], names: Collection[str]) -> DeviceMap:
-    """Return a map with the windows of a planned one, and tensors on the host that the model computes."""
-    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
-    return DeviceMap({**device_map, **dict.fromkeys(names, "cpu")}, window_bytes=windows)
 
 
 def _planned_map(

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.model.meta_copy import meta_copy
+from drivetrain_dispatch.model.meta_init import meta_copy
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
-from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.op_recorder import FusedAttention, OpRecorder, kept_memories, peaks
@@ -78,7 +77,11 @@ def measure_costs(
         CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
     """
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
-    _check_plain(layout)
+    if layout.quantized:
+        raise CostError(
+            f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "
+            "quantised, and plan with special_sizes=quantized_sizes(...)"
+        )
     try:
         copied, (positional, named) = meta_copy(layout, (tuple(args), dict(kwargs or {})))
     except (TypeError, RuntimeError, NotImplementedError, ValueError) as error:
@@ -102,14 +105,6 @@ def measure_costs(
         ) from error
     direct = [*_direct_tensors(positional), *_direct_tensors(named), *_direct_tensors(result)]
     return _costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
-
-
-def _check_plain(layout: ModelLayout) -> None:
-    if packed := [name for name, tensor in layout.tensors.items() if is_packed(tensor)]:
-        raise CostError(
-            f"{packed[0]!r} is quantised and cannot compute without data: measure the model before it is quantised, "
-            "and plan with special_sizes=quantized_sizes(...)"
-        )
 
 
 def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder: OpRecorder) -> None:

@@ -117,17 +117,14 @@ def rows_of(
         computes = device if device not in ("cpu", "disk") else computing
         follows = outer == stem and number.isdecimal() and last.isdecimal() and int(number) == int(last) + 1
         same_device = None in (computing, computes) or computes == computing
-        if rows and follows and same_device and _alike(rows[-1], row):
+        alike = bool(rows) and rows[-1].size_bytes == row.size_bytes and _close(rows[-1].seconds, row.seconds)
+        if follows and same_device and alike:
             first = rows[-1].name.removesuffix(f"-{last}")
             rows[-1] = rows[-1]._replace(name=f"{first}-{number}", devices=(*rows[-1].devices, device))
         else:
             rows.append(row)
         stem, last, computing = outer, number, computes
     return rows
-
-
-def _alike(one: Row, other: Row) -> bool:
-    return one.size_bytes == other.size_bytes and _close(one.seconds, other.seconds)
 
 
 def _close(one: float | None, other: float | None) -> bool:
@@ -172,7 +169,8 @@ def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dic
     )
     if unknown := sorted(devices.keys() - layout.modules.keys() - layout.tensors.keys()):
         known = [*layout.modules, *layout.tensors]
-        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], known)}")
+        meant = suggest(unknown[0], known) or "; see model.named_modules()"
+        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{meant}")
     places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
     chosen = {name: nearest_entry(name, places) for name in layout.tensors}
     if left := [name for name, key in chosen.items() if key is None]:
@@ -200,10 +198,6 @@ def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
 
 def _shown(names: list[str]) -> str:
     return list_some(map(repr, names), most=_NUM_SHOWN)
-
-
-def _meant(name: str, known: list[str]) -> str:
-    return suggest(name, known) or "; see model.named_modules()"
 
 
 def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:

@@ -26,6 +26,11 @@ class Placement(NamedTuple):
     device: torch.device
 
     @property
+    def on_disk(self) -> bool:
+        """True if the tensor's values are in a file while no forward uses them."""
+        return self.home == "disk"
+
+    @property
     def stays(self) -> bool:
         """True if the tensor always stays on the device that computes with it."""
         return self.home == self.device
