@@ -22,10 +22,10 @@ from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 from drivetrain_dispatch.offload.mapped_weights import check_release
 from drivetrain_dispatch.planning.blocks import blocks_of
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, place_of
 from drivetrain_dispatch.planning.infer_device_map import plan_device_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
-from drivetrain_dispatch.planning.placement import placements_of
+from drivetrain_dispatch.planning.placement import check_places, placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 # How a device map is planned: "balanced" (the same as "auto") spreads the model evenly over the accelerators,
@@ -89,12 +89,8 @@ def load_checkpoint_and_dispatch(
             layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers
         )
     report = load_tensors(layout, opened, device_map, options, EachRank())
-    if device_map is None:
-        return model
-    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
-    devices = DeviceMap({**device_map, **dict.fromkeys(report.computed, "cpu")}, window_bytes=windows)
-    return dispatch_model(
-        model, devices, offload_dir=offload_folder,
+    return model if device_map is None else dispatch_model(
+        model, _with_computed(device_map, report.computed), offload_dir=offload_folder,
         skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
         dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
@@ -154,6 +150,12 @@ def _check_early(
     units_of(layout, (), whole=whole)
     if device_map is not None and not isinstance(device_map, str):
         placements_of(layout, device_map)
+
+
+def _with_computed(device_map: Mapping[str, Device], names: Collection[str]) -> DeviceMap:
+    """Return a map with the windows of a planned one, and tensors on the host that the model computes."""
+    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
+    return DeviceMap({**device_map, **dict.fromkeys(names, "cpu")}, window_bytes=windows)
 
 
 def _planned_map(

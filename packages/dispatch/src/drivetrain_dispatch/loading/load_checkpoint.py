@@ -31,9 +31,9 @@ from drivetrain_dispatch.loading.quantize_on_load import (
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
+from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.planning.memory_budget import free_bytes
-from drivetrain_dispatch.planning.placement import placements_of
+from drivetrain_dispatch.planning.placement import check_places, placements_of, places_of_tensors
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 from drivetrain_messages import format_size
 from drivetrain_weights import MappedFile
@@ -123,10 +123,17 @@ def load_checkpoint_in_model(
     )  # fmt: skip
     check_load_dtype(dtype)
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
+    return _open_and_load(layout, Path(checkpoint), device_map, options)
+
+
+def _open_and_load(
+    layout: ModelLayout, path: Path, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
+) -> LoadReport:
     _check_sharded(layout, device_map, options)  # on all ranks alike, before one opens files for the others
-    reader = EachRank(num_threads) if read_by == "each" else Rank0Broadcast(process_group)
-    opened = reader.open(Path(checkpoint), lambda: open_checkpoint(layout, Path(checkpoint), options))
-    sized = reader.together(lambda: with_quantized_sizes(layout, opened.specs, quantization))
+    each = options.read_by == "each"
+    reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
+    opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
+    sized = reader.together(lambda: with_quantized_sizes(layout, opened.specs, options.quantization))
     return load_tensors(sized, opened, device_map, options, reader)
 
 

@@ -154,9 +154,10 @@ def _wanted(layout: ModelLayout, places: Mapping[str, Place]) -> list[_Wanted]:
         special = next((name for name in names if name in layout.special_dtypes), None)
         spec = TensorSpec(tuple(target.tensor.shape), layout.dtypes[special or names[0]])
         saved = tuple(name for name in names if name in in_checkpoints)
-        there: list[Place] = [places[name] for name in names]
         # A tied tensor goes to the first device among those of its names.
-        place = next((place for place in there if place != "disk" and place.type != "meta"), there[0])
+        places_of_names: list[Place] = [places[name] for name in names]
+        devices = [place for place in places_of_names if place != "disk" and place.type != "meta"]
+        place = devices[0] if devices else places_of_names[0]
         wanted.append(_Wanted(names, saved, target, spec, special is not None, place))
     return wanted
 

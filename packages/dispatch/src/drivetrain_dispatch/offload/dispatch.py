@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.quantized_tensor import KeptLayout, restore_scales
+from drivetrain_dispatch.model.quantized_tensor import KeptLayout
 from drivetrain_dispatch.model.units import Unit, units_of
 from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.dispatch_plan import DispatchPlan, plan_dispatch
@@ -73,8 +73,7 @@ def dispatch_model(
         model, device_map, main_device=main_device, write_back=write_back, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, dtypes=dtypes,
     )  # fmt: skip
-    restore_scales(model)
-    files = relocate(plan.layout.tensors, plan.placements, mapped or {}, offload_dir, write_back=write_back)
+    files = relocate(plan.layout, plan.placements, mapped or {}, offload_dir, write_back=write_back)
     dispatched = mark_dispatched(model)
     _fetch_at_use(dispatched, model, plan, files, device_map)
     _use_mapped(dispatched, model, plan, files, release_pages=release_pages)

@@ -13,8 +13,8 @@ from drivetrain_dispatch.model.quantized_tensor import why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
 from drivetrain_dispatch.offload.parameter import is_offloaded
-from drivetrain_dispatch.planning.device_map import Device, check_places
-from drivetrain_dispatch.planning.placement import Placement, placements_of
+from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.planning.placement import Placement, check_places, placements_of
 
 _CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Move weights to where they are stored: a device, host memory or a file. After an error all are unchanged."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.errors import DeviceMapError, WeightFilesError
-from drivetrain_dispatch.model.quantized_tensor import parts_of, put_parts, size_in_bytes
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.quantized_tensor import parts_of, put_parts, restore_scales, size_in_bytes
 from drivetrain_dispatch.planning.placement import Placement
 from drivetrain_messages import format_size, list_some
 from drivetrain_weights import MappedFile
@@ -16,7 +17,7 @@ from drivetrain_weights.aligned_file import write_aligned
 
 
 def relocate(
-    tensors: Mapping[str, Tensor],
+    layout: ModelLayout,
     placements: Mapping[str, Placement],
     mapped: Mapping[str, MappedFile],
     offload_dir: Path | str | None,
@@ -26,7 +27,7 @@ def relocate(
     """Move tensors to where they are stored.
 
     Args:
-        tensors: The tensors, by every name they have; changed in place.
+        layout: The layout of the model, whose tensors are changed in place.
         placements: The placements of the tensors, by the same names.
         mapped: The files of the tensors that are mapped pages already, by name.
         offload_dir: The folder for the other tensors that are placed on the disk.
@@ -39,6 +40,8 @@ def relocate(
         DeviceMapError: A device has no room, or `offload_dir` is missing.
         WeightFilesError: The disk has no room.
     """
+    restore_scales(layout.model)
+    tensors = layout.tensors
     first: dict[int, str] = {}
     names = [name for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name]
     in_files = {id(tensors[name]): file for name, file in mapped.items()}
@@ -51,10 +54,7 @@ def relocate(
     file = None
     if written:
         if offload_dir is None:
-            raise DeviceMapError(
-                f"device_map puts {list_some(map(repr, written), most=1)} on the disk, and no file holds them yet: "
-                "name a folder for them, offload_dir=..."
-            )
+            raise _no_folder(written)
         whole = {key: part for each in parts.values() for key, part in each.items()}
         file = write_offloaded(whole, offload_dir, write_back=write_back)
     moved: list[tuple[Tensor, torch.device]] = []
@@ -76,6 +76,13 @@ def relocate(
             file.path.unlink()
         raise
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
+
+
+def _no_folder(names: Iterable[str]) -> DeviceMapError:
+    return DeviceMapError(
+        f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and no file holds them yet: name a "
+        "folder for them, offload_dir=..."
+    )
 
 
 def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:

@@ -77,11 +77,7 @@ def measure_costs(
         CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
     """
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
-    if layout.quantized:
-        raise CostError(
-            f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "
-            "quantised, and plan with special_sizes=quantized_sizes(...)"
-        )
+    _check_plain(layout)
     try:
         copied, (positional, named) = meta_copy(layout, (tuple(args), dict(kwargs or {})))
     except (TypeError, RuntimeError, NotImplementedError, ValueError) as error:
@@ -105,6 +101,14 @@ def measure_costs(
         ) from error
     direct = [*_direct_tensors(positional), *_direct_tensors(named), *_direct_tensors(result)]
     return _costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
+
+
+def _check_plain(layout: ModelLayout) -> None:
+    if layout.quantized:
+        raise CostError(
+            f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "
+            "quantised, and plan with special_sizes=quantized_sizes(...)"
+        )
 
 
 def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder: OpRecorder) -> None:
