@@ -25,9 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, training_inputs
 from drivetrain_dispatch.compat import FakeTensorMode
-from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
 from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, memory_of_rank
-from drivetrain_dispatch.estimate.step_memory import StepMemory, measure_forward, measure_step
+from drivetrain_dispatch.estimate.step_memory import (
+    StepMemory,
+    give_fake_tensors,
+    measure_forward,
+    measure_step,
+)
 from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_dispatch.estimate.weight_sizes import sizes_of_model
 from drivetrain_memory import record_peak

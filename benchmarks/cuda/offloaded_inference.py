@@ -13,7 +13,7 @@ import torch
 from bench import Bench, Goal, Measured, Table, begin
 from torch import Tensor, nn
 
-from drivetrain_dispatch import cpu_offload, dispatch_model, infer_auto_device_map, offload_stats
+from drivetrain_dispatch import Bandwidths, cpu_offload, dispatch_model, infer_auto_device_map, offload_stats
 
 WIDTH, LAYERS = 4096, 64  # 2.15 GB
 FEW, MANY = 16, 16_384
@@ -56,7 +56,9 @@ def by_drivetrain(bench: Bench, case: Case) -> nn.Module:
     model = stack(bench)
     if case.budgets is None:
         return cpu_offload(model, bench.device)
-    plan = infer_auto_device_map(model, case.budgets)
+    # A dry run is given rates: measured ones would be written to the user's cache.
+    rates = Bandwidths(to_device=25e9, from_disk=3e9) if bench.dry else None
+    plan = infer_auto_device_map(model, case.budgets, rates=rates)
     print(plan)
     return dispatch_model(model, plan, offload_dir=bench.disk / "drivetrain")
 

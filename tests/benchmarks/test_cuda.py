@@ -1,6 +1,7 @@
 """What is measured on a card runs here at tiny sizes, and one script's failure keeps no other's table away."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,12 @@ def run() -> ModuleType:
 @pytest.mark.slow
 def test_every_script_runs_at_tiny_sizes_and_writes_its_tables(python: str, tmp_path: Path) -> None:
     command = [python, str(FOLDER / "run.py"), "--out", str(tmp_path), "--device", "cpu", "--dry"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    home = {"HOME": str(tmp_path / "home"), "USERPROFILE": str(tmp_path / "home")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=580, check=False, env={**os.environ, **home}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(tmp_path.rglob("rates.json"))  # measured rates are written where the user plans
     told = (tmp_path / "summary.md").read_text()
     scripts = [path.stem for path in tmp_path.glob("*.log")]
     assert {"small_step", "gpt_step", "gpt_fsdp", "save_held", "offloaded_inference"} <= set(scripts)

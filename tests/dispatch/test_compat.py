@@ -141,6 +141,7 @@ def test_moves_and_conversions_call_one_method_of_each_module_with_the_function(
     assert given == [model[0].weight.dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.costly
 @pytest.mark.slow
 def test_the_compiler_counts_as_imported_once_something_uses_it() -> None:

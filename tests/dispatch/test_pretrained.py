@@ -67,6 +67,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
+@pytest.mark.default_cases("AutoModelForCausalLM", "MixtralForCausalLM-planned")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("model_class", [transformers.AutoModelForCausalLM, transformers.MixtralForCausalLM])
 def test_a_language_model_is_what_from_pretrained_gives(

@@ -45,6 +45,7 @@ def generated(model: torch.nn.Module) -> torch.Tensor:
     )
 
 
+@pytest.mark.default_cases("llama, tied", "mixtral-copied")
 @pytest.mark.parametrize("way", ["disk", "copied", "whole layers"])
 def test_generation_gives_the_same_tokens(model: torch.nn.Module, way: str, tmp_path: Path) -> None:
     plain = copy.deepcopy(model)

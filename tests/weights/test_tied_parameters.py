@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_weights import TiedParametersError, find_tied_parameters, retie_parameters
+from drivetrain_weights import TiedParametersError, find_tied_parameters, find_ties, retie_parameters
 
 
 class Tied(nn.Module):
@@ -30,6 +30,32 @@ def test_a_module_under_two_names_ties_all_it_has() -> None:
         ["0.weight", "1.weight"],
         ["0.bias", "1.bias"],
     ]
+
+
+def test_names_of_the_same_memory_are_ties_and_views_that_differ_are_none() -> None:
+    base = torch.arange(6.0)
+    tensors = {
+        "a": base,
+        "view": base[:3],
+        "again": base.view(6),
+        "reshaped": base.view(2, 3),
+        "bits": base.view(torch.int32),
+        "empty": base[:0],
+        "also empty": base[:0],
+        "third": base,
+        "equal": base.clone(),
+        "complex": (number := torch.ones(2, dtype=torch.complex64)),
+        "conjugate": number.conj(),
+    }
+    assert find_ties(tensors) == {"again": "a", "third": "a"}
+
+
+def test_buffers_of_a_module_are_ties_too_under_their_renamed_names() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, affine=False))
+    model[1].running_mean = model[0].running_mean
+    assert find_ties(model) == {"1.running_mean": "0.running_mean"}
+    assert find_ties(model, rename=str.upper) == {"1.RUNNING_MEAN": "0.RUNNING_MEAN"}
+    assert find_ties(Tied()) == {"head.weight": "embed.weight"}
 
 
 def test_a_load_that_parts_them_is_mended() -> None:

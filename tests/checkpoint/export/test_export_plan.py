@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_checkpoint import StateError, TensorInfo, plan_export, tied_names
+from drivetrain_checkpoint import StateError, TensorInfo, plan_export
 from drivetrain_checkpoint.export.export_plan import parse_shard_size
 
 infos = st.builds(
@@ -106,21 +106,3 @@ def test_what_is_no_size_is_refused_with_the_units(size: object) -> None:
 def test_what_the_format_cannot_hold_is_named(tensors: dict, said: str) -> None:
     with pytest.raises(StateError, match=re.escape(said)):
         plan_export(tensors)
-
-
-def test_names_of_the_same_memory_are_ties_and_views_that_differ_are_none() -> None:
-    base = torch.arange(6.0)
-    tensors = {
-        "a": base,
-        "view": base[:3],
-        "again": base.view(6),
-        "reshaped": base.view(2, 3),
-        "bits": base.view(torch.int32),
-        "empty": base[:0],
-        "also empty": base[:0],
-        "third": base,
-        "equal": base.clone(),
-        "complex": (number := torch.ones(2, dtype=torch.complex64)),
-        "conjugate": number.conj(),
-    }
-    assert tied_names(tensors) == {"again": "a", "third": "a"}

@@ -66,6 +66,7 @@ def estimate(capsys: pytest.CaptureFixture[str], model: str, **arguments: Any) -
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.default_cases("tied")
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.slow
 def test_models_of_every_kind_are_estimated(

@@ -56,6 +56,7 @@ def test_its_layers_stay_whole(model: nn.Module) -> None:
     assert len(blocks) < 10
 
 
+@pytest.mark.default_cases("tied-2", "mixtral-1")
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.default_cases("gpt2-2")
 def test_a_token_costs_what_it_computes_and_the_cache_grows(model: nn.Module, batch_size: int) -> None:

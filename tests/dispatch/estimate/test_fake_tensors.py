@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.compat import FakeTensorMode
-from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
+from drivetrain_dispatch.estimate.step_memory import give_fake_tensors
 
 
 class Table(nn.Module):

@@ -7,8 +7,13 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
-from drivetrain_dispatch.estimate.step_memory import StepMemory, StorageTally, measure_forward, measure_step
+from drivetrain_dispatch.estimate.step_memory import (
+    StepMemory,
+    StorageTally,
+    give_fake_tensors,
+    measure_forward,
+    measure_step,
+)
 from drivetrain_dispatch.estimate.training_modes import OPTIMIZERS
 
 WIDTH, BATCH = 64, 16

@@ -157,7 +157,10 @@ def test_a_checkpoint_that_was_written_anew_is_converted_anew(tmp_path: Path) ->
 def test_without_a_folder_for_it_nothing_is_read(tmp_path: Path) -> None:
     built("MixtralForCausalLM").save_pretrained(tmp_path)
     model = empty("MixtralForCausalLM", tmp_path)
-    with pytest.raises(ValueError, match=r"holds it in another form: name a\s+folder where it and 3 more"):
+    with pytest.raises(
+        ValueError,
+        match=r"and 3 more on the disk, and the checkpoint holds them in another form: name a folder",
+    ):
         load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"})
     assert all(parameter.is_meta for parameter in model.parameters())
 

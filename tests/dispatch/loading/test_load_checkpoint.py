@@ -255,6 +255,7 @@ def test_a_shard_that_is_cut_or_missing_is_named_and_nothing_changes(tmp_path: P
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.default_cases("None-True-cut", "dtype1-False-touch")
 @pytest.mark.parametrize("change", ["cut", "touch"])
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
@@ -480,6 +481,7 @@ print(peak_above(before))
 """
 
 
+@pytest.mark.default_cases("bfloat16-64")
 @pytest.mark.parametrize(("dtype", "placed"), [("float32", 0), ("bfloat16", 4 * 16), ("float64", 4 * 64)])
 @pytest.mark.default_cases("float32-0")
 def test_the_peak_is_what_is_placed_and_a_piece_a_thread(

@@ -13,7 +13,8 @@ from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, Te
 from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.loading.load_plan import LoadPlan, plan_load
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import Place, places_of_tensors
+from drivetrain_dispatch.planning.device_map import Place
+from drivetrain_dispatch.planning.placement import places_of_tensors
 
 
 class Tied(nn.Module):

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import LoadError
 from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
-from drivetrain_dispatch.model.tensor_subclass import is_packed, made_of, parts_of, put_parts, size_in_bytes
+from drivetrain_dispatch.model.quantized_tensor import (
+    is_quantized,
+    made_of,
+    parts_of,
+    put_parts,
+    size_in_bytes,
+)
 
 WIDTH = 64
 
@@ -89,8 +95,8 @@ def assert_packed(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 def test_parts_of_any_wrapper() -> None:
     weight = ByRows().pack(torch.randn(8, 4))
-    assert is_packed(weight)
-    assert not is_packed(nn.Parameter(torch.rand(2)))
+    assert is_quantized(weight)
+    assert not is_quantized(nn.Parameter(torch.rand(2)))
     assert parts_of(weight) == [weight.values, weight.scales]
     assert size_in_bytes(weight) == 8 * 4 + 8 * 4
     other = made_of(weight, [part.clone() for part in parts_of(weight)])

@@ -10,8 +10,7 @@ from torch import nn
 
 from drivetrain_dispatch.offload import residency as residency_module
 from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency, TensorSlot
-from drivetrain_dispatch.offload.transfer import TransferRequest
-from drivetrain_dispatch.offload.transfer_window import TransferWindow
+from drivetrain_dispatch.offload.transfer import TransferRequest, TransferWindow
 
 CPU = torch.device("cpu")
 TENSOR_BYTES = 16

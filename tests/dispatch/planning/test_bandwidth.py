@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain_dispatch.planning.bandwidth import measure_rates
-from drivetrain_dispatch.planning.bandwidth_cache import default_cache, remembered
+from drivetrain_dispatch.planning.bandwidth import default_cache, measure_rates, remembered
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
 
@@ -90,7 +89,7 @@ REMEMBER = """
 import json, sys
 from pathlib import Path
 from typing import Any
-from drivetrain_dispatch.planning.bandwidth_cache import remembered
+from drivetrain_dispatch.planning.bandwidth import remembered
 cache = Path(sys.argv[1])
 for turn in range(50):
     remembered(cache, [sys.argv[2], str(turn)], ["speed"], lambda: [1.0])

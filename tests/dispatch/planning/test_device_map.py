@@ -4,13 +4,8 @@ from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import (
-    Device,
-    DeviceMap,
-    check_places,
-    place_of,
-    places_of_tensors,
-)
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, place_of
+from drivetrain_dispatch.planning.placement import check_places, places_of_tensors
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,11 @@ from torch import nn
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import compute_module_sizes
-from drivetrain_dispatch.planning.bandwidth_cache import default_cache
+from drivetrain_dispatch.planning.bandwidth import default_cache
 from drivetrain_dispatch.planning.block_groups import BlockCost
-from drivetrain_dispatch.planning.device_map import places_of_tensors
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
-from drivetrain_dispatch.planning.placement import placements_of
+from drivetrain_dispatch.planning.placement import placements_of, places_of_tensors
 
 RATES = Bandwidths(to_device=1e6, from_disk=1e5)
 

@@ -23,7 +23,7 @@ from drivetrain_dispatch import (
     remove_hooks,
 )
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
-from drivetrain_dispatch.model.tensor_subclass import is_packed, size_in_bytes
+from drivetrain_dispatch.model.quantized_tensor import is_quantized, size_in_bytes
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
@@ -140,6 +140,7 @@ def computed(model: nn.Module) -> Tensor:
         return model(IDS)
 
 
+@pytest.mark.default_cases("cpu", "copied from the disk")
 @pytest.mark.parametrize("place", ["cpu", "disk", "copied", "copied from the disk"])
 @pytest.mark.slow
 def test_what_is_loaded_computes_what_the_library_makes_of_the_whole_model(
@@ -182,7 +183,7 @@ def test_what_is_loaded_computes_what_the_library_makes_of_the_whole_model(
     saved, expected = model.state_dict(), reference.state_dict()
     assert list(saved) == list(expected)
     for name, value in saved.items():
-        if not is_packed(value):
+        if not is_quantized(value):
             assert torch.equal(value, expected[name])
 
 
@@ -219,7 +220,7 @@ def test_what_stays_as_it_is(plain: nn.Module, checkpoint: Path) -> None:
     model = load_checkpoint_and_dispatch(
         empty(), checkpoint, {"": "cpu"}, dtype=BF16, quantization=quantization, keep_in_fp32_modules=["up"]
     )
-    packed = {name for name, tensor in model.named_parameters() if is_packed(tensor)}
+    packed = {name for name, tensor in model.named_parameters() if is_quantized(tensor)}
     assert packed == {"down.weight"}
     assert model.up.weight.dtype == torch.float32
     for skipped, expected in (

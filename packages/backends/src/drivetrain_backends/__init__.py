@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from drivetrain_backends.state_dict.full_tensors import full_model as full_model
     from drivetrain_backends.state_dict.full_tensors import iter_full_tensors as iter_full_tensors
     from drivetrain_backends.state_dict.full_tensors import load_full_state_dict as load_full_state_dict
-    from drivetrain_backends.state_dict.full_tensors import tied_weights as tied_weights
     from drivetrain_backends.testing.contract import BackendContract as BackendContract
     from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
@@ -101,7 +100,6 @@ _MODULES = {
     "UnreducedGradientError": "errors",
     "UnshardedParameterError": "errors",
     "load_full_state_dict": "state_dict.full_tensors",
-    "tied_weights": "state_dict.full_tensors",
     "full_model": "state_dict.full_tensors",
     "iter_full_tensors": "state_dict.full_tensors",
     "register_backend": "registry",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.export.export_plan import ExportPlan as ExportPlan
     from drivetrain_checkpoint.export.export_plan import TensorInfo as TensorInfo
     from drivetrain_checkpoint.export.export_plan import plan_export as plan_export
-    from drivetrain_checkpoint.export.export_plan import tied_names as tied_names
     from drivetrain_checkpoint.export.load import ExportMatch as ExportMatch
     from drivetrain_checkpoint.export.load import IncompatibleNames as IncompatibleNames
     from drivetrain_checkpoint.export.load import load_model as load_model
@@ -93,7 +92,6 @@ _MODULES = {
     "read_accelerate_state": "interop.accelerate.state",
     "read_manifest": "format.manifest",
     "save_model": "export.writer",
-    "tied_names": "export.export_plan",
     "verify_checkpoint": "loading.verify",
     "write_export": "export.writer",
     "write_tensor_file": "export.writer",

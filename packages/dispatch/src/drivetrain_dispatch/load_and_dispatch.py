@@ -13,7 +13,7 @@ from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
 from drivetrain_dispatch.loading.load_checkpoint import load_tensors
 from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions, check_load_dtype
-from drivetrain_dispatch.loading.quantize_on_load import with_packed_sizes
+from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.loading.tensor_reader import EachRank
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed
@@ -22,10 +22,10 @@ from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 from drivetrain_dispatch.offload.mapped_weights import check_release
 from drivetrain_dispatch.planning.blocks import blocks_of
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, place_of
 from drivetrain_dispatch.planning.infer_device_map import plan_device_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
-from drivetrain_dispatch.planning.placement import placements_of
+from drivetrain_dispatch.planning.placement import check_places, placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 # How a device map is planned: "balanced" (the same as "auto") spreads the model evenly over the accelerators,
@@ -83,7 +83,7 @@ def load_checkpoint_and_dispatch(
     layout = _layout_of(model, dtype, keep_in_fp32_modules)
     _check_early(layout, device_map, max_memory, preload_module_classes, release_pages, offload_buffers)
     opened = open_checkpoint(layout, Path(checkpoint), options)
-    layout = with_packed_sizes(layout, opened.specs, quantization)
+    layout = with_quantized_sizes(layout, opened.specs, quantization)
     if isinstance(device_map, str):
         device_map = _planned_map(
             layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers

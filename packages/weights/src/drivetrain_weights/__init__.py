@@ -1,8 +1,8 @@
 """Read and write model weight files: safetensors, torch's own, and Hugging Face's indices of shards.
 
 `open_weights` maps a file, the shards of an index, or a folder into memory, so that a tensor is read on first use.
-`read_torch_file` reads files of `torch.save` without running code from them. `find_tied_parameters` and
-`retie_parameters` keep tied weights tied.
+`read_torch_file` reads files of `torch.save` without running code from them. `find_ties` finds names of one
+tensor; `find_tied_parameters` and `retie_parameters` keep tied weights tied.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from drivetrain_weights.tensor_box import Box as Box
     from drivetrain_weights.tensor_box import box_of_dtensor as box_of_dtensor
     from drivetrain_weights.tied_parameters import find_tied_parameters as find_tied_parameters
+    from drivetrain_weights.tied_parameters import find_ties as find_ties
     from drivetrain_weights.tied_parameters import retie_parameters as retie_parameters
     from drivetrain_weights.torch_file import read_torch_file as read_torch_file
     from drivetrain_weights.weight_index import WeightIndex as WeightIndex
@@ -36,6 +37,7 @@ _MODULES = {
     "WeightIndex": "weight_index",
     "box_of_dtensor": "tensor_box",
     "find_tied_parameters": "tied_parameters",
+    "find_ties": "tied_parameters",
     "open_weights": "weight_index",
     "read_index": "weight_index",
     "read_torch_file": "torch_file",

@@ -1,7 +1,8 @@
 """Find tied parameters, which have several names, and tie them again after loading separated them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +19,31 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['embed.weight', 'head.weight']]
     """
-    return tied_groups(model.named_parameters(remove_duplicate=False), key=id)
+    return _tied_groups(model.named_parameters(remove_duplicate=False), key=id)
 
 
-def first_names(groups: Iterable[Sequence[str]]) -> dict[str, str]:
-    """Return the first name of a group for each of its other names."""
-    return {name: group[0] for group in groups for name in group[1:]}
-
-
-def tied_groups(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], object]) -> list[list[str]]:
-    """Return the names of each tensor that has several, in their order.
+def find_ties(
+    source: nn.Module | Mapping[str, Tensor], *, rename: Callable[[str], str] = str
+) -> dict[str, str]:
+    """Return the first name of each tensor that has several, by each of its other names.
 
     Args:
-        named: The names and tensors, all of which stay alive meanwhile.
-        key: A function whose result is equal for tied tensors: `id` in a module, `memory_key` in a state dict.
+        source: A module, whose parameters and buffers are tied if they are the same object; or tensors by name, which
+            are tied if they are exactly the same memory. Views that overlap but differ are not tied.
+        rename: A function from a name in `source` to the one in the result, such as one without a wrapper's prefix.
     """
+    if isinstance(source, nn.Module):
+        named = chain(
+            source.named_parameters(remove_duplicate=False), source.named_buffers(remove_duplicate=False)
+        )
+        groups = _tied_groups(named, key=id)
+    else:
+        groups = _tied_groups(source.items(), key=memory_key)
+    return {rename(name): rename(group[0]) for group in groups for name in group[1:]}
+
+
+def _tied_groups(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], object]) -> list[list[str]]:
+    """Return the names of each tensor that has several; `key` is equal for tied tensors, which stay alive."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name, tensor in named:
         groups[key(tensor)].append(name)

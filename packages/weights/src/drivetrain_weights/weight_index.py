@@ -196,7 +196,7 @@ def _others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
             indices[path] = index
     listed = {file for index in indices.values() for file in index.weight_map.values()}
     rest = [path for path in files if path.name not in listed]
-    shards = [path for path in rest if _is_part(path)]
+    shards = [path for path in rest if (match := _SHARD.search(path.name)) and int(match[2]) > 1]
     return [*indices, *(path for path in rest if path not in shards)], shards
 
 
@@ -214,9 +214,3 @@ def _index_of(path: Path, kind: str) -> WeightIndex | None:
         return None
     suffixes = {Path(file).suffix for file in index.weight_map.values()}
     return index if suffixes and suffixes <= set(_SUFFIXES[kind]) else None
-
-
-def _is_part(path: Path) -> bool:
-    """Return whether a file's name says that it is one of several."""
-    match = _SHARD.search(path.name)
-    return match is not None and int(match[2]) > 1

@@ -5,10 +5,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from drivetrain_accelerate.model_structure import extract_model_from_parallel
-from drivetrain_backends import strip_wrapper_prefix, tied_weights
+from drivetrain_backends import strip_wrapper_prefix
 from drivetrain_checkpoint import plan_export, write_export
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_main
+from drivetrain_weights import find_ties
 from drivetrain_weights.tensor_box import is_dtensor
 
 
@@ -44,7 +45,8 @@ def save_whole(context: Context, model: nn.Module, folder: Path, *, max_shard_si
 
     def write() -> None:
         state = whole_state(inner)
-        ties = {name: first for name, first in tied_weights(inner).items() if name in state}
+        found = find_ties(inner, rename=strip_wrapper_prefix)
+        ties = {name: first for name, first in found.items() if name in state}
         write_export(plan_export(state, max_shard_size=max_shard_size, ties=ties), state.items(), folder)
 
     on_main(context, write, doing=f"the export into {folder}")

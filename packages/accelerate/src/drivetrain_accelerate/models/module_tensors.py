@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.compat import uncompiled
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
-from drivetrain_dispatch.model.tensor_subclass import is_packed
+from drivetrain_dispatch.model.quantized_tensor import is_quantized
 from drivetrain_dispatch.planning.device_map import place_of
 
 Where = int | str | torch.device
@@ -102,7 +102,7 @@ def set_module_tensor_to_device(
     old = _tensor_of(module, name)
     place = place_of(device)
     place = torch.device("meta") if place == "disk" else place
-    if value is not None and value.shape != old.shape and not is_packed(old):
+    if value is not None and value.shape != old.shape and not is_quantized(old):
         raise ValueError(
             f"{tensor_name}: value={tuple(value.shape)} is another shape than the tensor's, {tuple(old.shape)}: give "
             "values for the same model"

@@ -1,7 +1,6 @@
 """A model's full tensors, one at a time, so that a full state dict costs one tensor beyond the shards."""
 
 from collections.abc import Generator, Mapping
-from itertools import chain
 
 from torch import Tensor, nn
 
@@ -10,7 +9,7 @@ from drivetrain_backends.protocol import Prepared
 from drivetrain_backends.state_dict.dtensor import local, write_from_first
 from drivetrain_backends.state_dict.full_state_dict import full_tensor
 from drivetrain_state import Context, broadcast_object
-from drivetrain_weights.tied_parameters import first_names, tied_groups
+from drivetrain_weights import find_ties
 
 
 def iter_full_tensors(
@@ -52,24 +51,11 @@ def full_model(prepared: Prepared, context: Context, *, everywhere: bool = False
         not get it. Module state other than tensors (`get_extra_state`) is left out.
     """
     found: dict[str, Tensor] = {}
-    tied = tied_weights(prepared.unwrap())
+    tied = find_ties(prepared.unwrap(), rename=strip_wrapper_prefix)
     for name, tensor in iter_full_tensors(prepared, context, everywhere=everywhere):
         if tensor is not None:
             found[name] = found.get(tied.get(name, name), tensor)
     return found
-
-
-def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Return the parameters and buffers that are the same object as one with an earlier name.
-
-    Args:
-        model: The module as the user built it.
-
-    Returns:
-        A mapping from each plain name to the first plain name of the same object.
-    """
-    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return first_names(tied_groups(((strip_wrapper_prefix(name), value) for name, value in named), key=id))
 
 
 def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context: Context) -> None:

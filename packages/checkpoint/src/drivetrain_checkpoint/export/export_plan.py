@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from drivetrain_checkpoint.errors import StateError
 from drivetrain_messages import SIZE_UNITS, parse_size
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
-from drivetrain_weights.tied_parameters import first_names, memory_key, tied_groups
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -118,17 +116,6 @@ def plan_export(
         tensors=kept,
         ties=ties,
     )
-
-
-def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Find the names whose tensor is exactly the same memory as the tensor of an earlier name.
-
-    Views that overlap but differ are not ties.
-
-    Returns:
-        The ties: name to the first name of the same memory.
-    """
-    return first_names(tied_groups(tensors.items(), key=memory_key))
 
 
 def parse_shard_size(max_shard_size: int | str) -> int:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_checkpoint.export.export_plan import tied_names
 from drivetrain_checkpoint.export.reader import ExportedTensors, open_export
 from drivetrain_messages import list_some
+from drivetrain_weights import find_ties
 
 
 class IncompatibleNames(NamedTuple):
@@ -68,7 +68,7 @@ def load_model(
         _check_loadable(kind, name, value)
     exported = open_export(folder, device=device)
     shapes = {name: tuple(value.shape) for name, value in own.items()}
-    match = match_export(exported, shapes, ties=tied_names(own), strict=strict, kind=kind)
+    match = match_export(exported, shapes, ties=find_ties(own), strict=strict, kind=kind)
     by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name, source in match.sources.items():
         by_file[exported.places[source].file].append(name)

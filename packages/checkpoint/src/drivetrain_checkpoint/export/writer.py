@@ -26,11 +26,10 @@ from drivetrain_checkpoint.export.export_plan import (
     SINGLE_FILE,
     ExportPlan,
     plan_export,
-    tied_names,
 )
 from drivetrain_checkpoint.storage.local import sync_folder
 from drivetrain_checkpoint.storage.place import on_disk
-from drivetrain_weights import WeightIndex
+from drivetrain_weights import WeightIndex, find_ties
 
 TIES = "tied_weights"
 _UNFINISHED = ".tmp"
@@ -67,7 +66,7 @@ def save_model(
         if isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] the plan refuses others
             _check_whole(name, tensor)
     known = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "layout")}
-    plan = plan_export(tensors, max_shard_size=max_shard_size, ties=tied_names(known))
+    plan = plan_export(tensors, max_shard_size=max_shard_size, ties=find_ties(known))
     write_export(plan, tensors.items(), folder, metadata=metadata)
     return plan
 

@@ -13,9 +13,13 @@ from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, training_inputs
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.estimate.fake_tensors import give_fake_tensors
 from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memory_of_rank
-from drivetrain_dispatch.estimate.step_memory import StepMemory, measure_forward, measure_step
+from drivetrain_dispatch.estimate.step_memory import (
+    StepMemory,
+    give_fake_tensors,
+    measure_forward,
+    measure_step,
+)
 from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
 from drivetrain_messages import format_size, format_table
@@ -102,16 +106,13 @@ def run(arguments: EstimateArguments) -> int:
 
 def _estimate(arguments: EstimateArguments) -> tuple[WeightSizes, list[ModeEstimate]]:
     path = Path(arguments.model).expanduser()
-    if not _has_config(path):
+    has_config = path.name == "config.json" or (path / "config.json").is_file() or not path.exists()
+    if not has_config:
         why = "the files of weights alone do not say what a step computes: add config.json"
         return sizes_of_files(path), [ModeEstimate(mode=MODES[name], why_not=why) for name in arguments.mode]
     model = build_to_train(path, dtype=None)
     sizes = sizes_of_model(model, whole_classes(model))
     return sizes, [_estimate_mode(path, MODES[name], sizes, arguments) for name in arguments.mode]
-
-
-def _has_config(path: Path) -> bool:
-    return path.name == "config.json" or (path / "config.json").is_file() or not path.exists()
 
 
 def _estimate_mode(

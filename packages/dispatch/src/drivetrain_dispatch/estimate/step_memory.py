@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_dispatch.compat import DATA_DEPENDENT_ERRORS, TorchDispatchMode, tree_leaves
+from drivetrain_dispatch.compat import (
+    BUFFERS,
+    DATA_DEPENDENT_ERRORS,
+    PARAMETERS,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from drivetrain_dispatch.errors import CostError
 
 
@@ -191,7 +197,8 @@ def _step(
     tally.restart()
     optimizer = make_optimizer(trained)
     optimizer.step()
-    states = _state_bytes(optimizer)
+    leaves = tree_leaves(list(optimizer.state.values()))
+    states = sum(_size_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
     held = tally.gradient_bytes + weights + states
     return StepMemory(
         weights=weights,
@@ -204,10 +211,29 @@ def _step(
     )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    leaves = tree_leaves(list(optimizer.state.values()))
-    return sum(_size_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-
-
 def _size_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
+
+
+def give_fake_tensors(model: nn.Module) -> None:
+    """Exchange a model's tensors for ones of the CPU that have no data; tied tensors stay tied.
+
+    The caller is in the context of a `FakeTensorMode`. Meta tensors themselves would not do: autocast passes over
+    them, and attention takes its slowest kernel, which holds all scores.
+
+    Args:
+        model: A model whose tensors are all on the meta device.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, whose id is free otherwise
+    for module in model.modules():
+        entries: Any
+        for entries in (vars(module)[PARAMETERS], vars(module)[BUFFERS], vars(module)):
+            for name, tensor in entries.items():
+                if isinstance(tensor, Tensor):
+                    made.setdefault(id(tensor), (tensor, _fake(tensor)))
+                    entries[name] = made[id(tensor)][1]
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -1,7 +1,7 @@
 """Load a checkpoint into a model: plan and check, then read, and change the model only at the end."""
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypeAlias
@@ -11,22 +11,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.errors import WeightFilesError
-from drivetrain_dispatch.loading.allocate import allocate, no_room
+from drivetrain_dispatch.errors import LoadError, WeightFilesError
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, open_checkpoint
-from drivetrain_dispatch.loading.keep_stored_fp8 import KeepStoredFP8
+from drivetrain_dispatch.loading.file_backed import (
+    check_folder,
+    with_computed_in_memory,
+    with_mapped_in_memory,
+    write_converted,
+)
 from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoadOptions, check_load_dtype
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
-from drivetrain_dispatch.loading.mapped_in_memory import with_mapped_in_memory
-from drivetrain_dispatch.loading.offloaded_form import check_folder, with_computed_in_memory, write_converted
-from drivetrain_dispatch.loading.quantize_on_load import QuantizeOnLoad, refuse_to_save, with_packed_sizes
+from drivetrain_dispatch.loading.quantize_on_load import (
+    KeepStoredFP8,
+    QuantizeOnLoad,
+    refuse_to_save,
+    with_quantized_sizes,
+)
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import Device, check_places, places_of_tensors
-from drivetrain_dispatch.planning.placement import placements_of
+from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.planning.memory_budget import free_bytes
+from drivetrain_dispatch.planning.placement import check_places, placements_of, places_of_tensors
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
+from drivetrain_messages import format_size
 from drivetrain_weights import MappedFile
 from drivetrain_weights.tensor_box import is_dtensor
 
@@ -124,7 +133,7 @@ def _open_and_load(
     each = options.read_by == "each"
     reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
     opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
-    sized = reader.together(lambda: with_packed_sizes(layout, opened.specs, options.quantization))
+    sized = reader.together(lambda: with_quantized_sizes(layout, opened.specs, options.quantization))
     return load_tensors(sized, opened, device_map, options, reader)
 
 
@@ -151,7 +160,7 @@ def load_tensors(
         plan = reader.together(lambda: load.write_converted(plan))
         changes = reader.together(lambda: load.read(plan))
         apply_assignments(layout.model, changes)
-        if plan.packed:
+        if plan.quantized:
             refuse_to_save(layout.model)
         return load.report(plan)
 
@@ -200,7 +209,7 @@ class _Load:
         places = places_of_tensors(layout, devices)
         check_places(places.values())
         plan = plan_load(layout, checkpoint, places, options)
-        if any(planned.place == "disk" for planned in plan.tensors):
+        if any(planned.on_disk for planned in plan.tensors):
             checkpoint = self._opened_here()
         plan, self.computed = with_computed_in_memory(plan, self.sources)
         if options.read_by == "each":
@@ -209,7 +218,7 @@ class _Load:
         if self.sources:
             for planned in plan.tensors:
                 checkpoint.check_copies(planned.stored, planned.copies)
-        if plan.packed:
+        if plan.quantized:
             self.packer = self._packer_for(devices)
         allocate(plan.tensors, self.values)
         return plan
@@ -256,7 +265,7 @@ class _Load:
             progress.add(mapped)
         read(self.values)
         for index, planned in enumerate(plan.tensors):
-            if planned.is_packed:
+            if planned.is_quantized:
                 try:
                     self.values[planned.stored] = self._packed(planned, read)
                 except (torch.OutOfMemoryError, MemoryError) as error:
@@ -275,7 +284,7 @@ class _Load:
     def _changes(self, planned: PlannedTensor) -> list[Assignment]:
         """Return the changes for one tensor: its value, or the layer that a packed weight brings with it."""
         names, value = planned.names, self.values.get(planned.stored)
-        if self.packer is not None and planned.is_packed and isinstance(value, nn.Parameter):
+        if self.packer is not None and planned.is_quantized and isinstance(value, nn.Parameter):
             modules = tuple(name.rpartition(".")[0] for name in names)
             layer = self.packer.layer(self.layout.modules[modules[0]], value)
             return [Assignment(names, value) if layer is None else Assignment(modules, layer)]
@@ -283,14 +292,14 @@ class _Load:
             value = self.sources[planned.stored].values()
         elif value is None:
             value = torch.empty(planned.shape, dtype=planned.dtype, device="meta")
-        return [assignment(names, self.layout.tensors[names[0]], value)]
+        return [assignment(names, planned.target, value)]
 
     def report(self, plan: LoadPlan) -> LoadReport:
         """Return the report of the load."""
         packed = {} if self.packer is None else self.packer.files
         mapped: dict[str, MappedFile] = {}
         for planned in plan.tensors:
-            if planned.place == "disk":
+            if planned.on_disk:
                 file = packed.get(planned.stored) or self.sources[planned.stored].mapped_file()
                 mapped.update(dict.fromkeys(planned.names, file) if file is not None else {})
         return LoadReport(
@@ -305,3 +314,74 @@ class _Load:
                 for name in planned.names
             },
         )
+
+
+def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
+    """Allocate all tensors that are read, but for packed ones, which get their memory one by one.
+
+    The host needs room for those that stay pages of a file too, as they may be written to.
+
+    Args:
+        tensors: The tensors of the load.
+        into: The mapping that gets the memory, by the checkpoint's name.
+
+    Raises:
+        LoadError: A device has no room; `into` is empty then, so that a kept error holds no memory.
+    """
+    in_memory = [planned for planned in tensors if planned.in_memory]
+    try:
+        _check_host(in_memory)
+        for index, planned in enumerate(in_memory):
+            if planned.is_quantized or planned.maps:
+                continue
+            try:
+                memory = torch.empty(planned.shape, dtype=planned.dtype, device=planned.place)
+            except (RuntimeError, MemoryError) as error:  # here torch raises only for lack of memory
+                raise no_room(planned, in_memory[:index], in_memory) from error
+            into[planned.stored] = memory
+    except LoadError:
+        into.clear()
+        raise
+
+
+def _check_host(tensors: Sequence[PlannedTensor]) -> None:
+    """Check that the host has room for its tensors, as the system overcommits memory and kills the process later.
+
+    Raises:
+        LoadError: The host has no room.
+    """
+    free = free_bytes(torch.device("cpu"))
+    taken = 0
+    here = [planned for planned in tensors if str(planned.place) == "cpu"]
+    for index, planned in enumerate(here):
+        taken += planned.size_bytes
+        if free is not None and taken > free:
+            raise no_room(planned, here[:index], here, free=free - taken + planned.size_bytes)
+
+
+def no_room(
+    planned: PlannedTensor,
+    before: Sequence[PlannedTensor],
+    tensors: Sequence[PlannedTensor],
+    *,
+    free: int | None = None,
+) -> LoadError:
+    """Return the error for a tensor that a device has no room for.
+
+    Args:
+        planned: The tensor without room.
+        before: The tensors that have room.
+        tensors: All tensors that need room.
+        free: The bytes that the device has left, if known.
+    """
+    place = planned.place
+    taken = sum(other.size_bytes for other in before if other.place == place)
+    wanted = sum(other.size_bytes for other in tensors if other.place == place)
+    if free is None and place != "disk":
+        free = free_bytes(place)
+    fits = "" if free is None else f", {format_size(free)} are left, so about {format_size(taken + free)} fit"
+    return LoadError(
+        f"{place} has no room for {planned.names[0]!r} ({format_size(planned.size_bytes)}): of the "
+        f"{format_size(wanted)} that device_map puts there {format_size(taken)} went before{fits}. Put less there "
+        "(on another device, or on 'disk'), or give a smaller dtype. The model is as it was"
+    )

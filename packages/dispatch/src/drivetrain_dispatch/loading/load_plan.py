@@ -1,7 +1,7 @@
 """Plan which tensor of a checkpoint becomes which of a model, on what device and in what dtype. Pure."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ class PlannedTensor:
 
     Attributes:
         names: All names of the tensor in the model.
+        target: The tensor of the model that gets the values.
         stored: The name of the tensor in the checkpoint.
         copies: Further names in the checkpoint for the same tensor; their values must be equal.
         reads: The names in the checkpoint that are read into memory for it.
@@ -31,10 +32,11 @@ class PlannedTensor:
         dtype: The dtype in the model.
         place: The device that the tensor goes to, or `"disk"`.
         box: The position of this rank's shard in the whole tensor; None if it is not sharded.
-        packed_bytes: The bytes of the packed tensor; None if it is not packed.
+        quantized_bytes: The bytes of the packed tensor; None if it is not packed.
     """
 
     names: tuple[str, ...]
+    target: LoadTarget
     stored: str
     copies: tuple[str, ...]
     reads: tuple[str, ...]
@@ -44,7 +46,7 @@ class PlannedTensor:
     dtype: torch.dtype
     place: Place
     box: Box | None = None
-    packed_bytes: int | None = None
+    quantized_bytes: int | None = None
 
     @property
     def numel(self) -> int:
@@ -54,24 +56,29 @@ class PlannedTensor:
     @property
     def size_bytes(self) -> int:
         """The bytes that the tensor takes in its place."""
-        if self.packed_bytes is not None:
-            return self.packed_bytes
+        if self.quantized_bytes is not None:
+            return self.quantized_bytes
         return self.numel * self.dtype.itemsize
+
+    @property
+    def on_disk(self) -> bool:
+        """True if the tensor stays in a file."""
+        return self.place == "disk"
 
     @property
     def in_memory(self) -> bool:
         """True if the tensor takes memory, rather than staying in a file or without values."""
-        return self.place != "disk" and not _is_meta(self.place)
+        return not self.on_disk and not _is_meta(self.place)
 
     @property
-    def is_packed(self) -> bool:
+    def is_quantized(self) -> bool:
         """True if the tensor is packed once it is read, wherever it goes."""
-        return self.packed_bytes is not None
+        return self.quantized_bytes is not None
 
     @property
     def converted_at_use(self) -> bool:
         """True if the tensor stays in its file in another dtype than the model's."""
-        return self.place == "disk" and self.dtype != self.stored_dtype and not self.is_packed
+        return self.on_disk and self.dtype != self.stored_dtype and not self.is_quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +96,9 @@ class LoadPlan:
     unexpected: tuple[str, ...]
 
     @property
-    def packed(self) -> list[PlannedTensor]:
+    def quantized(self) -> list[PlannedTensor]:
         """The tensors that are packed once they are read."""
-        return [planned for planned in self.tensors if planned.is_packed]
+        return [planned for planned in self.tensors if planned.is_quantized]
 
 
 def plan_load(
@@ -147,7 +154,10 @@ def _wanted(layout: ModelLayout, places: Mapping[str, Place]) -> list[_Wanted]:
         special = next((name for name in names if name in layout.special_dtypes), None)
         spec = TensorSpec(tuple(target.tensor.shape), layout.dtypes[special or names[0]])
         saved = tuple(name for name in names if name in in_checkpoints)
-        place = _one_place([places[name] for name in names])
+        # A tied tensor goes to the first device among those of its names.
+        places_of_names: list[Place] = [places[name] for name in names]
+        devices = [place for place in places_of_names if place != "disk" and place.type != "meta"]
+        place = devices[0] if devices else places_of_names[0]
         wanted.append(_Wanted(names, saved, target, spec, special is not None, place))
     return wanted
 
@@ -177,12 +187,12 @@ def _planned(
     if place == "disk" and names[0] in layout.running_statistics and stored[first].dtype != spec.dtype:
         place = torch.device("cpu")
     box = target.box()
-    packed_bytes = None if _is_meta(place) else layout.special_sizes.get(names[0])
-    reads, maps = _sources(first, stored, place, packs=packed_bytes is not None)
+    quantized_bytes = None if _is_meta(place) else layout.special_sizes.get(names[0])
+    reads, maps = _sources(first, stored, place, packs=quantized_bytes is not None)
     return PlannedTensor(
-        names=names, stored=first, copies=tuple(copies), reads=reads, maps=maps,
+        names=names, target=target, stored=first, copies=tuple(copies), reads=reads, maps=maps,
         shape=spec.shape if box is None else box.sizes, stored_dtype=stored[first].dtype, dtype=spec.dtype,
-        place=place, box=box, packed_bytes=packed_bytes,
+        place=place, box=box, quantized_bytes=quantized_bytes,
     )  # fmt: skip
 
 
@@ -212,14 +222,6 @@ def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None)
             )
         found[new] = name
     return found
-
-
-def _one_place(places: Sequence[Place]) -> Place:
-    """Return the place of a tensor with several names: the first device among theirs, or else the first place."""
-    for place in places:
-        if place != "disk" and place.type != "meta":
-            return place
-    return places[0]
 
 
 def _is_meta(place: Place) -> bool:

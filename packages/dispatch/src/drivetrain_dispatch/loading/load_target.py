@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.tensor_subclass import is_packed, takes
+from drivetrain_dispatch.model.quantized_tensor import is_quantized, takes
 from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
 
 
@@ -104,7 +104,7 @@ def load_target(name: str, tensor: Tensor) -> LoadTarget:
     Raises:
         ValueError: The tensor is quantised already.
     """
-    if is_packed(tensor):
+    if is_quantized(tensor):
         raise ValueError(
             f"{name!r} is quantised already: load into the model as it was before, and give quantization=... for its "
             "weights to be packed as they come"
@@ -126,9 +126,8 @@ class Assignment(NamedTuple):
     kept: LoadTarget | None = None
 
 
-def assignment(names: tuple[str, ...], old: Tensor, value: Tensor) -> Assignment:
+def assignment(names: tuple[str, ...], target: LoadTarget, value: Tensor) -> Assignment:
     """Return the change that gives a tensor of the model a value, in place if torch lets it."""
-    target = load_target(names[0], old)
     if target.keeps_object(value):
         return Assignment(names, value, target)
     return Assignment(names, target.replaced_by(value))

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_dispatch.loading.load_options import Progress
 from drivetrain_weights import Box
@@ -114,7 +113,9 @@ class EachRank:
             while True:
                 # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
                 while len(running) < 2 * self._num_threads and (piece := next(waiting, None)) is not None:
-                    _expect(piece, sources[piece.name])
+                    if piece.box is None:  # else its position in the file is unknown
+                        start = piece.skipped + piece.start
+                        sources[piece.name].expect(start=start, size_bytes=piece.size_bytes)
                     running.add(pool.submit(read, piece))
                 if not running:
                     return
@@ -141,12 +142,6 @@ class ReadProgress:
         self._done_bytes += size_bytes
         if self._tell is not None:
             self._tell(self._done_bytes, self._all_bytes)
-
-
-def _expect(piece: ReadRange, tensor: LazyTensor) -> None:
-    """Ask the system to begin reading a piece, if its position in the file is known."""
-    if piece.box is None:
-        tensor.expect(start=piece.skipped + piece.start, size_bytes=piece.size_bytes)
 
 
 def pieces_of(

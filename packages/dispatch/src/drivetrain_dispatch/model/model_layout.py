@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
-from drivetrain_dispatch.model.tensor_subclass import is_packed, size_in_bytes
+from drivetrain_dispatch.model.quantized_tensor import is_quantized, size_in_bytes
 
 NORMS = (
     nn.BatchNorm1d,
@@ -109,10 +109,15 @@ class ModelLayout:
         return {name: self._dtype_after(name, tensor) for name, tensor in self.tensors.items()}
 
     @cached_property
+    def quantized(self) -> frozenset[str]:
+        """The names of the tensors that are made of several tensors."""
+        return frozenset(name for name, tensor in self.tensors.items() if is_quantized(tensor))
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The bytes of each tensor after conversion and packing, by name."""
         return {
-            name: tensor.numel() * dtype.itemsize if not is_packed(tensor) else size_in_bytes(tensor)
+            name: size_in_bytes(tensor) if name in self.quantized else tensor.numel() * dtype.itemsize
             for (name, tensor), dtype in zip(self.tensors.items(), self.dtypes.values(), strict=True)
         } | dict(self.special_sizes)
 

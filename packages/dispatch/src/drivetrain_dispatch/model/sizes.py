@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
+from drivetrain_dispatch.model.quantized_tensor import is_quantized, parts_of
 from drivetrain_weights.tied_parameters import memory_key
 
 
@@ -66,7 +66,7 @@ def nearest_entry(name: str, entries: Container[str]) -> str | None:
 def identity(tensor: Tensor) -> object:
     """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
     has_memory = not tensor.is_meta and tensor.numel() > 0
-    if has_memory and is_packed(tensor):
+    if has_memory and is_quantized(tensor):
         return tuple(map(identity, parts_of(tensor)))
     return memory_key(tensor)
 

@@ -14,7 +14,8 @@ from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
 from drivetrain_dispatch.offload.forward_hooks import NotCopied, hook_calls
-from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
+from drivetrain_dispatch.planning.device_map import Device, place_of
+from drivetrain_dispatch.planning.placement import check_places
 
 _ATTRIBUTE = "_drivetrain_offload_hook"  # the name of the model's attribute
 

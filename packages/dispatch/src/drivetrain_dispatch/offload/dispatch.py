@@ -7,8 +7,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.bitsandbytes import KeptLayout, restore_scales
-from drivetrain_dispatch.model.tensor_subclass import is_packed
+from drivetrain_dispatch.model.quantized_tensor import KeptLayout
 from drivetrain_dispatch.model.units import Unit, units_of
 from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.dispatch_plan import DispatchPlan, plan_dispatch
@@ -19,8 +18,7 @@ from drivetrain_dispatch.offload.immovable import keep_in_place
 from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine, check_release
 from drivetrain_dispatch.offload.relocate import relocate
 from drivetrain_dispatch.offload.residency import OffloadedTensor, TensorSlot
-from drivetrain_dispatch.offload.transfer import TransferRequest
-from drivetrain_dispatch.offload.transfer_window import default_windows
+from drivetrain_dispatch.offload.transfer import TransferRequest, default_windows
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, as_others_see_it, place_of
 from drivetrain_dispatch.planning.placement import Placement, devices_of_parts
 from drivetrain_weights import MappedFile
@@ -75,8 +73,7 @@ def dispatch_model(
         model, device_map, main_device=main_device, write_back=write_back, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, dtypes=dtypes,
     )  # fmt: skip
-    restore_scales(model)
-    files = relocate(plan.layout.tensors, plan.placements, mapped or {}, offload_dir, write_back=write_back)
+    files = relocate(plan.layout, plan.placements, mapped or {}, offload_dir, write_back=write_back)
     dispatched = mark_dispatched(model)
     _fetch_at_use(dispatched, model, plan, files, device_map)
     _use_mapped(dispatched, model, plan, files, release_pages=release_pages)
@@ -97,8 +94,8 @@ def _fetch_at_use(
         engine = _offload_engine(model, plan, files, device_map)
         dispatched.engines.append(engine)
         dispatched.handles += listen_to_units(model, [unit.module for unit in units], engine)
-        dispatched.handles += _keep_layouts(units)
-        dispatched.handles += keep_in_place(model, [name for unit in units for name in unit.tensors])
+        dispatched.handles += _keep_layouts(plan, units)
+        dispatched.handles += keep_in_place(plan.layout, [name for unit in units for name in unit.tensors])
 
 
 def _use_mapped(
@@ -117,7 +114,7 @@ def _use_mapped(
         engine = MappedWeightsEngine(units, files, releases=release_pages)
         dispatched.engines.append(engine)
         dispatched.handles += listen(model, engine)
-        dispatched.handles += _keep_layouts(units)
+        dispatched.handles += _keep_layouts(plan, units)
 
 
 def _offload_engine(
@@ -133,10 +130,13 @@ def _offload_engine(
         for name, tensor in unit.tensors.items():
             if id(tensor) not in offloaded:
                 # Detached, it has the tensor's version counter: each shows what is written to the other.
-                stored = tensor if is_packed(tensor) else tensor.detach()
+                quantized = name in plan.layout.quantized
+                stored = tensor if quantized else tensor.detach()
                 dtype = plan.compute_dtypes.get(name, tensor.dtype)
                 request = TransferRequest.of(stored, plan.placements[name].device, dtype)
-                offloaded[id(tensor)] = OffloadedTensor(tensor, request, slots[id(tensor)])
+                offloaded[id(tensor)] = OffloadedTensor(
+                    tensor, request, slots[id(tensor)], quantized=quantized
+                )
     units = [
         list(dict.fromkeys(offloaded[id(tensor)] for tensor in unit.tensors.values()))
         for unit in plan.fetched_units
@@ -180,9 +180,9 @@ def _windows(
     return windows
 
 
-def _keep_layouts(units: Iterable[Unit]) -> list[Removable]:
+def _keep_layouts(plan: DispatchPlan, units: Iterable[Unit]) -> list[Removable]:
     """Stop the layers of quantised weights from changing them."""
-    return [KeptLayout(unit.module) for unit in units if any(map(is_packed, unit.tensors.values()))]
+    return [KeptLayout(unit.module) for unit in units if not plan.layout.quantized.isdisjoint(unit.tensors)]
 
 
 def _move_inputs(

@@ -4,17 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.tensor_subclass import is_packed, why_unready
+from drivetrain_dispatch.model.quantized_tensor import why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
 from drivetrain_dispatch.offload.parameter import is_offloaded
-from drivetrain_dispatch.planning.device_map import Device, check_places
-from drivetrain_dispatch.planning.placement import Placement, placements_of
+from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.planning.placement import Placement, check_places, placements_of
 
 _CPU = torch.device("cpu")
 
@@ -55,8 +55,8 @@ def plan_dispatch(
     """
     layout = ModelLayout.of(model)
     placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    _check_dtypes(layout.tensors, dtypes or {})
-    if write_back and all(placement.home != "disk" for placement in placements.values()):
+    _check_dtypes(layout, dtypes or {})
+    if write_back and not any(placement.on_disk for placement in placements.values()):
         raise DeviceMapError(
             "write_back=True: device_map puts nothing on 'disk' that training could change; leave it out, or put "
             "weights there"
@@ -78,20 +78,20 @@ def plan_dispatch(
     )
 
 
-def _check_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+def _check_dtypes(layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
     """Check the compute dtypes of single tensors.
 
     Raises:
         DeviceMapError: A tensor is a quantised weight.
         ValueError: The model has no such tensor, or a dtype is not a `torch.dtype`.
     """
-    if unknown := sorted(dtypes.keys() - tensors.keys()):
+    if unknown := sorted(dtypes.keys() - layout.tensors.keys()):
         raise ValueError(
             f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
         )
     for name, dtype in dtypes.items():
         check_dtype(f"dtypes[{name!r}]", dtype)
-        if is_packed(tensors[name]) and dtype != tensors[name].dtype:
+        if name in layout.quantized and dtype != layout.tensors[name].dtype:
             raise DeviceMapError(
                 f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
             )
@@ -117,7 +117,7 @@ def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement])
                 "and load the model outside of it"
             )
         layer = layout.modules[name.rpartition(".")[0]]
-        if is_packed(tensor) and not tensor.is_meta and (reason := why_unready(tensor, layer)):
+        if name in layout.quantized and not tensor.is_meta and (reason := why_unready(tensor, layer)):
             raise DeviceMapError(
                 f"{name!r} is a quantised weight that {reason}: quantise it and freeze it before the model is "
                 "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"

@@ -69,7 +69,7 @@ class OffloadEngine:
             for tensor in tensors:
                 self._unit_of.setdefault(tensor, index)
         self._offloaded = {id(tensor.tensor): tensor for tensor in self._unit_of}
-        marked = [tensor for tensor in self._unit_of if not tensor.packed]
+        marked = [tensor for tensor in self._unit_of if not tensor.quantized]
         for tensor in marked:
             mark_offloaded(tensor.tensor, self)
         # Also for tensors that outlive their model.

@@ -10,33 +10,31 @@ from drivetrain_dispatch.compat import APPLY
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules
-from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 from drivetrain_dispatch.offload.parameter import CANNOT_BE_CHANGED, is_offloaded, kind_in_use
 
 
-def keep_in_place(model: nn.Module, offloaded: Collection[str]) -> list[MethodWrapper]:
+def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[MethodWrapper]:
     """Refuse to move or convert the modules that hold offloaded tensors, until the returned wrappers are removed.
 
     Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none where
-    a packed weight is offloaded.
+    a quantized weight is offloaded.
 
     Args:
-        model: The model to keep in place.
+        layout: The layout of the model to keep in place.
         offloaded: The names of the offloaded tensors.
     """
-    tensors = ModelLayout.of(model).tensors
-    packed = {id(tensors[name]): is_packed(tensors[name]) for name in offloaded}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    holds_packed: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
-    for name, module in modules.items():
+    quantized = {id(layout.tensors[name]): name in layout.quantized for name in offloaded}
+    holds_quantized: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
+    for name, module in layout.modules.items():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        found = [packed[id(tensor)] for tensor in own if id(tensor) in packed]
+        found = [quantized[id(tensor)] for tensor in own if id(tensor) in quantized]
         for outer in [*enclosing_modules(name), name] if found else ():
-            holds_packed[modules[outer]] = holds_packed.get(modules[outer], False) or any(found)
+            around = layout.modules[outer]
+            holds_quantized[around] = holds_quantized.get(around, False) or any(found)
     return [
-        MethodWrapper(module, APPLY, _refuse if has_packed else _refuse_changes)
-        for module, has_packed in holds_packed.items()
+        MethodWrapper(module, APPLY, _refuse if quantized_too else _refuse_changes)
+        for module, quantized_too in holds_quantized.items()
     ]
 
 

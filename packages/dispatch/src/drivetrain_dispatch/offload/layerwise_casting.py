@@ -10,8 +10,8 @@ from torch import nn
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout
+from drivetrain_dispatch.model.quantized_tensor import is_quantized
 from drivetrain_dispatch.model.sizes import listed
-from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatch_plan import check_dispatchable
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched
@@ -65,7 +65,7 @@ def apply_layerwise_casting(
     parameters = {
         name: tensor
         for name, tensor in layout.parameters.items()
-        if tensor.is_floating_point() and not is_packed(tensor)
+        if tensor.is_floating_point() and not is_quantized(tensor)
     }
     whole = {
         id(tensor)

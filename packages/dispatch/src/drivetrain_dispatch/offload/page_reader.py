@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.tensor_subclass import is_packed, parts_of
+from drivetrain_dispatch.model.quantized_tensor import parts_of
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
 from drivetrain_dispatch.offload.pages import Pages, populate, release
 from drivetrain_weights import MappedFile
@@ -19,12 +19,12 @@ _NUM_READERS = 2  # one waits for the disk while the other requests the next pie
 
 
 class MappedPart(NamedTuple):
-    """The pages of a tensor, or of one part of a packed tensor.
+    """The pages of a tensor, or of one part of a quantized tensor.
 
     Attributes:
         pages: The pages of the values.
         file: The file that the pages are mapped from.
-        tensor: A weak reference to the tensor; None if it is packed.
+        tensor: A weak reference to the tensor; None if it is quantized.
     """
 
     pages: Pages
@@ -34,8 +34,9 @@ class MappedPart(NamedTuple):
     @classmethod
     def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[MappedPart]":
         """Return the pages of each part of a tensor."""
-        reference = None if is_packed(tensor) else ref(tensor)
-        return [cls(Pages.of(part), file, reference) for part in parts_of(tensor)]
+        parts = parts_of(tensor)
+        reference = ref(tensor) if parts[0] is tensor else None
+        return [cls(Pages.of(part), file, reference) for part in parts]
 
     def is_used(self) -> bool:
         """Return whether the tensor still has its values in these pages: it may have been converted."""

@@ -1,21 +1,23 @@
 """Move weights to where they are stored: a device, host memory or a file. After an error all are unchanged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.tensor_subclass import parts_of, put_parts, size_in_bytes
-from drivetrain_dispatch.offload.offload_file import parts_in_file, write_offloaded
+from drivetrain_dispatch.errors import DeviceMapError, WeightFilesError
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.quantized_tensor import parts_of, put_parts, restore_scales, size_in_bytes
 from drivetrain_dispatch.planning.placement import Placement
-from drivetrain_messages import format_size
+from drivetrain_messages import format_size, list_some
 from drivetrain_weights import MappedFile
+from drivetrain_weights.aligned_file import write_aligned
 
 
 def relocate(
-    tensors: Mapping[str, Tensor],
+    layout: ModelLayout,
     placements: Mapping[str, Placement],
     mapped: Mapping[str, MappedFile],
     offload_dir: Path | str | None,
@@ -25,7 +27,7 @@ def relocate(
     """Move tensors to where they are stored.
 
     Args:
-        tensors: The tensors, by every name they have; changed in place.
+        layout: The layout of the model, whose tensors are changed in place.
         placements: The placements of the tensors, by the same names.
         mapped: The files of the tensors that are mapped pages already, by name.
         offload_dir: The folder for the other tensors that are placed on the disk.
@@ -38,19 +40,21 @@ def relocate(
         DeviceMapError: A device has no room, or `offload_dir` is missing.
         WeightFilesError: The disk has no room.
     """
+    restore_scales(layout.model)
+    tensors = layout.tensors
     first: dict[int, str] = {}
     names = [name for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name]
     in_files = {id(tensors[name]): file for name, file in mapped.items()}
     written = {
         name: tensors[name]
         for name in names
-        if placements[name].home == "disk" and id(tensors[name]) not in in_files and tensors[name].numel()
+        if placements[name].on_disk and id(tensors[name]) not in in_files and tensors[name].numel()
     }
     parts = {name: parts_in_file(name, tensor) for name, tensor in written.items()}
     file = None
     if written:
         if offload_dir is None:
-            raise _no_folder(list(written))
+            raise _no_folder(written)
         whole = {key: part for each in parts.values() for key, part in each.items()}
         file = write_offloaded(whole, offload_dir, write_back=write_back)
     moved: list[tuple[Tensor, torch.device]] = []
@@ -74,9 +78,9 @@ def relocate(
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
 
 
-def _no_folder(names: Sequence[str]) -> DeviceMapError:
+def _no_folder(names: Iterable[str]) -> DeviceMapError:
     return DeviceMapError(
-        f"device_map puts {names[0]!r} and {len(names) - 1} more on the disk, and they are in no file yet: name a "
+        f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and no file holds them yet: name a "
         "folder for them, offload_dir=..."
     )
 
@@ -92,3 +96,73 @@ def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> 
             f"{home} has no room for {name!r} ({format_size(size_in_bytes(tensor))}; {error}): give the map's "
             f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
         ) from error
+
+
+class WritableFile(MappedFile):
+    """A safetensors file that is mapped for writing: changes to its tensors change the file.
+
+    Args:
+        path: The path of the file.
+
+    Raises:
+        WeightFilesError: The file is missing, truncated, or not a weight file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._pages = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor as the file's mapped pages."""
+        private, start = super().tensor(name), self.start_of(name)
+        if start is None or start % private.element_size():
+            return private  # torch cannot view bytes at an unaligned offset: changes stay in memory
+        return self._pages[start : start + private.nbytes].view(private.dtype).view(private.shape)
+
+    def check_unchanged(self) -> None:
+        """Check that the file is the one that was opened; training may have changed its contents.
+
+        Raises:
+            WeightFilesError: The file was replaced, deleted, or has another size.
+        """
+        self.check_in_place()
+
+
+def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the parts of a tensor by their names in a file; a tensor that is not packed keeps its name."""
+    parts = parts_of(tensor)
+    if parts[0] is tensor:
+        return {name: tensor}
+    return {f"{name}/{index}": part for index, part in enumerate(parts)}
+
+
+def write_offloaded(
+    tensors: Mapping[str, Tensor], folder: Path | str, *, write_back: bool = False
+) -> MappedFile:
+    """Write tensors to a new safetensors file in a folder, and map it.
+
+    The file has a unique name, so that two models may use one folder. The user deletes it.
+
+    Args:
+        tensors: The tensors to write, by name.
+        folder: The folder for the file; created if it does not exist.
+        write_back: Whether changes to the tensors change the file; otherwise they stay in memory.
+
+    Raises:
+        WeightFilesError: The file could not be written; nothing is left of it.
+    """
+    path = Path(folder).expanduser() / f"offloaded-{uuid4().hex[:12]}.safetensors"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_aligned(tensors, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise WeightFilesError(
+            f"{format_size(size)} of weights could not be written to {path.parent} ({error}): free the disk, or name "
+            "another folder"
+        ) from error
+    return WritableFile(path) if write_back else MappedFile(path)

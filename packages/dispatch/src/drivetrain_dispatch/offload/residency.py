@@ -23,11 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS, version_of
-from drivetrain_dispatch.model.bitsandbytes import lend_state, return_state
-from drivetrain_dispatch.model.tensor_subclass import is_packed
+from drivetrain_dispatch.model.quantized_tensor import lend_state, return_state
 from drivetrain_dispatch.offload.parameter import call_plainly
-from drivetrain_dispatch.offload.transfer import PendingTransfer, TransferEngine, TransferRequest
-from drivetrain_dispatch.offload.transfer_window import TransferWindow
+from drivetrain_dispatch.offload.transfer import (
+    PendingTransfer,
+    TransferEngine,
+    TransferRequest,
+    TransferWindow,
+)
 
 
 class TensorSlot(NamedTuple):
@@ -52,13 +55,14 @@ class TensorSlot(NamedTuple):
 class OffloadedTensor:
     """A parameter or buffer with values elsewhere, which several units may use; see the module for its states.
 
-    While it is in use, modules see a tensor with its values in place of it. A packed weight is fetched for modules
+    While it is in use, modules see a tensor with its values in place of it. A quantized weight is fetched for modules
     only, and nothing is written to it.
 
     Args:
         tensor: The parameter or buffer that the model holds.
         request: The stored values, and the device and dtype that they compute in.
         slots: The modules that have it.
+        quantized: Whether the values consist of several tensors.
 
     Attributes:
         num_claims: The number of requests for its values that are neither used nor cancelled yet.
@@ -69,15 +73,21 @@ class OffloadedTensor:
         value: The values on the device, while in use.
         value_version: The version of the values when they were last stored.
         shown: The tensor that modules see, while in use.
-        packed: Whether the values consist of several tensors.
     """
 
     __slots__ = (
-        "index", "num_claims", "num_users", "packed", "request", "requested_version", "shown", "slots", "tensor",
+        "index", "num_claims", "num_users", "quantized", "request", "requested_version", "shown", "slots", "tensor",
         "transfer", "value", "value_version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, request: TransferRequest, slots: Sequence[TensorSlot]) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        request: TransferRequest,
+        slots: Sequence[TensorSlot],
+        *,
+        quantized: bool = False,
+    ) -> None:
         self.tensor = tensor
         self.request = request
         self.slots = slots
@@ -85,7 +95,7 @@ class OffloadedTensor:
         self.value: Tensor | None = None
         self.shown: Tensor | None = None
         self.index = self.num_claims = self.num_users = self.value_version = self.requested_version = 0
-        self.packed = is_packed(tensor)
+        self.quantized = quantized
 
     @property
     def version(self) -> int:
@@ -107,7 +117,7 @@ class OffloadedTensor:
                 continue  # the module got another tensor since
             # An attribute hides the parameter of its name. A buffer is replaced: a forward may assign a new one.
             (tensors if slot.is_buffer else attributes)[slot.name] = shown
-            if self.packed:
+            if self.quantized:
                 lend_state(attributes, shown)
 
     def hide(self) -> None:
@@ -126,13 +136,13 @@ class OffloadedTensor:
                 seen[slot.name] = self.tensor
             else:
                 del seen[slot.name]
-            if self.packed:
+            if self.quantized:
                 return_state(attributes)
 
     def store_writes(self) -> None:
         """Store what was written to the values since they arrived."""
         assert self.value is not None
-        if (version := version_of(self.value)) != self.value_version and not self.packed:
+        if (version := version_of(self.value)) != self.value_version and not self.quantized:
             with torch.no_grad():
                 self.request.stored.copy_(self.value)
             self.value_version = version
@@ -185,7 +195,7 @@ class Residency:
             value = offloaded.value
             if (
                 value is not None
-                and not offloaded.packed
+                and not offloaded.quantized
                 and value.dtype == tensor.dtype
                 and value.untyped_storage().data_ptr() == memory
             ):

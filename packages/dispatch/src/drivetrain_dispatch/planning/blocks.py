@@ -110,7 +110,8 @@ def _summed(
     for index, tensor, size_bytes, unit in zip(at, tensors, bytes_of, units_of, strict=True):
         key = identity(tensor)
         if key in holders:
-            _join(groups, holders[key], index)
+            one, other = sorted((_first(groups, holders[key]), _first(groups, index)))
+            groups[other] = one
         else:
             holders[key] = index
             sizes[index] += size_bytes
@@ -203,8 +204,3 @@ def _first(groups: list[int], index: int) -> int:
     while groups[index] != index:
         index = groups[index]
     return index
-
-
-def _join(groups: list[int], one: int, other: int) -> None:
-    one, other = sorted((_first(groups, one), _first(groups, other)))
-    groups[other] = one

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.model.meta_copy import meta_copy
+from drivetrain_dispatch.model.meta_init import meta_copy
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
-from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.op_recorder import FusedAttention, OpRecorder, kept_memories, peaks
@@ -105,10 +104,10 @@ def measure_costs(
 
 
 def _check_plain(layout: ModelLayout) -> None:
-    if packed := [name for name, tensor in layout.tensors.items() if is_packed(tensor)]:
+    if layout.quantized:
         raise CostError(
-            f"{packed[0]!r} is quantised and cannot compute without data: measure the model before it is quantised, "
-            "and plan with special_sizes=quantized_sizes(...)"
+            f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "
+            "quantised, and plan with special_sizes=quantized_sizes(...)"
         )
 
 

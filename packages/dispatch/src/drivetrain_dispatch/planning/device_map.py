@@ -1,23 +1,18 @@
 """The device map: a dict from names of a model's parts to devices, with validation, lookup and printing."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import nearest_entry
-from drivetrain_messages import format_size, format_table, list_some, suggest
+from drivetrain_messages import format_size, format_table
 
 # A device as users write it: an accelerator's index, a string such as "cuda:1", "cpu" or "disk", or a torch.device.
 Device: TypeAlias = int | str | torch.device
 # The same in canonical form; "disk" only stores weights, another device computes with them.
 Place: TypeAlias = torch.device | Literal["disk"]
-
-_NUM_SHOWN = 5  # names in an error message
 
 
 class DeviceMap(dict[str, Device]):
@@ -117,17 +112,14 @@ def rows_of(
         computes = device if device not in ("cpu", "disk") else computing
         follows = outer == stem and number.isdecimal() and last.isdecimal() and int(number) == int(last) + 1
         same_device = None in (computing, computes) or computes == computing
-        if rows and follows and same_device and _alike(rows[-1], row):
+        alike = bool(rows) and rows[-1].size_bytes == row.size_bytes and _close(rows[-1].seconds, row.seconds)
+        if follows and same_device and alike:
             first = rows[-1].name.removesuffix(f"-{last}")
             rows[-1] = rows[-1]._replace(name=f"{first}-{number}", devices=(*rows[-1].devices, device))
         else:
             rows.append(row)
         stem, last, computing = outer, number, computes
     return rows
-
-
-def _alike(one: Row, other: Row) -> bool:
-    return one.size_bytes == other.size_bytes and _close(one.seconds, other.seconds)
 
 
 def _close(one: float | None, other: float | None) -> bool:
@@ -155,55 +147,6 @@ def place_of(device: Device) -> Place:
         raise DeviceMapError(
             f"{device!r} is no device: give the number of an accelerator, a name such as 'cuda:0' or 'cpu', or 'disk'"
         ) from error
-
-
-def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dict[str, Place]:
-    """Return where each parameter and buffer of a model goes, under every name that it has. Pure.
-
-    Args:
-        layout: The layout of the model.
-        devices: The device of each named module, parameter or buffer.
-
-    Raises:
-        DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
-    """
-    check_map(
-        devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
-    )
-    if unknown := sorted(devices.keys() - layout.modules.keys() - layout.tensors.keys()):
-        known = [*layout.modules, *layout.tensors]
-        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{_meant(unknown[0], known)}")
-    places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
-    chosen = {name: nearest_entry(name, places) for name in layout.tensors}
-    if left := [name for name, key in chosen.items() if key is None]:
-        raise DeviceMapError(
-            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
-        )
-    return {name: places[key] for name, key in chosen.items() if key is not None}
-
-
-def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
-    """Check that this machine has the devices that an argument names.
-
-    Raises:
-        DeviceMapError: This machine lacks one of them.
-    """
-    for place in dict.fromkeys(places):
-        if place == "disk" or place.type in ("cpu", "meta"):
-            continue
-        found = torch.accelerator.current_accelerator()
-        count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
-        if (place.index or 0) >= count:
-            here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
-            raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
-
-
-def _shown(names: list[str]) -> str:
-    return list_some(map(repr, names), most=_NUM_SHOWN)
-
-
-def _meant(name: str, known: list[str]) -> str:
-    return suggest(name, known) or "; see model.named_modules()"
 
 
 def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:

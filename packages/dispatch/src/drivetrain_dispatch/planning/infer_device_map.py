@@ -10,11 +10,12 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, check_places, place_of
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, place_of
 from drivetrain_dispatch.planning.hardware import assumed_rates
 from drivetrain_dispatch.planning.initial_placement import Budgets
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
+from drivetrain_dispatch.planning.placement import check_places
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
 
 _CPU = torch.device("cpu")

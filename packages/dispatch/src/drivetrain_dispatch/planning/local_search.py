@@ -87,15 +87,12 @@ class Search:
             for placed in self._changed(found.placed):
                 if self._left <= least:
                     return found
-                other = self._tried(placed)
+                self._left -= 1
+                other = self.found(placed)
                 if other is not None and other.rank < found.rank:
                     better = other
                     break
         return found
-
-    def _tried(self, placed: Placed) -> Found | None:
-        self._left -= 1
-        return self.found(placed)
 
     def _windows(self, placed: Placed) -> tuple[int, ...] | None:
         """Return the bytes that each device has left for fetched weights; None if a device has too few."""

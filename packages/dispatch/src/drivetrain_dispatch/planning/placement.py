@@ -1,17 +1,20 @@
 """Resolve a device map to each tensor's home and the device that computes with it. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
+from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, nearest_entry
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Place, place_of, places_of_tensors
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Place, place_of
+from drivetrain_messages import list_some, suggest
 
 _CPU = torch.device("cpu")
+_NUM_SHOWN = 5  # names in an error message
 
 
 class Placement(NamedTuple):
@@ -24,6 +27,11 @@ class Placement(NamedTuple):
 
     home: Place
     device: torch.device
+
+    @property
+    def on_disk(self) -> bool:
+        """True if the tensor's values are in a file while no forward uses them."""
+        return self.home == "disk"
 
     @property
     def stays(self) -> bool:
@@ -122,3 +130,49 @@ def devices_of_parts(
         if name and alone and all(len(inside[outer]) > 1 for outer in around):
             chosen[name] = first[name]
     return chosen
+
+
+def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dict[str, Place]:
+    """Return where each parameter and buffer of a model goes, under every name that it has. Pure.
+
+    Args:
+        layout: The layout of the model.
+        devices: The device of each named module, parameter or buffer.
+
+    Raises:
+        DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
+    """
+    check_map(
+        devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
+    )
+    if unknown := sorted(devices.keys() - layout.modules.keys() - layout.tensors.keys()):
+        known = [*layout.modules, *layout.tensors]
+        meant = suggest(unknown[0], known) or "; see model.named_modules()"
+        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{meant}")
+    places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
+    chosen = {name: nearest_entry(name, places) for name in layout.tensors}
+    if left := [name for name, key in chosen.items() if key is None]:
+        raise DeviceMapError(
+            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
+        )
+    return {name: places[key] for name, key in chosen.items() if key is not None}
+
+
+def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
+    """Check that this machine has the devices that an argument names.
+
+    Raises:
+        DeviceMapError: This machine lacks one of them.
+    """
+    for place in dict.fromkeys(places):
+        if place == "disk" or place.type in ("cpu", "meta"):
+            continue
+        found = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
+        if (place.index or 0) >= count:
+            here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
+            raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
+
+
+def _shown(names: list[str]) -> str:
+    return list_some(map(repr, names), most=_NUM_SHOWN)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.arguments import check_dtype
-from drivetrain_dispatch.model.tensor_subclass import is_packed, size_in_bytes
+from drivetrain_dispatch.model.quantized_tensor import is_quantized, size_in_bytes
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # in bitsandbytes: 4-bit weights per scale, and 8-bit scales per scale
 _TABLE_OF_4_BITS, _TABLE_OF_8_BITS = 16 * 4, 256 * 4
@@ -175,7 +175,7 @@ class TorchAO:
                 f"torchao cannot pack a weight of {shape} on {weight.device} by {self.config} ({error}): use another "
                 "configuration or device, or name its module in skip_modules"
             ) from error
-        if not is_packed(linear.weight):
+        if not is_quantized(linear.weight):
             raise ValueError(
                 f"torchao leaves a weight of {shape} as it is, by {self.config}: its sizes must be multiples of the "
                 "group's; use another group_size, or name its module in skip_modules"

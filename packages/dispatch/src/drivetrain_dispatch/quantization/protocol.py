@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, listed
-from drivetrain_dispatch.model.tensor_subclass import is_packed
 from drivetrain_dispatch.model.units import REACH_INSIDE
 
 _OUTPUT_HEADS = ("lm_head",)  # skipped by default, since the output head suffers most from few bits
@@ -79,7 +78,7 @@ def packed_sizes(layout: ModelLayout, quantization: Quantization) -> dict[str, i
     """Return the bytes of each weight that a load will pack, by every name; see `quantized_sizes`."""
     sizes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
     found: dict[str, int] = {}
-    for name, linear in layers_to_pack(layout, quantization).items():
+    for name, linear in layers_to_quantize(layout, quantization).items():
         key = tuple(linear.weight.shape), layout.dtypes[name]
         if key not in sizes:
             sizes[key] = quantization.size_bytes(*key)
@@ -87,7 +86,7 @@ def packed_sizes(layout: ModelLayout, quantization: Quantization) -> dict[str, i
     return found
 
 
-def layers_to_pack(layout: ModelLayout, quantization: Quantization) -> dict[str, nn.Linear]:
+def layers_to_quantize(layout: ModelLayout, quantization: Quantization) -> dict[str, nn.Linear]:
     """Return the layers whose weights are packed, by every name of those weights. Pure; works on the meta device.
 
     These are layers of class `nn.Linear`, not of subclasses, except those inside modules of torch that use their
@@ -126,7 +125,7 @@ def layers_to_pack(layout: ModelLayout, quantization: Quantization) -> dict[str,
         and not any(isinstance(modules[outer], REACH_INSIDE) for outer in enclosing_modules(name))
         and len(owners[id(module.weight)]) == 1
         and module.weight.is_floating_point()
-        and not is_packed(module.weight)
+        and f"{name}.weight" not in layout.quantized
     }
     if not found:
         raise ValueError(

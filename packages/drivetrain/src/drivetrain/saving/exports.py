@@ -15,7 +15,6 @@ from drivetrain_backends import (
     iter_full_tensors,
     load_full_state_dict,
     strip_wrapper_prefix,
-    tied_weights,
     unwrap_compiled,
 )
 from drivetrain_checkpoint import (
@@ -29,6 +28,7 @@ from drivetrain_checkpoint import (
 )
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank
+from drivetrain_weights import find_ties
 
 
 class Exports(HasParts):
@@ -126,7 +126,8 @@ def save(
         state = prepared.state_dict()["model"]
         if trained_only:
             state = {name: state[name] for name in trained_names(prepared)}
-        ties = {name: first for name, first in tied_weights(prepared.unwrap()).items() if name in state}
+        found = find_ties(prepared.unwrap(), rename=strip_wrapper_prefix)
+        ties = {name: first for name, first in found.items() if name in state}
         plan = plan_export(state, max_shard_size=max_shard_size, ties=ties)
         return plan if is_main else None
 
@@ -188,7 +189,7 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
         match = match_export(
             exported,
             shapes,
-            ties=tied_weights(prepared.unwrap()),
+            ties=find_ties(prepared.unwrap(), rename=strip_wrapper_prefix),
             strict=strict,
             kind=type(prepared.unwrap()).__name__,
         )

@@ -5,9 +5,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from drivetrain_backends import strip_wrapper_prefix, tied_weights
+from drivetrain_backends import strip_wrapper_prefix
 from drivetrain_backends.state_dict.optimizer_state import name_state
 from drivetrain_checkpoint import ExportedTensors
+from drivetrain_weights import find_ties
 
 # torch's names of optimizer states that have one value for each element of a parameter.
 _OF_ELEMENTS = {
@@ -32,7 +33,7 @@ def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Modu
         ValueError: Names or shapes differ from the model's.
     """
     kind = type(model).__name__
-    ties = tied_weights(model)
+    ties = find_ties(model, rename=strip_wrapper_prefix)
     there = {strip_wrapper_prefix(name): name for name in saved}
     first: dict[str, str] = {}
     for name in own:

@@ -1,4 +1,4 @@
-"""The form of tensors that a load leaves on the disk, where no file holds them as the model needs them."""
+"""Tensors of a load whose values stay in files: on the disk, or as pages in the host's memory."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from drivetrain_dispatch.conversion.converted_file import write_converted_file
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
-from drivetrain_messages import format_size
+from drivetrain_messages import format_size, list_some
 
 
 def with_computed_in_memory(
@@ -39,11 +39,11 @@ def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path
     """
     if folder is not None:
         return
-    packed = [planned.names[0] for planned in plan.packed if planned.place == "disk" and not planned.maps]
+    packed = [planned.names[0] for planned in plan.quantized if planned.on_disk and not planned.maps]
     if packed:
         raise ValueError(
-            f"device_map puts {packed[0]!r} on the disk, and packed it is in no file yet: name a folder for it "
-            f"and {len(packed) - 1} more, offload_folder=..."
+            f"device_map puts {list_some(map(repr, packed), most=1)} on the disk, and no file holds them packed yet: "
+            "name a folder for them, offload_folder=..."
         )
     names = _to_write(plan, sources)
     if names:
@@ -51,8 +51,8 @@ def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path
             planned.size_bytes for planned in plan.tensors if not names.keys().isdisjoint(planned.maps)
         )
         raise ValueError(
-            f"device_map puts {next(iter(names))!r} on the disk, and the checkpoint holds it in another form: name a "
-            f"folder where it and {len(names) - 1} more ({format_size(size)}) are written once, offload_folder=..."
+            f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and the checkpoint holds them in "
+            f"another form: name a folder where {format_size(size)} are written once, offload_folder=..."
         )
 
 
@@ -97,3 +97,34 @@ def _to_write(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> dict[str, to
                 for name in planned.maps
             )
     return names
+
+
+def with_mapped_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> LoadPlan:
+    """Return the plan of a load that copies no tensor which the host can use as it is in a safetensors file.
+
+    A write to it copies the page, never into the file. It stays whole if the file is deleted, or replaced as all that
+    write safetensors replace files. Files of torch's own are read: `torch.save` writes into the file that it finds.
+
+    Args:
+        plan: The plan of the load.
+        sources: The source of each tensor, by the plan's stored names.
+    """
+
+    def mapped(planned: PlannedTensor) -> PlannedTensor:
+        is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
+        is_kept = is_full and planned.place == torch.device("cpu") and planned.dtype == planned.stored_dtype
+        if not is_kept or not _fits(planned, sources[planned.stored]):
+            return planned
+        return replace(planned, reads=(), maps=planned.reads)
+
+    return replace(plan, tensors=tuple(map(mapped, plan.tensors)))
+
+
+def _fits(planned: PlannedTensor, source: LazyTensor) -> bool:
+    """Return whether a tensor lies in its file as in memory."""
+    file = source.mapped_file()
+    if file is None or any(file.start_of(each.name) is None for each in source.inputs()):
+        return False
+    value = source.values()
+    is_aligned = value.data_ptr() % value.element_size() == 0
+    return value.dtype == planned.dtype and value.is_contiguous() and is_aligned
