@@ -39,7 +39,7 @@ from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
 from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
-from drivetrain_state import ParallelDims, set_seed
+from drivetrain_state import ParallelDims, ProgressMark, set_seed
 
 
 class Accelerator(
@@ -295,7 +295,7 @@ class Accelerator(
         if batch is not None and not batch.even:
             loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
         progress = self.context.progress
-        progress.note("backward")
+        progress.note(ProgressMark.BACKWARD)
         options = options_of(retain_graph, create_graph, inputs)
         try:
             if model is None:
@@ -305,7 +305,7 @@ class Accelerator(
                 trained = [parts.prepared.of(one) for one in owners]
                 parts.backend.backward_of(trained, loss, count=count, options=options)
         finally:
-            progress.note("backward done")
+            progress.note(ProgressMark.BACKWARD_DONE)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
