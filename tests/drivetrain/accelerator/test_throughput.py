@@ -149,7 +149,7 @@ def test_a_mark_of_the_program_opens_no_phase_even_with_the_text_of_one() -> Non
         train(accelerator, Slow(), Texts(num=12), after_step=work)
         seconds = accelerator.total_throughput.phase_seconds
         assert seconds["checkpoint"] == 0
-        assert seconds["other"] >= 0.01
+        assert seconds["other"] > 0.005  # a mean of three steps: no step ends after the last sleep
 
 
 def test_operations_of_the_first_step_are_counted_by_torchs_own_counter() -> None:
