@@ -121,6 +121,24 @@ def test_fsdp_never_names_a_rank_that_waits(
     assert named_ranks(told) <= {"rank 1"}, told
 
 
+def communication_while_rank_1_comes_late_to_the_step() -> float:
+    sections = {"run": {"show_plan": False}, "tracking": {"throughput": True}}
+    with Accelerator(cpu=True, backend="fsdp", sections=sections) as accelerator:
+        model = nn.Linear(8, 8)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(2, 8)).sum())
+            time.sleep(SECONDS if os.environ["RANK"] == "1" else 0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.total_throughput.phase_seconds["communication"]
+
+
+def test_fsdp_waits_for_the_others_in_communication_when_it_steps(run_ranks) -> None:
+    waiting, late = run_ranks(communication_while_rank_1_comes_late_to_the_step)
+    assert waiting > SECONDS / 2 > late
+
+
 @pytest.mark.undisturbed
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])

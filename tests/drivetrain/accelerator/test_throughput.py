@@ -139,6 +139,19 @@ def test_time_is_found_in_the_phase_that_took_it(tmp_path: Path) -> None:
         assert seconds["communication"] == 0
 
 
+def test_a_mark_of_the_program_opens_no_phase_even_with_the_text_of_one() -> None:
+    with make({"throughput": True}) as accelerator:
+
+        def work() -> None:
+            accelerator.context.progress.mark("checkpoint")
+            time.sleep(0.01)
+
+        train(accelerator, Slow(), Texts(num=12), after_step=work)
+        seconds = accelerator.total_throughput.phase_seconds
+        assert seconds["checkpoint"] == 0
+        assert seconds["other"] > 0.005  # a mean of three steps: no step ends after the last sleep
+
+
 def test_operations_of_the_first_step_are_counted_by_torchs_own_counter() -> None:
     with make({"throughput": True, "peak_flops": 1e9}, gradient_accumulation_steps=2) as accelerator:
         train(accelerator, Slow(), Texts(num=16))

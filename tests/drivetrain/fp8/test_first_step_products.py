@@ -5,7 +5,7 @@ from torch import nn
 
 from drivetrain.fp8.first_step_products import FirstStepProducts
 from drivetrain_precision.fp8.product_counts import counting_products
-from drivetrain_state import ProgressRecord
+from drivetrain_state import ProgressMark, ProgressRecord
 
 
 def multiply() -> None:
@@ -25,7 +25,7 @@ def begun(*models: nn.Module) -> tuple[ProgressRecord, FirstStepProducts]:
 def forward(progress: ProgressRecord, model: nn.Module = MODEL) -> None:
     progress.note_forward(model)
     multiply()
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
 
 
 def others(products: FirstStepProducts) -> int | None:
@@ -44,9 +44,9 @@ def test_only_what_runs_in_forwards_and_backwards_is_counted() -> None:
     progress, products = begun()
     forward(progress)
     multiply()
-    progress.note("backward")
+    progress.note(ProgressMark.BACKWARD)
     multiply()
-    progress.note("backward done")
+    progress.note(ProgressMark.BACKWARD_DONE)
     multiply()
     assert others(products) == 2
     assert progress.observers == progress.forward_observers == ()
@@ -58,7 +58,7 @@ def test_a_forward_without_gradients_within_another_is_counted_with_it() -> None
     with torch.no_grad():
         forward(progress)
     multiply()
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
     assert others(products) == 2
 
 
@@ -70,7 +70,7 @@ def test_a_forward_with_gradients_within_an_evaluation_is_counted_alone() -> Non
         with torch.enable_grad():
             forward(progress)
         multiply()
-        progress.note("forward done")
+        progress.note(ProgressMark.FORWARD_DONE)
     assert others(products) == 1
 
 
@@ -104,7 +104,7 @@ def test_beside_the_thread_that_trains_others_are_not_counted() -> None:
     progress.note_forward(MODEL)
     in_thread(forward, progress, OTHER)
     multiply()
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
     in_thread(forward, progress)
     assert others(products) == 1
 
@@ -134,7 +134,7 @@ def test_the_models_that_were_called_are_told_by_place_those_within_others_too()
     progress, products = begun(MODEL, OTHER, third)
     progress.note_forward(nn.Identity())
     forward(progress, third)
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
     forward(progress)
     assert products.end_step().scaled_by_model == {0: 0, 2: 0}
 
@@ -146,14 +146,14 @@ def test_the_reasons_why_a_step_proves_nothing_are_told() -> None:
     assert "another profiler recorded" in products.end_step().hindrance
     progress.note_forward(MODEL)
     assert "had not ended when the optimizer stepped" in products.end_step().hindrance
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
 
 
 def test_closing_in_another_thread_ends_the_recording_when_the_forward_ends() -> None:
     progress, products = begun()
     progress.note_forward(MODEL)
     in_thread(products.close)
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
     assert progress.observers == progress.forward_observers == ()
     with counting_products() as counts:
         multiply()
@@ -164,7 +164,7 @@ def test_closing_within_a_forward_ends_the_recording() -> None:
     progress, products = begun()
     progress.note_forward(MODEL)
     products.close()
-    progress.note("forward done")
+    progress.note(ProgressMark.FORWARD_DONE)
     with counting_products() as counts:
         multiply()
     assert counts.is_counted

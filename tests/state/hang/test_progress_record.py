@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from drivetrain_state.hang.progress_mark import ProgressMark
 from drivetrain_state.hang.progress_record import ProgressRecord
 
 
@@ -20,6 +21,13 @@ def test_each_mark_counts_and_the_last_label_stays() -> None:
     for number in range(9):
         record.mark(f"mark {number}")
     assert list(record.recent) == [f"mark {number}" for number in range(1, 9)]
+
+
+@pytest.mark.parametrize("form", ["{}", "{!s}", "{!r}"])
+def test_a_mark_is_shown_as_its_text(form: str) -> None:
+    record = ProgressRecord()
+    record.mark(ProgressMark.OPTIMIZER_STEP)
+    assert form.format(record.label) == form.format("optimizer step")
 
 
 def test_the_thread_that_marks_is_the_one_that_is_watched() -> None:

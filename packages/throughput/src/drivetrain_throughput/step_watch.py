@@ -1,6 +1,6 @@
 """Measure the steps of a training loop at the boundaries that the Accelerator owns."""
 
-# Three hooks bring all that is measured: labels of the context's progress record (forward, backward, the optimizer's
+# Three hooks bring all that is measured: marks of the context's progress record (forward, backward, the optimizer's
 # step, collectives, saves), the batches of prepared loaders, and the end of each optimizer step.
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from weakref import ref
 from torch import nn
 
 from drivetrain_data import BatchPlan, LoaderTracker
-from drivetrain_state import Context
+from drivetrain_state import Context, ProgressMark
 from drivetrain_throughput.batch_counts import BatchCounts
 from drivetrain_throughput.device_clock import make_clock
 from drivetrain_throughput.flops.first_step_flops import FirstStepFlops
@@ -24,25 +24,37 @@ from drivetrain_tracking import TrackerGroup, TrackingSettings
 Reading = TypeVar("Reading", bound=tuple[BatchPlan, Any, Any])
 
 _WINDOW_STEPS = 50  # where no setting says how often the throughput is logged
-_COLLECTIVES = (
-    *("gather", "reduce", "broadcast", "pad_across_processes"),
-    *("gather_object", "broadcast_object", "barrier", "scatter"),
-)
-# A label of the progress record -> the phase, and whether it begins there.
-_BOUNDARIES: Mapping[str, tuple[str, bool]] = {
-    "forward": ("forward", True),
-    "forward done": ("forward", False),
-    "backward": ("backward", True),
-    "backward done": ("backward", False),
-    "optimizer step": ("optimizer", True),
-    "averaging gradients at the window's close": ("communication", True),
-    "gradients averaged": ("communication", False),
-    "checkpoint": ("checkpoint", True),
-    "checkpoint done": ("checkpoint", False),
-    "export": ("checkpoint", True),
-    "exported": ("checkpoint", False),
-    **dict.fromkeys(_COLLECTIVES, ("communication", True)),
-    **{f"{name} done": ("communication", False) for name in _COLLECTIVES},
+# A mark of the progress record -> the phase, and whether it begins there.
+_BOUNDARIES: Mapping[ProgressMark, tuple[str, bool]] = {
+    ProgressMark.FORWARD: ("forward", True),
+    ProgressMark.FORWARD_DONE: ("forward", False),
+    ProgressMark.BACKWARD: ("backward", True),
+    ProgressMark.BACKWARD_DONE: ("backward", False),
+    ProgressMark.OPTIMIZER_STEP: ("optimizer", True),
+    ProgressMark.CHECKPOINT: ("checkpoint", True),
+    ProgressMark.CHECKPOINT_DONE: ("checkpoint", False),
+    ProgressMark.EXPORT: ("checkpoint", True),
+    ProgressMark.EXPORT_DONE: ("checkpoint", False),
+    ProgressMark.AVERAGING: ("communication", True),
+    ProgressMark.AVERAGING_DONE: ("communication", False),
+    ProgressMark.COMPARING: ("communication", True),
+    ProgressMark.COMPARING_DONE: ("communication", False),
+    ProgressMark.GATHER: ("communication", True),
+    ProgressMark.GATHER_DONE: ("communication", False),
+    ProgressMark.REDUCE: ("communication", True),
+    ProgressMark.REDUCE_DONE: ("communication", False),
+    ProgressMark.BROADCAST: ("communication", True),
+    ProgressMark.BROADCAST_DONE: ("communication", False),
+    ProgressMark.PAD: ("communication", True),
+    ProgressMark.PAD_DONE: ("communication", False),
+    ProgressMark.GATHER_OBJECT: ("communication", True),
+    ProgressMark.GATHER_OBJECT_DONE: ("communication", False),
+    ProgressMark.BROADCAST_OBJECT: ("communication", True),
+    ProgressMark.BROADCAST_OBJECT_DONE: ("communication", False),
+    ProgressMark.BARRIER: ("communication", True),
+    ProgressMark.BARRIER_DONE: ("communication", False),
+    ProgressMark.SCATTER: ("communication", True),
+    ProgressMark.SCATTER_DONE: ("communication", False),
 }
 
 
@@ -124,10 +136,10 @@ class StepWatch:
 
     def observe(self, label: str) -> None:
         """Take a label of the progress record."""
-        found = _BOUNDARIES.get(label)
-        if found is None or get_ident() != self._thread:
+        # A program's own mark may have the text of a member.
+        if not isinstance(label, ProgressMark) or get_ident() != self._thread:
             return
-        phase, begins = found
+        phase, begins = _BOUNDARIES[label]
         if begins:
             self._times.begin(phase)
         else:

@@ -17,7 +17,7 @@ from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_messages import list_some
 from drivetrain_precision import LossScaler
-from drivetrain_state import ProgressRecord
+from drivetrain_state import ProgressMark, ProgressRecord
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -236,9 +236,9 @@ class EngineReducer:
         if one.is_ready:
             one.is_ready = False
         else:
-            self._progress.mark("averaging gradients at the window's close")
+            self._progress.mark(ProgressMark.AVERAGING)
             close_window(one.engine)
-            self._progress.mark("gradients averaged")
+            self._progress.mark(ProgressMark.AVERAGING_DONE)
         if factor is not None:
             one.gradients.correct(float(factor))
         return False

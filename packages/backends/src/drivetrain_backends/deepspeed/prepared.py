@@ -22,7 +22,7 @@ from drivetrain_backends.modules.activation_checkpointing import checkpointing_o
 from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared, weights_of
-from drivetrain_state import Context
+from drivetrain_state import Context, ProgressMark
 
 
 class DeepSpeedPrepared(TorchPrepared):
@@ -109,7 +109,7 @@ class DeepSpeedPrepared(TorchPrepared):
             check_replicas(self._context, [self.unwrap()])
         self._written.copy_to_masters()
         group.use()
-        self._progress.mark("optimizer step")
+        self._progress.mark(ProgressMark.OPTIMIZER_STEP)
         if self._known.look_now_and_then():
             self._check_dtypes()
         if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from drivetrain_backends.fsdp.compat import parameter_groups, wrap_collectives
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.wrap_policy import class_name
-from drivetrain_state import CollectiveMismatchError, Context
+from drivetrain_state import CollectiveMismatchError, Context, ProgressMark
 
 _MOST_REMEMBERED = 65536  # collectives since the last step, for the error that names the first difference
 _PASSES = 4  # forward, backward, reduction, and one spare: the first use of every block is compared at once
@@ -114,10 +114,12 @@ class CollectiveOrder:
         if group is None:
             return [news]
         if at_step:
-            self._context.progress.mark("comparing the order of blocks at the step")
+            self._context.progress.mark(ProgressMark.COMPARING)
         mine = torch.tensor([self._checksum, self._reductions, self._num_past, news], device="cpu")
         table = mine.new_empty(self._context.topology.world_size * 4)
         dist.all_gather_into_tensor(table, mine, group=group)
+        if at_step:
+            self._context.progress.note(ProgressMark.COMPARING_DONE)
         rows: list[list[int]] = table.view(-1, 4).tolist()
         reduce_alike = all(row[1] == rows[0][1] for row in rows)  # gradients are averaged over all replicas
         if not reduce_alike or not all(

@@ -18,7 +18,7 @@ from drivetrain_backends.errors import BatchMismatchError
 from drivetrain_precision import Policy, autocast
 from drivetrain_precision.dtypes.dtype_policy import HALF
 from drivetrain_precision.dtypes.nested_casting import cast_floating, floating_dtypes
-from drivetrain_state import ProgressRecord
+from drivetrain_state import ProgressMark, ProgressRecord
 
 _MIXED = (
     "the weights are held in half precision (precision.param_dtype) and nothing casts between layers: a buffer, or "
@@ -114,7 +114,7 @@ def _call_of(
         try:
             return compute(self, *args, **kwargs)
         finally:
-            progress.note("forward done")
+            progress.note(ProgressMark.FORWARD_DONE)
 
     def cast_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if input_dtype is not None:

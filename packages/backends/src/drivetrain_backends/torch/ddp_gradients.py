@@ -17,7 +17,7 @@ from drivetrain_backends.gradients.reducer import ParameterGradients, trainable_
 from drivetrain_backends.torch.compat import call_after_backward, has_rebuilt_buckets
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler
-from drivetrain_state import Context
+from drivetrain_state import Context, ProgressMark
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class ReplicatedGradients(ParameterGradients):
                 "step, --ddp-reduce at_close spares the reducer's own averaging",
                 names,
             )
-        self._context.progress.mark("averaging gradients at the window's close")
+        self._context.progress.mark(ProgressMark.AVERAGING)
         average(
             parameters,
             self._context.device,
@@ -212,7 +212,7 @@ class ReplicatedGradients(ParameterGradients):
             bucket_bytes=self._bucket_bytes,
             dtype=self.dtype,
         )
-        self._context.progress.mark("gradients averaged")
+        self._context.progress.mark(ProgressMark.AVERAGING_DONE)
 
 
 def _call_before_reducer(on_computed: Callable[[], None], gradient: Tensor) -> None:

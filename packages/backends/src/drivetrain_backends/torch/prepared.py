@@ -24,7 +24,7 @@ from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers
 from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
 from drivetrain_precision import Bf16Updates, is_low_bit, optimizer_states
 from drivetrain_precision.optim.bf16_updates import forget_updates
-from drivetrain_state import Context, gather_object
+from drivetrain_state import Context, ProgressMark, gather_object
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class TorchPrepared:
             group.check_finite(optimizer)
             self._refuse_nonfinite((group,))
         group.use()
-        self._progress.mark("optimizer step")
+        self._progress.mark(ProgressMark.OPTIMIZER_STEP)
         final = group.final
         if final.overflowed:
             self._note_skipped(optimizer)

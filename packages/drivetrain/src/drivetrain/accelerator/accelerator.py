@@ -19,9 +19,8 @@ from drivetrain.accelerator.batch_sizes import BatchSizes
 from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
 from drivetrain.accelerator.compose import compose
 from drivetrain.accelerator.ended import end
-from drivetrain.accelerator.gradient_limits import GradientLimits
+from drivetrain.accelerator.gradients import Gradients, options_of
 from drivetrain.accelerator.half_check import half_check_of
-from drivetrain.accelerator.lent_gradients import LentGradients, options_of
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.sections import read_layers, sections_in_code
@@ -29,8 +28,7 @@ from drivetrain.accelerator.throughput import Measuring
 from drivetrain.interop.foreign_names import ForeignNames, refuse_arguments
 from drivetrain.parts.parts import Parts
 from drivetrain.prepare.prepare import prepare_objects
-from drivetrain.prepare.schedule_length import Schedules
-from drivetrain.prepare.single_objects import SingleObjects
+from drivetrain.prepare.preparing import Preparing
 from drivetrain.saving.exports import Exports
 from drivetrain.saving.saving import Saving
 from drivetrain.settings import RunSettings
@@ -39,7 +37,7 @@ from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_memory import free_memory
 from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
-from drivetrain_state import ParallelDims, set_seed
+from drivetrain_state import ParallelDims, ProgressMark, set_seed
 
 
 class Accelerator(
@@ -47,12 +45,10 @@ class Accelerator(
     Saving,
     Exports,
     Results,
-    GradientLimits,
+    Gradients,
     Measuring,
-    Schedules,
+    Preparing,
     BatchSizes,
-    SingleObjects,
-    LentGradients,
     ForeignNames,
 ):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
@@ -295,7 +291,7 @@ class Accelerator(
         if batch is not None and not batch.even:
             loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
         progress = self.context.progress
-        progress.note("backward")
+        progress.note(ProgressMark.BACKWARD)
         options = options_of(retain_graph, create_graph, inputs)
         try:
             if model is None:
@@ -305,7 +301,7 @@ class Accelerator(
                 trained = [parts.prepared.of(one) for one in owners]
                 parts.backend.backward_of(trained, loss, count=count, options=options)
         finally:
-            progress.note("backward done")
+            progress.note(ProgressMark.BACKWARD_DONE)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

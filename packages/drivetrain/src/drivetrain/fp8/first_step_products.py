@@ -11,7 +11,7 @@ from torch import nn
 from drivetrain.fp8.fp8_proof import StepProducts
 from drivetrain_backends import unwrap_compiled
 from drivetrain_precision.fp8.product_counts import ProductCounts
-from drivetrain_state import ProgressRecord
+from drivetrain_state import ProgressMark, ProgressRecord
 
 
 @dataclass(slots=True)
@@ -88,15 +88,16 @@ class FirstStepProducts:
             self._leave()
 
     def _observe(self, label: str) -> None:
-        if not self._is_of_thread(label):
+        # A program's own mark may have the text of a member.
+        if not isinstance(label, ProgressMark) or not self._is_of_thread(label):
             return
-        if label in ("forward", "backward"):
+        if label in (ProgressMark.FORWARD, ProgressMark.BACKWARD):
             self._open.append(_trains(label))
             if self._block is None and self._open[-1] and not self._is_done:
                 counting = self._new_counting()
                 self._block = _Block(counting, counting.__enter__())
                 self._blocks.append(self._block)
-        elif label in ("forward done", "backward done") and self._open:
+        elif label in (ProgressMark.FORWARD_DONE, ProgressMark.BACKWARD_DONE) and self._open:
             self._open.pop()
             if not any(self._open):
                 self._stop()  # an evaluation around it goes on uncounted
@@ -110,7 +111,7 @@ class FirstStepProducts:
         if any(one is plain for one in self._models) and not any(one is plain for one in self._block.models):
             self._block.models.append(plain)
 
-    def _is_of_thread(self, label: str) -> bool:
+    def _is_of_thread(self, label: ProgressMark) -> bool:
         if self._thread is None and _trains(label):
             self._thread = get_ident()
         return self._thread == get_ident()
@@ -126,9 +127,9 @@ class FirstStepProducts:
             self._block = None
 
 
-def _trains(label: str) -> bool:
+def _trains(label: ProgressMark) -> bool:
     """Return whether a label begins a part of a step; an evaluation before the first step is none of it."""
-    return label == "backward" or (label == "forward" and torch.is_grad_enabled())
+    return label is ProgressMark.BACKWARD or (label is ProgressMark.FORWARD and torch.is_grad_enabled())
 
 
 def _add_up(blocks: Sequence[_Block], models: Sequence[nn.Module], *, num_steps: int) -> StepProducts:

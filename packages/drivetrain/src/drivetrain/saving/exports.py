@@ -26,7 +26,7 @@ from drivetrain_checkpoint import (
     plan_export,
     write_export,
 )
-from drivetrain_state import Context
+from drivetrain_state import Context, ProgressMark
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each_rank
 from drivetrain_weights import find_ties
 
@@ -144,9 +144,9 @@ def save(
             for _ in gathered:  # collective: all ranks finish gathering, even if the write failed
                 pass
 
-    context.progress.mark("export")
+    context.progress.mark(ProgressMark.EXPORT)
     on_each_rank(context, write_on_main, doing=doing)
-    context.progress.mark("exported")
+    context.progress.mark(ProgressMark.EXPORT_DONE)
     return plan
 
 

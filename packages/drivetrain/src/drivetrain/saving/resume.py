@@ -24,7 +24,7 @@ from drivetrain_checkpoint import Checkpointer
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data import ShardedLoader
 from drivetrain_precision import DtypePolicy
-from drivetrain_state import Context, load_rng_state, reseed, rng_state
+from drivetrain_state import Context, ProgressMark, load_rng_state, reseed, rng_state
 from drivetrain_state.collectives.operations import broadcast_object
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def save(
         ValueError: The model holds packed weights, and they would be saved.
         RuntimeError: Ranks have registered different objects; nothing was written.
     """
-    run.context.progress.note("checkpoint")
+    run.context.progress.note(ProgressMark.CHECKPOINT)
     models: dict[str, Any] = {}
     training: dict[str, Any] = {}
     for name, one in _named(run.prepared).items():
@@ -139,7 +139,7 @@ def save(
         replicas=run.backend.replicas() if isinstance(run.backend, SupportsReplicas) else None,
     )
     run.context.progress.mark("saved")
-    run.context.progress.note("checkpoint done")
+    run.context.progress.note(ProgressMark.CHECKPOINT_DONE)
     return path
 
 

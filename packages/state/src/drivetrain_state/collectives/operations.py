@@ -30,6 +30,7 @@ from drivetrain_state.collectives.buckets import (
 from drivetrain_state.collectives.nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
+from drivetrain_state.hang.progress_mark import ProgressMark
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 Value = TypeVar("Value")
@@ -65,9 +66,9 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors))
-    context.progress.mark("gather")
+    context.progress.mark(ProgressMark.GATHER)
     gathered = rebuild(data, map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket)))
-    context.progress.mark("gather done")
+    context.progress.mark(ProgressMark.GATHER_DONE)
     return gathered
 
 
@@ -91,7 +92,7 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
         single = [tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors]
         counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
         return rebuild(data, iter(single)), rebuild(data, iter(counts))
-    context.progress.mark("gather")
+    context.progress.mark(ProgressMark.GATHER)
     shapes = _shapes_by_rank(context, tensors)
     if all(of_rank == shapes[0] for of_rank in shapes):
         results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
@@ -99,7 +100,7 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
         _check_trailing_sizes(data, shapes)
         results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
     gathered = rebuild(data, results)
-    context.progress.mark("gather done")
+    context.progress.mark(ProgressMark.GATHER_DONE)
     by_tensor = zip(*shapes, strict=True)
     return gathered, rebuild(data, (torch.tensor([shape[0] for shape in shapes]) for shapes in by_tensor))
 
@@ -181,10 +182,10 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
         _check_reducible(tensor.dtype, op)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
-    context.progress.mark("reduce")
+    context.progress.mark(ProgressMark.REDUCE)
     results = map_buckets(tensors, lambda bucket: _reduce_bucket(context, tensors, bucket, op))
     reduced = rebuild(data, results)
-    context.progress.mark("reduce done")
+    context.progress.mark(ProgressMark.REDUCE_DONE)
     return reduced
 
 
@@ -242,10 +243,10 @@ def broadcast(context: Context, data: Data, src: int = 0) -> Data:
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
-    context.progress.mark("broadcast")
+    context.progress.mark(ProgressMark.BROADCAST)
     results = map_buckets(tensors, lambda bucket: _broadcast_bucket(context, tensors, bucket, src))
     received = rebuild(data, results)
-    context.progress.mark("broadcast done")
+    context.progress.mark(ProgressMark.BROADCAST_DONE)
     return received
 
 
@@ -274,7 +275,7 @@ def pad_across_processes(
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return data
-    context.progress.mark("pad_across_processes")
+    context.progress.mark(ProgressMark.PAD)
     mine = torch.tensor(
         [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in tensors], dtype=torch.int64
     )
@@ -286,7 +287,7 @@ def pad_across_processes(
             for tensor, size in zip(tensors, longest, strict=True)
         ),
     )
-    context.progress.mark("pad_across_processes done")
+    context.progress.mark(ProgressMark.PAD_DONE)
     return padded
 
 
@@ -303,11 +304,11 @@ def gather_object(context: Context, value: Value) -> list[Value]:
     """Gather `value` from all ranks into a list, in rank order, by pickling. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return [value]
-    context.progress.mark("gather_object")
+    context.progress.mark(ProgressMark.GATHER_OBJECT)
     check_agreement(context, "gather_object")
     values: list[Value | None] = [None] * context.topology.world_size
     dist.all_gather_object(values, value, group=context.group)
-    context.progress.mark("gather_object done")
+    context.progress.mark(ProgressMark.GATHER_OBJECT_DONE)
     return cast("list[Value]", values)
 
 
@@ -316,11 +317,11 @@ def broadcast_object(context: Context, value: Value, src: int = 0) -> Value:
     check_rank(context, src)
     if context.topology.world_size == 1:
         return value
-    context.progress.mark("broadcast_object")
+    context.progress.mark(ProgressMark.BROADCAST_OBJECT)
     check_agreement(context, f"broadcast_object(src={src})")
     values = [value]
     dist.broadcast_object_list(values, src=src, group=context.group)
-    context.progress.mark("broadcast_object done")
+    context.progress.mark(ProgressMark.BROADCAST_OBJECT_DONE)
     return values[0]
 
 
@@ -328,11 +329,11 @@ def barrier(context: Context) -> None:
     """Block until all ranks reach this call. Must be called on all ranks."""
     if context.topology.world_size == 1:
         return
-    context.progress.mark("barrier")
+    context.progress.mark(ProgressMark.BARRIER)
     check_agreement(context, "barrier")
     on_cuda = context.device.type == "cuda"
     dist.barrier(group=context.group, device_ids=[context.device.index] if on_cuda else None)
-    context.progress.mark("barrier done")
+    context.progress.mark(ProgressMark.BARRIER_DONE)
 
 
 def check_rank(context: Context, src: int) -> None:

@@ -12,6 +12,7 @@ from drivetrain_state.collectives.buckets import Bucket, as_bytes, map_buckets, 
 from drivetrain_state.collectives.nested import Data, Nested, rebuild, tensors_in
 from drivetrain_state.collectives.operations import broadcast_object, check_rank
 from drivetrain_state.context import Context
+from drivetrain_state.hang.progress_mark import ProgressMark
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
     check_rank(context, src)
     if context.topology.world_size == 1:
         return rebuild(cast("Data", data), (tensor.detach() for tensor in tensors_in(data)))
-    context.progress.mark("scatter")
+    context.progress.mark(ProgressMark.SCATTER)
     check_agreement(context, f"scatter(src={src})")
     is_source = context.topology.rank == src
     plan = _scatter_plan(data, context.topology.world_size) if is_source else None
@@ -39,7 +40,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
     parts = tensors_in(plan)
     results = map_buckets(parts, lambda bucket: _scatter_bucket(context, parts, whole, bucket, src))
     received = rebuild(cast("Data", plan), results)
-    context.progress.mark("scatter done")
+    context.progress.mark(ProgressMark.SCATTER_DONE)
     return received
 
 

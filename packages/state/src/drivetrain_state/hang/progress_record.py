@@ -4,13 +4,16 @@ from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 
+from drivetrain_state.hang.progress_mark import ProgressMark
+
 _KEPT_LABELS = 8  # about two steps
 
 
 class ProgressRecord:
     """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
-    Observers may follow, such as a stopwatch. `note` is for what they alone want to know.
+    Observers may follow, such as a stopwatch. `note` is for what they alone want to know. A label is a
+    `ProgressMark` where observers recognize it, else any text.
 
     Attributes:
         count: The number of marks. The watchdog records when it sees the count change, so that a mark reads no
@@ -54,7 +57,7 @@ class ProgressRecord:
 
     def note_forward(self, model: object) -> None:
         """Tell the observers that a model's forward begins: all of them its label, then some of them the model."""
-        self.note("forward")
+        self.note(ProgressMark.FORWARD)
         for observe in self.forward_observers:
             observe(model)
 
