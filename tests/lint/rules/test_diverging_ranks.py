@@ -275,6 +275,8 @@ def test_one_cause_is_told_once_with_the_number_of_calls() -> None:
     )
     (found,) = findings(ACCELERATOR + source)
     assert found.what.endswith("(line 3) lets in; and 2 more calls (lines 5, 6)")
+    (found,) = findings(ACCELERATOR + source + "    accelerator.reduce(y)\n" * 5)
+    assert found.what.endswith("; and 7 more calls (lines 5, 6, 7, 8, 9 and 2 more)")
 
 
 CALLS = [

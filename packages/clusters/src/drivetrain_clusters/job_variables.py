@@ -1,9 +1,10 @@
-"""Read the variables of a job: integers, contradictions, and a port that follows from the job's name."""
+"""Read the variables of a job: integers, contradictions, a task's place, and a port for the job."""
 
 from collections.abc import Mapping
 from zlib import crc32
 
 from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_messages import list_some
 
 # Below the ports that Linux gives to clients (32768 and above), and without torchrun's default, 29500. The number of
@@ -36,7 +37,7 @@ class JobVariables:
                 return value, name
         others = [name for name in self._environment if name.startswith(names[0].split("_")[0])]
         raise ClusterError(
-            f"{self._cluster}: {' or '.join(names)} is not set, but {_some(others)} "
+            f"{self._cluster}: {' or '.join(names)} is not set, but {list_some(sorted(others), most=4) or 'others'} "
             f"{'is' if len(others) == 1 else 'are'}: a task's environment was changed or copied from another "
             "process; pass it on whole, or say --cluster none and give the ranks with --node-rank"
         )
@@ -96,5 +97,62 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], st
     return None
 
 
-def _some(names: list[str]) -> str:
-    return list_some(sorted(names), most=4) or "others"
+def place_node(
+    environment: Mapping[str, str],
+    *,
+    cluster: str,
+    job_id: str,
+    names: Mapping[str, str],
+    restart_count: int,
+    devices: tuple[str, ...] | None = None,
+) -> JobPlacement:
+    """Return the place of a task that is the only one on its node.
+
+    Args:
+        environment: The variables of the task.
+        cluster: The name of the cluster plug-in.
+        job_id: The job, as the cluster names it.
+        names: The variables of num_nodes, node_rank, master_addr and master_port; all of them are set.
+        restart_count: The number of times that the job has started again.
+        devices: The accelerators that the task was bound to; None if it was bound to none.
+
+    Raises:
+        ClusterError: A variable is no such number, or the rank of the node contradicts their number.
+    """
+    num_nodes = read_number(environment, names["num_nodes"], least=1)
+    node_rank = read_number(environment, names["node_rank"])
+    if node_rank >= num_nodes:
+        raise ClusterError(
+            f"{names['node_rank']}={node_rank}: contradicts {names['num_nodes']}={num_nodes}; ranks of nodes count "
+            f"from 0 to {num_nodes - 1}"
+        )
+    port = read_number(environment, names["master_port"], least=1)
+    if port > 65535:
+        raise ClusterError(f"{names['master_port']}={port}: must be a port, from 1 to 65535")
+    return JobPlacement(
+        cluster=cluster,
+        job_id=job_id,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        tasks_per_node=1,
+        local_task=0,
+        num_tasks=num_nodes,
+        task_rank=node_rank,
+        master_addr=environment[names["master_addr"]],
+        master_port=port,
+        devices=devices,
+        restart_count=restart_count,
+        sources=dict(names),
+    )
+
+
+def read_number(environment: Mapping[str, str], name: str, *, least: int = 0) -> int:
+    """Return the number that a variable holds.
+
+    Raises:
+        ClusterError: The text is no number, or less than `least`.
+    """
+    text = environment[name]
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ClusterError(f"{name}={text!r}: must be a number of at least {least}")
+    return int(text)

@@ -79,7 +79,7 @@ def _finding(document: Document, rule: Rule, hit: Hit) -> Finding:
         code=rule.code,
         name=rule.name,
         severity=hit.severity or rule.severity,
-        what=_sentence(hit.what),
+        what=hit.what if hit.what[:1] == "`" else hit.what[:1].upper() + hit.what[1:],
         why=rule.why,
         mend=hit.mend or rule.mend,
         source_line=text,
@@ -90,10 +90,6 @@ def _finding(document: Document, rule: Rule, hit: Hit) -> Finding:
 def _characters(text: str, offset: int) -> int:
     """Return the number of characters in a number of UTF-8 bytes, in which syntax trees count."""
     return len(text.encode()[:offset].decode(errors="ignore"))
-
-
-def _sentence(text: str) -> str:
-    return text if text[:1] == "`" else text[:1].upper() + text[1:]
 
 
 def _unreadable(file: Unreadable) -> Finding:

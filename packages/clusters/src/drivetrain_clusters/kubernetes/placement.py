@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.job_variables import place_node, read_number
 from drivetrain_clusters.protocol import JobPlacement
 
 _CLUSTER = "kubernetes"
+_PREFIX = "DRIVETRAIN_KUBERNETES_"
 _INDEX = "JOB_COMPLETION_INDEX"
 _OURS = {
     "job_id": "DRIVETRAIN_KUBERNETES_JOB",
@@ -43,7 +46,7 @@ def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     Raises:
         ClusterError: Variables are missing or contradict each other.
     """
-    if any(name.startswith("DRIVETRAIN_KUBERNETES_") for name in environment):
+    if any(name.startswith(_PREFIX) for name in environment):
         return _of_manifest(environment)
     if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
         return _of_kubeflow(environment)
@@ -64,16 +67,14 @@ def _of_old_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
 def _of_manifest(environment: Mapping[str, str]) -> JobPlacement:
     needed = [name for field, name in _OURS.items() if field != "restart_count"]
     if missing := [name for name in needed if name not in environment]:
-        raise ClusterError(
-            f"{', '.join(missing)}: not set in this pod, but {_first(environment)} is; {_MANIFEST}"
-        )
+        given = next(name for name in environment if name.startswith(_PREFIX))
+        raise ClusterError(f"{', '.join(missing)}: not set in this pod, but {given} is; {_MANIFEST}")
+    restarts = _OURS["restart_count"]
     return _place(
         environment,
         job_id=environment[_OURS["job_id"]],
         names=_OURS,
-        restarts=_number(environment, _OURS["restart_count"], least=0)
-        if environment.get(_OURS["restart_count"])
-        else 0,
+        restarts=read_number(environment, restarts) if environment.get(restarts) else 0,
     )
 
 
@@ -101,48 +102,14 @@ def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
 def _place(
     environment: Mapping[str, str], *, job_id: str, names: Mapping[str, str], restarts: int
 ) -> JobPlacement:
-    num_nodes = _number(environment, names["num_nodes"], least=1)
-    node_rank = _number(environment, names["node_rank"], least=0)
-    if node_rank >= num_nodes:
-        raise ClusterError(
-            f"{names['node_rank']}={node_rank}: contradicts {names['num_nodes']}={num_nodes}; ranks of nodes count "
-            f"from 0 to {num_nodes - 1}"
-        )
-    port = _number(environment, names["master_port"], least=1)
-    if port > 65535:
-        raise ClusterError(f"{names['master_port']}={port}: must be a port, from 1 to 65535")
-    address = environment[names["master_addr"]]
-    if not address:
+    place = place_node(environment, cluster=_CLUSTER, job_id=job_id, names=names, restart_count=restarts)
+    if not place.master_addr:
         raise ClusterError(f"{names['master_addr']} is empty; it must name the pod of node 0")
-    return JobPlacement(
-        cluster=_CLUSTER,
-        job_id=job_id,
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        tasks_per_node=1,
-        local_task=0,
-        num_tasks=num_nodes,
-        task_rank=node_rank,
-        # A pod of one node needs no name, which its cluster may not resolve for itself.
-        master_addr="127.0.0.1" if num_nodes == 1 else address,
-        master_port=port,
-        restart_count=restarts,
-        sources=dict(names),
-    )
-
-
-def _number(environment: Mapping[str, str], name: str, *, least: int) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ClusterError(f"{name}={text!r}: must be a number of at least {least}")
-    return int(text)
+    # A pod of one node needs no name, which its cluster may not resolve for itself.
+    return replace(place, master_addr="127.0.0.1") if place.num_nodes == 1 else place
 
 
 def _contradiction(environment: Mapping[str, str], one: str, other: str) -> ClusterError:
     return ClusterError(
         f"{one}={environment[one]} contradicts {other}={environment[other]}; unset one of them"
     )
-
-
-def _first(environment: Mapping[str, str]) -> str:
-    return next(name for name in environment if name.startswith("DRIVETRAIN_KUBERNETES_"))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from drivetrain_clusters.errors import ClusterError
+from drivetrain_clusters.job_variables import place_node, read_number
 from drivetrain_clusters.protocol import JobPlacement
 
 _NAMES = {
@@ -62,36 +63,12 @@ def ray_placement(environment: Mapping[str, str]) -> JobPlacement | None:
         raise ClusterError(
             f"{', '.join(missing)}: not set, but {given[0]} is; `drivetrain submit --on ray` sets all of them"
         )
-    num_nodes = _number(environment, _NAMES["num_nodes"], least=1)
-    node_rank = _number(environment, _NAMES["node_rank"])
-    if node_rank >= num_nodes:
-        raise ClusterError(
-            f"{_NAMES['node_rank']}={node_rank}: contradicts {_NAMES['num_nodes']}={num_nodes}; ranks of nodes count "
-            f"from 0 to {num_nodes - 1}"
-        )
-    port = _number(environment, _NAMES["master_port"], least=1)
-    if port > 65535:
-        raise ClusterError(f"{_NAMES['master_port']}={port}: must be a port, from 1 to 65535")
     devices = environment.get(_DEVICES)
-    return JobPlacement(
+    return place_node(
+        environment,
         cluster="ray",
         job_id=environment[_NAMES["job_id"]],
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        tasks_per_node=1,
-        local_task=0,
-        num_tasks=num_nodes,
-        task_rank=node_rank,
-        master_addr=environment[_NAMES["master_addr"]],
-        master_port=port,
+        names=_NAMES,
+        restart_count=read_number(environment, _NAMES["restart_count"]),
         devices=tuple(devices.split(",")) if devices else None,
-        restart_count=_number(environment, _NAMES["restart_count"]),
-        sources=dict(_NAMES),
     )
-
-
-def _number(environment: Mapping[str, str], name: str, *, least: int = 0) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ClusterError(f"{name}={text!r}: must be a number of at least {least}")
-    return int(text)

@@ -75,7 +75,8 @@ def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str
             why="NCCL then chooses differently on the hosts, and may hang",
             mend=f"set {subject} alike on all hosts, or nowhere",
         )
-    is_grave = subject in _MUST_AGREE or (subject == "python" and _minors_differ(values))
+    minors = {value.rpartition(".")[0] for value in values.values()}
+    is_grave = subject in _MUST_AGREE or (subject == "python" and len(minors) > 1)
     return (error if is_grave else warning)(
         f"{subject} differs: {shown}, where it is {most}",
         why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
@@ -84,7 +85,3 @@ def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str
         if subject not in ("python", "machine")
         else "one environment for all hosts: the same image or partition",
     )
-
-
-def _minors_differ(values: Mapping[int, str]) -> bool:
-    return len({value.rpartition(".")[0] for value in values.values()}) > 1

@@ -110,20 +110,19 @@ class CollectiveNames:
             if method in ACCELERATOR_METHODS or reduces:
                 return Collective(node=call, shown=shown, key=method)
             return None
-        if method == "wait_for_everyone" and self._is_state(owner):
-            return Collective(node=call, shown=shown, key=method)
+        if method == "wait_for_everyone":
+            state = owner.func if isinstance(owner, ast.Call) else owner
+            if self.script.name_of(state).rpartition(".")[2] in _STATES:
+                return Collective(node=call, shown=shown, key=method)
         if not (self.wraps_models or self.script.uses_accelerator):
             return None
         if method == "backward" and "torch.autograd" not in self.script.name_of(function):
             return Collective(node=call, shown=shown, key=method)
-        if method == "step" and _is_optimizer(owner):
-            return Collective(node=call, shown=shown, key=shown, trains=True)
+        if method == "step":
+            name = written(owner).rpartition(".")[2].lower()
+            if "optim" in name or name == "opt":
+                return Collective(node=call, shown=shown, key=shown, trains=True)
         return None
-
-    def _is_state(self, owner: ast.expr) -> bool:
-        if isinstance(owner, ast.Call):
-            owner = owner.func
-        return self.script.name_of(owner).rpartition(".")[2] in _STATES
 
 
 def collective_names(script: Script) -> CollectiveNames:
@@ -134,11 +133,6 @@ def collective_names(script: Script) -> CollectiveNames:
         for call in script.calls()
     )
     return CollectiveNames(script=script, wraps_models=wraps)
-
-
-def _is_optimizer(owner: ast.expr) -> bool:
-    name = written(owner).rpartition(".")[2].lower()
-    return "optim" in name or name == "opt"
 
 
 def _in_subgroup(call: ast.Call) -> bool:

@@ -8,8 +8,7 @@ from drivetrain_lint.flow.bindings import Bindings
 from drivetrain_lint.flow.branches import agreeing, branches_agree, text_of
 from drivetrain_lint.flow.data_tests import is_data_test
 from drivetrain_lint.flow.divergences import Cause, Divergence, Parting, Reached
-from drivetrain_lint.flow.exits import is_departure
-from drivetrain_lint.flow.handlers import swallowed
+from drivetrain_lint.flow.exits import is_departure, swallowed
 from drivetrain_lint.flow.rank_tests import RankTests
 from drivetrain_lint.flow.signatures import Signatures
 from drivetrain_lint.reading.imports import written

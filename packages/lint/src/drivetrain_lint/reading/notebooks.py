@@ -48,15 +48,12 @@ def read_notebook(raw: bytes) -> Notebook | str:
         if not isinstance(cell, dict) or cast("dict[str, Any]", cell).get("cell_type") != "code":
             continue
         number += 1
-        for index, line in enumerate(_python_lines(_source_of(cast("dict[str, Any]", cell))), start=1):
+        source = cast("dict[str, Any]", cell).get("source", "")
+        text = "".join(map(str, cast("list[Any]", source))) if isinstance(source, list) else str(source)
+        for index, line in enumerate(_python_lines(text), start=1):
             texts.append(line)
             places.append(CellLine(cell=number, line=index))
     return Notebook(text="\n".join([*texts, ""]), lines=tuple(places))
-
-
-def _source_of(cell: dict[str, Any]) -> str:
-    source = cell.get("source", "")
-    return "".join(map(str, cast("list[Any]", source))) if isinstance(source, list) else str(source)
 
 
 def _python_lines(source: str) -> list[str]:

@@ -71,7 +71,9 @@ def _unreadable_rule(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
     cell = "" if finding.cell is None else f" (cell {finding.cell}, line {finding.line})"
-    location: dict[str, Any] = {"artifactLocation": {"uri": _uri(finding.path)}}
+    path = Path(finding.path)
+    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    location: dict[str, Any] = {"artifactLocation": {"uri": uri}}
     if finding.cell is None:  # a line of a notebook's cell is none of the file
         location["region"] = {
             "startLine": finding.line,
@@ -86,8 +88,3 @@ def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
         "message": {"text": f"{finding.what}{cell}. {finding.why} {finding.mend}"},
         "locations": [{"physicalLocation": location}],
     }
-
-
-def _uri(path: str) -> str:
-    plain = Path(path)
-    return plain.as_uri() if plain.is_absolute() else quote(plain.as_posix())

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from drivetrain_lint.checker import Report, counted
 from drivetrain_lint.finding import Finding, Severity
+from drivetrain_messages import format_count
 
 _COLOURS = {Severity.ERROR: "31", Severity.WARNING: "33", Severity.INFO: "36"}
 _BOLD, _DIM, _GREEN = "1", "2", "32"
@@ -63,12 +64,10 @@ def _marked(finding: Finding, paint: Painter) -> list[str]:
 
 def summary(report: Report) -> str:
     """Return the number of files and of findings, in a line."""
-    files = f"{report.num_files} file{'' if report.num_files == 1 else 's'}"
+    files = format_count(report.num_files, "file")
     if not report.findings:
         return f"{files}, nothing found"
-    counts = [
-        f"{number} {severity}{'' if number == 1 else 's'}" for severity, number in counted(report.findings)
-    ]
+    counts = [format_count(number, str(severity)) for severity, number in counted(report.findings)]
     return f"{files}, {', '.join(counts)}"
 
 

@@ -6,6 +6,7 @@ from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.divergences import Divergence, Parting
 from drivetrain_lint.flow.program import Program
 from drivetrain_lint.rules.rule import Rule
+from drivetrain_messages import format_count, list_some
 
 _WAITS = "The ranks that call it wait for the others, until the timeout ends the run."
 _MOST_LINES = 5  # of further calls that a finding names
@@ -96,12 +97,12 @@ def _skips(divergence: Divergence) -> str:
 
 
 def _more(divergence: Divergence) -> str:
-    lines = [str(each.line) for each in divergence.reached[1:]]
-    if not lines:
+    others = divergence.reached[1:]
+    if not others:
         return ""
-    shown = ", ".join(lines[:_MOST_LINES]) + (", ..." if len(lines) > _MOST_LINES else "")
-    plural = "s" if len(lines) > 1 else ""
-    return f"; and {len(lines)} more call{plural} (line{plural} {shown})"
+    lines = list_some((each.line for each in others), most=_MOST_LINES)
+    where = "line" if len(others) == 1 else "lines"
+    return f"; and {format_count(len(others), 'more call')} ({where} {lines})"
 
 
 RULES = (

@@ -80,7 +80,11 @@ def _uses(program: Program, scope: Scope) -> Iterator[_Use]:
             name = written(node.func.value)
             if name and is_optimizer(name, node.func.value, program.bindings):
                 yield _Use(name=name, node=node, how="stepped")
-        elif isinstance(node.func, ast.Name) and not _is_library(program, node.func):
+        elif (
+            isinstance(node.func, ast.Name)
+            and node.func.id not in script.imports
+            and node.func.id not in script.functions
+        ):
             yield _Use(name=node.func.id, node=node, how="called")
 
 
@@ -152,10 +156,6 @@ def _read(iterated: ast.expr) -> str:
 def _evaluates(program: Program, call: ast.Call) -> bool:
     found = program.collectives.of(call)
     return found is not None and found.key == "gather_for_metrics"
-
-
-def _is_library(program: Program, name: ast.Name) -> bool:
-    return name.id in program.script.imports or name.id in program.script.functions
 
 
 def _dropped(program: Program) -> Iterator[Hit]:
