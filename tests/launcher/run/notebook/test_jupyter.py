@@ -205,7 +205,7 @@ print(kept.run(beside.answer), kept.run(os.getpid) == kept.run(os.getpid))
     assert "beside.py has changed since the last call; the workers start anew" in second.stderr
 
 
-def test_what_cannot_be_shipped_is_named_with_the_path_to_it(notebook: Any) -> None:
+def test_what_cannot_be_shipped_is_an_error_with_the_way_out(notebook: Any) -> None:
     cell = notebook.run("""
 import threading
 class Loader:
@@ -220,8 +220,8 @@ except LaunchError as error:
     print(error)
 """)
     assert cell.stdout == (
-        "train -> closure 'loader' -> ._iterator -> ['lock'] -> _thread.lock: cannot be sent to each rank "
-        "(TypeError: cannot pickle '_thread.lock' object); create it inside the function\n"
+        "train: cannot be sent to each rank (TypeError: cannot pickle '_thread.lock' object); create it inside the "
+        "function: open files, connect and make generators there\n"
     ), cell.outputs
 
 

@@ -48,9 +48,9 @@ from drivetrain_launcher.run.failures import (
 )
 from drivetrain_launcher.run.keeper.keeper import Keeper
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
+from drivetrain_launcher.run.keeper.rank_streams import RankStreams
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.node_changes import NodeChanges
-from drivetrain_launcher.run.output.rank_streams import RankStreams
 from drivetrain_launcher.run.output.terminals import are_one_output, coloured_outputs, output_terminals
 from drivetrain_launcher.run.preload.preloader import Preloader
 from drivetrain_launcher.run.rank_starter import RankStarter

@@ -12,10 +12,8 @@ from io import TextIOWrapper
 from types import TracebackType
 
 from drivetrain_launcher.run.parent_watch import watch_launcher
+from drivetrain_launcher.run.preload.preload_flag import PRELOAD_FLAG
 from drivetrain_launcher.run.runpy_main import run_as_main, show_error
-
-# The first argument of a worker that ranks are forked off; its connection and modules follow.
-PRELOAD_FLAG = "--preload="
 
 
 def main() -> None:

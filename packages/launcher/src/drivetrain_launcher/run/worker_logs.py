@@ -5,7 +5,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
-from drivetrain_launcher.run.output.rank_streams import RankStreams
+from drivetrain_launcher.run.keeper.rank_streams import RankStreams
 
 
 class WorkerLogs(DefaultLogsSpecs):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import IO
 
 from drivetrain_launcher.run.failures import RankFailure, find_root
+from drivetrain_launcher.run.notebook.call_messages import Failed, Returned
 from drivetrain_launcher.run.notebook.interrupts import Interrupts
 from drivetrain_launcher.run.notebook.output import OutputView
 from drivetrain_launcher.run.notebook.rank_channel import Message
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
-from drivetrain_launcher.run.notebook.returned import Failed, Returned
 from drivetrain_messages import say
 
 # The interval at which ends of processes and interrupts are noticed; messages and output are at once.

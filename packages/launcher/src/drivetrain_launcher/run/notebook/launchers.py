@@ -5,8 +5,7 @@ from typing import Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.run.notebook.accelerate_arguments import read_port
-from drivetrain_launcher.run.notebook.crew_plan import CrewPlan
-from drivetrain_launcher.run.notebook.crew_planner import plan_crew
+from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan, plan_rank_pool
 
 
 def notebook_launcher(
@@ -45,7 +44,7 @@ def notebook_launcher(
         TypeError: If an argument is unknown.
     """
     port = read_port(accelerate, master_port=master_port)
-    plan = plan_crew(num_processes, mixed_precision=mixed_precision, master_port=port)
+    plan = plan_rank_pool(num_processes, mixed_precision=mixed_precision, master_port=port)
     if plan.num_processes == 1:
         with environ.exported(**plan.variables):
             return [function(*args)]
@@ -71,19 +70,19 @@ def debug_launcher(
         RankFailedError: If a rank fails; the message shows its traceback.
         KeyboardInterrupt: If the call is interrupted.
     """
-    return _run_once(plan_crew(num_processes, cpu=True), function, args)
+    return _run_once(plan_rank_pool(num_processes, cpu=True), function, args)
 
 
-def _run_once(plan: CrewPlan, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    from drivetrain_launcher.run.notebook.crew import Crew
-    from drivetrain_launcher.run.notebook.shipment import pack
+def _run_once(plan: RankPoolPlan, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    from drivetrain_launcher.run.notebook.pickled_call import pack
+    from drivetrain_launcher.run.notebook.rank_pool import RankPool
 
-    shipment = pack(function, args)
-    crew = Crew(plan)
+    pickled_call = pack(function, args)
+    pool = RankPool(plan)
     try:
-        with shipment.content:
-            results = crew.call(shipment)
-        crew.end()
+        with pickled_call.content:
+            results = pool.call(pickled_call)
+        pool.end()
         return results
     finally:
-        crew.kill()
+        pool.kill()

@@ -16,7 +16,7 @@ from typing import IO, Any
 class Message(Enum):
     """The messages of both sides.
 
-    The notebook says `SETUP` (a pickled `CallSetup`), then `CALL` (a shipment) for each call, and `END`. For each
+    The notebook says `SETUP` (a pickled `CallSetup`), then `CALL` (a pickled call) for each call, and `END`. For each
     call a rank says `BEGAN`; any number of `FIGURE`s (a PNG); and once `RETURNED`, `FAILED` (both in `returned.py`)
     or `INTERRUPTED`.
     """

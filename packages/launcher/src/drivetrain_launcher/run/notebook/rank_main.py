@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from drivetrain_config import environ
+from drivetrain_launcher.run.notebook.call_messages import CallSetup, Failed
 from drivetrain_launcher.run.notebook.figures import BACKEND, CHANNEL_VARIABLE
 from drivetrain_launcher.run.notebook.notebook_watch import watch_notebook
 from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel, new_content, view_content
@@ -24,7 +25,6 @@ from drivetrain_launcher.run.notebook.rank_state import (
     to_environment,
     user_modules,
 )
-from drivetrain_launcher.run.notebook.returned import CallSetup, Failed
 
 
 def main(number: int) -> None:
@@ -85,7 +85,7 @@ def _serve(channel: RankChannel, setup: CallSetup, content: IO[bytes]) -> None:
 
 
 def _outcome(channel: RankChannel, rank: int, content: IO[bytes]) -> tuple[Message, IO[bytes] | None]:
-    from drivetrain_launcher.run.notebook.shipment import pack_result, unpack
+    from drivetrain_launcher.run.notebook.pickled_call import pack_result, unpack
 
     began_ns = time.time_ns()
     try:
@@ -141,11 +141,11 @@ def _frames_of_function(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    from drivetrain_launcher.run.notebook.shipment import ShipmentPickler
+    from drivetrain_launcher.run.notebook.pickled_call import CallPickler
 
     content = io.BytesIO()
     try:
-        ShipmentPickler(content).dump(error)  # pyright: ignore[reportUnknownMemberType]
+        CallPickler(content).dump(error)  # pyright: ignore[reportUnknownMemberType]
     except Exception:  # noqa: BLE001 - its text is sent in any case
         return None
     return content.getvalue()

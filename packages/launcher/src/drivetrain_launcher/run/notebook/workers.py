@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from drivetrain_launcher.run.notebook.crew import Crew
-from drivetrain_launcher.run.notebook.crew_planner import plan_crew
-from drivetrain_launcher.run.notebook.shipment import pack
+from drivetrain_launcher.run.notebook.pickled_call import pack
+from drivetrain_launcher.run.notebook.rank_pool import RankPool
+from drivetrain_launcher.run.notebook.rank_pool_plan import plan_rank_pool
 
 
 class Workers:
@@ -40,11 +40,13 @@ class Workers:
         master_port: int = 0,
         cpu: bool = False,
     ) -> None:
-        plan = plan_crew(num_processes, mixed_precision=mixed_precision, master_port=master_port, cpu=cpu)
+        plan = plan_rank_pool(
+            num_processes, mixed_precision=mixed_precision, master_port=master_port, cpu=cpu
+        )
         self.num_processes = plan.num_processes
-        self._crew = Crew(plan)
-        self._end = weakref.finalize(self, self._crew.kill)
-        self._crew.start()
+        self._pool = RankPool(plan)
+        self._end = weakref.finalize(self, self._pool.kill)
+        self._pool.start()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
         """Call a function on every process.
@@ -64,19 +66,19 @@ class Workers:
         """
         if not self._end.alive:
             raise RuntimeError("these workers are closed; make new ones with Workers(...)")
-        shipment = pack(function, args)
+        pickled_call = pack(function, args)
         try:
-            with shipment.content:
-                return self._crew.call(shipment)
+            with pickled_call.content:
+                return self._pool.call(pickled_call)
         except BaseException:
             if self._end.alive:
-                self._crew.start()  # ready by the time the cell is mended
+                self._pool.start()  # ready by the time the cell is mended
             raise
 
     def close(self) -> None:
         """End the processes. More calls of `close` do nothing."""
         if self._end.detach() is not None:
-            self._crew.end()
+            self._pool.end()
 
     def __enter__(self) -> Self:
         return self

@@ -14,8 +14,8 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.preload.forked_rank import ForkedRank
+from drivetrain_launcher.run.preload.preload_flag import PRELOAD_FLAG
 from drivetrain_launcher.run.process_link import ProcessLink
-from drivetrain_launcher.run.worker import PRELOAD_FLAG
 from drivetrain_messages import say
 
 # OpenMP reads them, and the cores of its process, when torch is imported.

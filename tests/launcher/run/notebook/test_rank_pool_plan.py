@@ -1,12 +1,11 @@
 import pytest
 
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.run.notebook.crew_plan import CrewPlan
-from drivetrain_launcher.run.notebook.crew_planner import plan_crew
+from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan, plan_rank_pool
 
 
 def test_each_rank_has_the_notebooks_variables_with_its_own_rank() -> None:
-    plan = CrewPlan(num_processes=2, variables={"ASKED": "for"})
+    plan = RankPoolPlan(num_processes=2, variables={"ASKED": "for"})
     first, second = plan.environments({"HOME": "/home/ada", "RANK": "7"}, port=1234)
     assert (first["RANK"], second["RANK"], second["LOCAL_RANK"], second["WORLD_SIZE"]) == ("0", "1", "1", "2")
     assert (second["HOME"], second["ASKED"], second["MASTER_PORT"]) == ("/home/ada", "for", "1234")
@@ -19,7 +18,7 @@ def test_each_rank_has_the_notebooks_variables_with_its_own_rank() -> None:
 def test_several_ranks_share_the_cpu_as_under_launch(
     num_processes: int, given: dict[str, str], threads: str | None
 ) -> None:
-    environment = CrewPlan(num_processes=num_processes).environments(given, port=1)[0]
+    environment = RankPoolPlan(num_processes=num_processes).environments(given, port=1)[0]
     assert environment.get("OMP_NUM_THREADS") == threads
 
 
@@ -28,13 +27,13 @@ def test_several_ranks_share_the_cpu_as_under_launch(
     [("module://matplotlib_inline.backend_inline", True), ("agg", False), ("", False)],
 )
 def test_only_inline_figures_are_sent_to_the_notebook(backend: str, is_replaced: bool) -> None:
-    environment = CrewPlan(num_processes=1).environments({"MPLBACKEND": backend}, port=1)[0]
+    environment = RankPoolPlan(num_processes=1).environments({"MPLBACKEND": backend}, port=1)[0]
     assert environment["MPLBACKEND"].endswith("figure_backend") == is_replaced
     assert is_replaced or environment["MPLBACKEND"] == backend
 
 
 def test_settings_become_variables() -> None:
-    plan = plan_crew(3, mixed_precision="bf16", master_port=7, cpu=True)
+    plan = plan_rank_pool(3, mixed_precision="bf16", master_port=7, cpu=True)
     assert (plan.num_processes, plan.master_port) == (3, 7)
     assert plan.variables == {"DRIVETRAIN_RUN__MIXED_PRECISION": "bf16", "DRIVETRAIN_STATE__DEVICE": "cpu"}
 
@@ -43,5 +42,5 @@ def test_a_tpu_runtime_is_refused_unless_the_cpu_is_asked_for(monkeypatch: pytes
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-8")
     with pytest.raises(LaunchError, match="this Kaggle runtime has a TPU, which drivetrain does not drive"):
-        plan_crew(None)
-    assert plan_crew(2, cpu=True).num_processes == 2
+        plan_rank_pool(None)
+    assert plan_rank_pool(2, cpu=True).num_processes == 2

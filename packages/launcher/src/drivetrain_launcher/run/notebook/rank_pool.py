@@ -13,27 +13,27 @@ from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.run.failures import describe_root, find_root
 from drivetrain_launcher.run.notebook.call import Call, FailedRank, Interrupted, Outcome
-from drivetrain_launcher.run.notebook.crew_plan import CrewPlan
+from drivetrain_launcher.run.notebook.call_messages import CallSetup, Returned
 from drivetrain_launcher.run.notebook.figures import show_png
 from drivetrain_launcher.run.notebook.interrupts import Interrupts
 from drivetrain_launcher.run.notebook.output import OutputView
+from drivetrain_launcher.run.notebook.pickled_call import PickledCall
 from drivetrain_launcher.run.notebook.rank_channel import Message, new_content
+from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
-from drivetrain_launcher.run.notebook.returned import CallSetup, Returned
-from drivetrain_launcher.run.notebook.shipment import Shipment
 from drivetrain_messages import say
 
 _GRACE_SECONDS = 30.0
 
 
-class Crew:
+class RankPool:
     """The processes of a plan.
 
     Args:
         plan: The plan of the processes.
     """
 
-    def __init__(self, plan: CrewPlan) -> None:
+    def __init__(self, plan: RankPoolPlan) -> None:
         if sys.platform == "win32":
             raise LaunchError(
                 "functions are launched over Unix sockets and signals, which Windows does not have; drivetrain "
@@ -54,7 +54,7 @@ class Crew:
             self._ranks.append(RankProcess(rank, environment=environment, folder=folder))
         self._modules = {}
 
-    def call(self, shipment: Shipment) -> list[Any]:
+    def call(self, pickled_call: PickledCall) -> list[Any]:
         """Call a function on all ranks.
 
         After a failure or an interrupt no rank is left.
@@ -73,9 +73,9 @@ class Crew:
         is_over = False
         try:
             self._replace_stale()
-            for note in shipment.notes:
+            for note in pickled_call.notes:
                 say(note)
-            results = self._call(shipment)
+            results = self._call(pickled_call)
             is_over = True
             return results
         finally:
@@ -121,7 +121,7 @@ class Crew:
             self.kill()
         self.start()
 
-    def _call(self, shipment: Shipment) -> list[Any]:
+    def _call(self, pickled_call: PickledCall) -> list[Any]:
         from drivetrain_launcher.plan.agent_rendezvous import OneNode
 
         call = Call(
@@ -136,13 +136,13 @@ class Crew:
             place = meeting.bootstrap_store_info
             assert place is not None
             try:
-                self._send(shipment, port=place.master_port)
+                self._send(pickled_call, port=place.master_port)
                 outcomes = call.watch(interrupts)
             finally:
                 del meeting  # a kept exception references this frame, and would keep the store
         return self._results(outcomes)
 
-    def _send(self, shipment: Shipment, *, port: int) -> None:
+    def _send(self, pickled_call: PickledCall, *, port: int) -> None:
         folder = os.getcwd()
         environments = self._plan.environments(environ.child_environment(), port=port)
         for rank, environment in zip(self._ranks, environments, strict=True):
@@ -153,7 +153,7 @@ class Crew:
                 with new_content() as content:
                     pickle.dump(setup, content)
                     rank.channel.send(Message.SETUP, content)
-                rank.channel.send(Message.CALL, shipment.content)
+                rank.channel.send(Message.CALL, pickled_call.content)
             except OSError:
                 if rank.exit_code() is None:
                     raise

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drivetrain_launcher import LaunchError, Workers, debug_launcher, notebook_launcher
+from drivetrain_launcher.run.notebook.pickled_call import pack, unpack
 from drivetrain_launcher.run.notebook.rank_channel import view_content
-from drivetrain_launcher.run.notebook.shipment import pack, unpack
 from hardware.devices import first, here
 
 
@@ -18,12 +18,12 @@ def ships_a_model_through_the_cpu() -> None:
     weight = layer.weight.detach().clone()
     layer = layer.to(torch.accelerator.current_accelerator())
     layer.bias.requires_grad_(False)
-    shipment = pack(lambda: layer, ())
-    with shipment.content:
-        shipment.content.flush()
-        arrived = unpack(view_content(shipment.content))[0]()
-    assert shipment.notes[0].startswith("2 tensors of ")
-    assert shipment.notes[0].endswith(" reach the ranks on the CPU")
+    pickled_call = pack(lambda: layer, ())
+    with pickled_call.content:
+        pickled_call.content.flush()
+        arrived = unpack(view_content(pickled_call.content))[0]()
+    assert pickled_call.notes[0].startswith("2 tensors of ")
+    assert pickled_call.notes[0].endswith(" reach the ranks on the CPU")
     assert arrived.weight.device.type == "cpu"
     assert isinstance(arrived.weight, torch.nn.Parameter)
     assert (arrived.weight.requires_grad, arrived.bias.requires_grad) == (True, False)
