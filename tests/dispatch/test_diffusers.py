@@ -18,9 +18,10 @@ from drivetrain_dispatch.offload.cpu_offload import OffloadHook, cpu_offload_wit
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks, trace_offload
 from drivetrain_dispatch.offload.layerwise_casting import apply_layerwise_casting
+from optional_modules import import_later
 
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+diffusers = import_later("diffusers")
+transformers = import_later("transformers")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SIDE = 16  # pixels

@@ -12,13 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drivetrain_dispatch import disk_offload, load_checkpoint_and_dispatch
+from optional_modules import import_later
 
-diffusers = pytest.importorskip("diffusers")
-with warnings.catch_warnings():
-    # What these import when they are first asked for a model warns: torchao 0.18 of its own escape sequences.
-    warnings.simplefilter("ignore")
-    for _name in ("UNet2DModel", "FluxTransformer2DModel"):
-        getattr(diffusers, _name)
+diffusers = import_later("diffusers")
 
 Build = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
 CROSS: dict[str, Any] = {
@@ -30,6 +26,15 @@ CODER: dict[str, Any] = {
     "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4,
 }  # fmt: skip
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_models() -> None:
+    """The models' modules, imported without the warnings of torchao 0.18 of its own escape sequences."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("UNet2DModel", "FluxTransformer2DModel"):
+            getattr(diffusers, name)
 
 
 def noise(*shape: int) -> Tensor:

@@ -20,8 +20,9 @@ from drivetrain_dispatch import (
     load_pretrained,
     remove_hooks,
 )
+from optional_modules import import_later
 
-diffusers = pytest.importorskip("diffusers")
+diffusers = import_later("diffusers")
 transformers = pytest.importorskip("transformers")
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.models import quantized
 from drivetrain_accelerate.models.empty_weights import init_empty_weights
+from optional_modules import skip_without
 
-pytest.importorskip("bitsandbytes")
+skip_without("bitsandbytes")
 
 
 @dataclass

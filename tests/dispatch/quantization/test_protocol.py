@@ -28,10 +28,11 @@ from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
+from optional_modules import import_later
 
-bnb = pytest.importorskip("bitsandbytes")
-torchao = pytest.importorskip("torchao.quantization")
-PerGroup = pytest.importorskip("torchao.quantization.granularity").PerGroup
+bnb = import_later("bitsandbytes")
+torchao = import_later("torchao.quantization")
+granularity = import_later("torchao.quantization.granularity")
 
 BF16 = torch.bfloat16
 IDS = torch.arange(6)[None]
@@ -104,7 +105,9 @@ KINDS: dict[str, tuple[Callable[[], Quantization], Callable[[nn.Module, Any], No
     "torchao int8": (lambda: TorchAO(torchao.Int8WeightOnlyConfig()), torchao_of),
     "torchao fp8": (lambda: TorchAO(torchao.Float8WeightOnlyConfig()), torchao_of),
     "torchao int4": (
-        lambda: TorchAO(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))),
+        lambda: TorchAO(
+            torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity.PerGroup(32))
+        ),
         torchao_of,
     ),
 }
@@ -362,7 +365,7 @@ def test_bad_input_is_said_before_anything_is_read(checkpoint: Path) -> None:
         BitsAndBytes4Bit(quant_type="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="threshold"):
         BitsAndBytes8Bit(threshold=-1)
-    group = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(56))
+    group = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity.PerGroup(56))
     with pytest.raises(ValueError, match="skip_modules"):
         load_checkpoint_in_model(empty(), checkpoint, quantization=TorchAO(group))
     hooked = empty()

@@ -11,8 +11,9 @@ from drivetrain_tracking.platforms.clearml import ClearMLTracker
 from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_rows
+from optional_modules import import_later
 
-clearml = pytest.importorskip("clearml")
+clearml = import_later("clearml")
 
 pytestmark = [
     # the reader of configuration files that clearml 2.1 brings calls pyparsing 3 by its old names

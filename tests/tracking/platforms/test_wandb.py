@@ -11,8 +11,9 @@ from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
 from killed_trackers import kill_writers, numbered_records
+from optional_modules import import_later
 
-wandb = pytest.importorskip("wandb")
+wandb = import_later("wandb")
 
 
 @pytest.fixture(autouse=True, scope="module")

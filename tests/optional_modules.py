@@ -1,0 +1,34 @@
+"""Libraries that a test file needs where they are installed, imported no sooner than one of its tests wants them.
+
+Every lane collects every file: what a file imports at its head, each lane imports, whoever runs the tests.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+
+def skip_without(name: str) -> None:
+    """Skip the test file that calls this at its head where a library is not installed."""
+    if find_spec(name.partition(".")[0]) is None:  # a parent would be imported to look for its child
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+
+def import_later(name: str) -> Any:
+    """Return a stand-in that imports a library when a test reads one of its attributes; skip as `skip_without`."""
+    skip_without(name)
+    return _Later(name)
+
+
+class _Later:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> object:
+        if attribute.startswith(
+            ("_", "pytest")
+        ):  # what pytest asks of all objects of a file that it collects
+            raise AttributeError(attribute)
+        return getattr(import_module(self._name), attribute)
