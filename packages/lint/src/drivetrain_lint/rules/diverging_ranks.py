@@ -162,8 +162,7 @@ RULES = (
         summary="A rank skips a call that all ranks must make because its own loss is not finite.",
         why="The loss of one rank's batch may be NaN while those of the others are not: they wait for this rank.",
         mend="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce "
-        "before the test, or "
-        "set_trigger() and check_trigger().",
+        "before the test, or set_trigger() and check_trigger().",
         check=_data,
     ),
 )
