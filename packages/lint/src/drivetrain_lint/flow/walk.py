@@ -132,7 +132,8 @@ class Walk:
         for handler in statement.handlers:
             reason = cause
             if cause is None and swallowed(handler):
-                reason = Cause(kind=Parting.HANDLER, node=handler, test=_except(handler))
+                caught = "except:" if handler.type is None else f"except {text_of(handler.type)}:"
+                reason = Cause(kind=Parting.HANDLER, node=handler, test=caught)
                 trained = [
                     each
                     for each in self.signatures.reached(statement.body)
@@ -228,7 +229,3 @@ def _turns(statement: ast.With | ast.AsyncWith) -> Cause | None:
         if isinstance(call, ast.Call) and written(call.func).rpartition(".")[2] in _TURNS:
             return Cause(kind=Parting.TURNS, node=call, test=text_of(call))
     return None
-
-
-def _except(handler: ast.ExceptHandler) -> str:
-    return "except:" if handler.type is None else f"except {text_of(handler.type)}:"

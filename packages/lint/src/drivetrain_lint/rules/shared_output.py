@@ -70,12 +70,14 @@ def _orders(program: Program) -> Iterator[Hit]:
             call
             for call in own_calls(program.script, scope)
             if script.name_of(call.func).rpartition(".")[2] == "DistributedSampler"
-            and not any(each.arg == "shuffle" and not _is_true(each.value) for each in call.keywords)
+            and all(each.arg != "shuffle" or ast.unparse(each.value) == "True" for each in call.keywords)
         ]
         epochs = [
             loop
             for loop in program.script.own_nodes(scope)
-            if isinstance(loop, ast.For) and "epoch" in ast.unparse(loop.target).lower() and _trains(loop)
+            if isinstance(loop, ast.For)
+            and "epoch" in ast.unparse(loop.target).lower()
+            and any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
         ]
         if made and epochs:
             yield Hit(
@@ -83,14 +85,6 @@ def _orders(program: Program) -> Iterator[Hit]:
                 what=f"the loop over epochs (line {epochs[0].lineno}) never calls `set_epoch` of "
                 "this DistributedSampler",
             )
-
-
-def _trains(loop: ast.For) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
-
-
-def _is_true(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
 
 
 def _on_one_rank(program: Program, call: ast.Call) -> bool:
