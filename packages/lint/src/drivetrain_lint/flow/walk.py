@@ -116,9 +116,8 @@ class Walk:
             inner = Cause(kind=Parting.LOOP, node=head, test=text_of(head))
         departures = self.block(loop.body, inner)
         for departure in departures:
-            if not isinstance(
-                departure.departure, ast.Continue
-            ):  # the next rounds miss what stands before too
+            # The next rounds miss what stands before too.
+            if not isinstance(departure.departure, ast.Continue):
                 line = getattr(departure.departure, "lineno", 0)
                 before = [each for each in self.signatures.reached(loop.body) if each.line < line]
                 self._record(before, departure)
