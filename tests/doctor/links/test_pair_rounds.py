@@ -3,7 +3,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_doctor.links.pair_rounds import pair_rounds
+from drivetrain_doctor.links.pair_order import pair_rounds
 
 
 @given(count=st.integers(0, 40))

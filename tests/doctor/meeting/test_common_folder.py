@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.meeting.common_folder import file_in, judge_folder
+from drivetrain_doctor.meeting.conduct import file_in, judge_folder
 
 LABELS = {0: "host 0", 1: "host 1", 2: "host 2"}
 

@@ -8,7 +8,7 @@ from drivetrain_config.environ import child_environment
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.links.pair_order import start_pairs
 from drivetrain_doctor.links.pair_results import GroupResult, PairResult, judge_hosts
-from drivetrain_doctor.meeting.host_links import measure_links, merge
+from drivetrain_doctor.meeting.conduct import measure_links, merge
 from drivetrain_doctor.meeting.join import join
 
 

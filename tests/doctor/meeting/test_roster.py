@@ -1,5 +1,5 @@
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.meeting.roster import judge_roster, list_hosts
+from drivetrain_doctor.meeting.conduct import judge_roster, list_hosts
 
 ASKED = CheckedRun(num_nodes=4, node_rank=0, master_addr="node0", master_port=29500, wait_seconds=5)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from drivetrain_config import Layers, environ
 from drivetrain_doctor.checked_run import run_to_check
 from drivetrain_doctor.examination import Examination, examine
-from drivetrain_doctor.report.as_json import as_json
 from drivetrain_doctor.report.step_display import StepDisplay
 from drivetrain_doctor.report.table import table
 from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
@@ -92,7 +91,7 @@ def run(arguments: DoctorArguments) -> int:
 
 def _write(examination: Examination, *, is_json: bool) -> None:
     if is_json:
-        sys.stdout.write(f"{json.dumps(as_json(examination), indent=2)}\n")
+        sys.stdout.write(f"{json.dumps(examination.as_data(), indent=2)}\n")
         return
     is_coloured, _ = coloured_outputs(environ.child_environment())
     width = min(_LONGEST_LINE, shutil.get_terminal_size((100, 24)).columns)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckReport
@@ -34,6 +35,20 @@ class Examination:
     is_broken: bool = False
     is_leader: bool = True
     seconds: float = 0.0
+
+    def as_data(self) -> dict[str, Any]:
+        """Return all that was found as plain JSON data, with what was measured."""
+        return {
+            "num_nodes": self.num_nodes,
+            "num_processes": self.num_processes,
+            "seconds": round(self.seconds, 3),
+            "is_broken": self.is_broken,
+            "hosts": [
+                {"host": label, "checks": [report.as_data() for report in reports]}
+                for label, reports in self.hosts
+            ],
+            "together": [report.as_data() for report in self.together],
+        }
 
 
 def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examination:

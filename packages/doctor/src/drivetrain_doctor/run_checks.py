@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
-from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict, DoctorFinding, error
+from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict, error
 from drivetrain_doctor.time_limit import within
 
 # A check of one host takes milliseconds; one that writes to a disk takes two seconds.
@@ -37,7 +37,13 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
     try:
         verdict = within(limit_seconds, check.run, name=f"doctor-{check.name}")
     except TimeoutError:
-        verdict = CheckVerdict(summary="no end", findings=(_hung(check, limit_seconds),))
+        hung = error(
+            f"did not end within {limit_seconds:g} s",
+            why="what hangs here, most often a file server, a name server or a driver, hangs a run too",
+            mend=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
+            limit_seconds=limit_seconds,
+        )
+        verdict = CheckVerdict(summary="no end", findings=(hung,))
     except OSError as failure:
         verdict = CheckVerdict(skipped=f"could not be measured ({failure})")
     return report_of(check.name, verdict, seconds=time.monotonic() - begin)
@@ -51,13 +57,4 @@ def report_of(name: str, verdict: CheckVerdict, *, seconds: float = 0.0) -> Chec
         is_skipped=verdict.skipped is not None,
         findings=verdict.findings,
         seconds=round(seconds, 3),
-    )
-
-
-def _hung(check: Check, limit_seconds: float) -> DoctorFinding:
-    return error(
-        f"did not end within {limit_seconds:g} s",
-        why="what hangs here, most often a file server, a name server or a driver, hangs a run too",
-        mend=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
-        limit_seconds=limit_seconds,
     )

@@ -51,8 +51,13 @@ def follow_job(cluster: Cluster, record: JobRecord, submission: Submission) -> i
     Raises:
         ClusterError: The cluster could not be asked; the message says how to follow the job again.
     """
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
     try:
-        code = cluster.follow(record.job_id, submission, _write)
+        code = cluster.follow(record.job_id, submission, write)
     except KeyboardInterrupt:
         say(f"stopped following; job {record.job_id} goes on\n{how_to_go_on(record)}")
         return _INTERRUPTED
@@ -66,8 +71,3 @@ def how_to_go_on(record: JobRecord) -> str:
     """Return the commands that follow and cancel a job."""
     place = shlex.join([record.job_id, "--log-dir", str(record.request.log_dir)])
     return f"  drivetrain job follow {place}\n  drivetrain job cancel {place}"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

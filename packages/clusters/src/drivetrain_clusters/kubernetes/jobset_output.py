@@ -55,11 +55,11 @@ class JobSetOutput:
             started = [pod for pod in pods if pod.has_started]
             is_new = state.restarts not in read_attempts and len(started) == self._num_nodes
             if is_new or (state.restarts in read_attempts and any(pod.is_running for pod in pods)):
-                self._tell_restart(state, is_new=is_new)
-                if not is_new:
-                    time.sleep(
-                        _POLL_SECONDS
-                    )  # the connection broke, or the cluster has not yet noticed the end
+                if is_new and state.restarts:
+                    self._tell(f"job {self._job} starts again, restart {state.restarts}")
+                elif not is_new:
+                    # The connection broke, or the cluster has not yet noticed the end.
+                    time.sleep(_POLL_SECONDS)
                 read_attempts.add(state.restarts)
                 self._stream(state.restarts, pods)
             elif state.end is not None:
@@ -73,15 +73,12 @@ class JobSetOutput:
 
     def _state_and_pods(self) -> tuple[JobSetState, tuple[PodState, ...]]:
         state = self._state()
-        return state, self._pods(state.restarts)
+        where = [f"--namespace={self._job.namespace}", f"--selector={self._selector(state.restarts)}"]
+        return state, read_pods(read_objects(["get", "pods", *where]))
 
     def _state(self) -> JobSetState:
         where = f"--namespace={self._job.namespace}"
         return read_jobset(read_objects(["get", "jobset", self._job.name, where]))
-
-    def _pods(self, attempt: int) -> tuple[PodState, ...]:
-        where = f"--namespace={self._job.namespace}"
-        return read_pods(read_objects(["get", "pods", where, f"--selector={self._selector(attempt)}"]))
 
     def _selector(self, attempt: int) -> str:
         return f"{_NAME_LABEL}={self._job.name},{_ATTEMPT_LABEL}={attempt}"
@@ -91,10 +88,6 @@ class JobSetOutput:
         if text and text != self._told:
             say(text)
         self._told = text
-
-    def _tell_restart(self, state: JobSetState, *, is_new: bool) -> None:
-        if is_new and state.restarts:
-            self._tell(f"job {self._job} starts again, restart {state.restarts}")
 
     def _tell_waiting(self, pods: tuple[PodState, ...]) -> None:
         waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]

@@ -76,14 +76,17 @@ class Attempt:
         try:
             if self._place():
                 self._start()
-            self._drain(self._deadline())
-            return self._end()
+            limit = self._job.time_limit_seconds
+            self._drain(float("inf") if limit is None else time.monotonic() + limit - self._job.save_seconds)
+            # Those that were told to stop come last: they are no cause.
+            failed = sorted(filter(None, self._codes.values()), key=lambda code: code == _STOPPED_EXIT_CODE)
+            has_saved = RESUME_EXIT_CODE in failed
+            return AttemptEnd(exit_code=failed[0] if failed else 0, lost=self._lost, has_saved=has_saved)
         finally:
-            self._release()
-
-    def _deadline(self) -> float:
-        limit = self._job.time_limit_seconds
-        return float("inf") if limit is None else time.monotonic() + limit - self._job.save_seconds
+            for node in self._nodes:
+                ray.kill(node)
+            if self._group is not None:
+                remove_placement_group(self._group)
 
     def _place(self) -> bool:
         """Reserve the resources of all nodes together; return False if the job was cancelled meanwhile."""
@@ -150,16 +153,16 @@ class Attempt:
             for rank in [rank for rank, stream in self._streams.items() if stream in ready]:
                 self._take(rank)
             now = time.monotonic()
-            if self._stop_at == float("inf") and (now > deadline or self._must_stop()):
-                self._stop_all()
+            must_stop = self._cancelled.is_set() or bool(self._lost) or any(self._codes.values())
+            if self._stop_at == float("inf") and (now > deadline or must_stop):
+                self._stop_at = time.monotonic()
+                for rank in self._streams:
+                    self._nodes[rank].stop.remote()
             if now > self._stop_at + _MARGIN_SECONDS + (0 if self._has_failed() else self._job.save_seconds):
                 left = ", ".join(map(str, self._streams))
                 self._write(f"drivetrain: node {left} did not end in time and was killed\n")
                 self._streams.clear()
                 self._codes.setdefault(self._job.num_nodes, 1)
-
-    def _must_stop(self) -> bool:
-        return self._cancelled.is_set() or bool(self._lost) or any(self._codes.values())
 
     def _has_failed(self) -> bool:
         """Return whether a node failed, so that no other can save: its collectives wait for the one that is gone."""
@@ -175,16 +178,13 @@ class Attempt:
             self._close(rank)
             self._lose(error, rank)
         else:
-            if isinstance(item, int):
-                self._ended(rank, item)
-            else:
+            if not isinstance(item, int):
                 self._write_lines(rank, item)
-
-    def _ended(self, rank: int, code: int) -> None:
-        """Note the exit code of a node; one that SIGTERM ended, which nobody here has sent, was preempted."""
-        self._codes[rank] = code
-        if code == _STOPPED_EXIT_CODE and self._stop_at == float("inf"):
-            self._lost = self._lost or f"node {rank} was stopped before its ranks had saved"
+                return
+            self._codes[rank] = item
+            # One that SIGTERM ended, which nobody here has sent, was preempted.
+            if item == _STOPPED_EXIT_CODE and self._stop_at == float("inf"):
+                self._lost = self._lost or f"node {rank} was stopped before its ranks had saved"
 
     def _write_lines(self, rank: int, text: str) -> None:
         """Write whole lines with their node in front."""
@@ -202,23 +202,6 @@ class Attempt:
     def _lose(self, error: RayError, rank: int | None = None) -> None:
         where = "a node" if rank is None else f"node {rank}"
         self._lost = self._lost or f"{where} was lost: {str(error).strip().splitlines()[0]}"
-
-    def _stop_all(self) -> None:
-        self._stop_at = time.monotonic()
-        for rank in self._streams:
-            self._nodes[rank].stop.remote()
-
-    def _end(self) -> AttemptEnd:
-        # Those that were told to stop come last: they are no cause.
-        failed = sorted(filter(None, self._codes.values()), key=lambda code: code == _STOPPED_EXIT_CODE)
-        has_saved = RESUME_EXIT_CODE in failed
-        return AttemptEnd(exit_code=failed[0] if failed else 0, lost=self._lost, has_saved=has_saved)
-
-    def _release(self) -> None:
-        for node in self._nodes:
-            ray.kill(node)
-        if self._group is not None:
-            remove_placement_group(self._group)
 
 
 def _strategy(job: RayJob) -> str:

@@ -14,7 +14,7 @@ import ray
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE
-from drivetrain_clusters.ray.attempt import Attempt, AttemptEnd
+from drivetrain_clusters.ray.attempt import Attempt
 from drivetrain_clusters.ray.job import JOB_VARIABLE, RayJob
 from drivetrain_config import environ
 from drivetrain_messages import say
@@ -39,7 +39,7 @@ def main() -> int:
         why = end.lost or "all ranks have saved"
         if number == job.max_requeues:
             say(f"{why}; the job has started again {number} times, and does so no more")
-            return _last_code(end)
+            return RESUME_EXIT_CODE if end.has_saved else end.exit_code or 1
         number += 1
         say(f"{why}; the job starts again, {number} of {job.max_requeues} times")
 
@@ -47,10 +47,6 @@ def main() -> int:
 def _cancel(cancelled: Event, number: int, frame: FrameType | None) -> None:
     del number, frame
     cancelled.set()
-
-
-def _last_code(end: AttemptEnd) -> int:
-    return RESUME_EXIT_CODE if end.has_saved else end.exit_code or 1
 
 
 def _write(text: str) -> None:

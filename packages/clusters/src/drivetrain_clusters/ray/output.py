@@ -34,10 +34,8 @@ class JobOutput:
         while not self._info().status.is_terminal():
             try:
                 asyncio.run(self._tail())
-            except (
-                OSError,
-                RuntimeError,
-            ):  # the connection broke; the next look at the job says whether it is there
+            except (OSError, RuntimeError):
+                # The connection broke; the next look at the job says whether it is there.
                 time.sleep(_POLL_SECONDS)
         self._write_new(self._client.get_job_logs(self._job_id))
         info = self._info()

@@ -136,11 +136,6 @@ class Slurm:
         run_command("scancel", job_id, hints=_HINTS)
 
 
-def _check_id(job_id: str) -> None:
-    if not _JOB_ID.fullmatch(job_id):
-        raise ClusterError(f"slurm: job {job_id!r}: Slurm numbers its jobs")
-
-
 def _show_job(job_id: str) -> SlurmJob:
     rows = _ask(job_id, states="all")
     if not rows:
@@ -159,7 +154,8 @@ def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
     Returns:
         The job; nothing if it is in no such state.
     """
-    _check_id(job_id)
+    if not _JOB_ID.fullmatch(job_id):
+        raise ClusterError(f"slurm: job {job_id!r}: Slurm numbers its jobs")
     columns = ",".join(f"{name}:.{_WIDTH}" for name in ("State", "Requeue", "exit_code"))
     output = run_command(
         "squeue", "--noheader", f"--states={states}", f"--jobs={job_id}", "--Format", columns, hints=_HINTS

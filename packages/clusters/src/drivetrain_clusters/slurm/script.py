@@ -170,9 +170,8 @@ def _environment(request: JobRequest) -> dict[str, str]:
     if request.processes_per_node is not None:
         added["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
     if request.cpus_per_node is not None:
-        added["SRUN_CPUS_PER_TASK"] = str(
-            request.cpus_per_node
-        )  # srun takes it from sbatch no more since 22.05
+        # srun takes it from sbatch no more since 22.05.
+        added["SRUN_CPUS_PER_TASK"] = str(request.cpus_per_node)
     return {**added, **request.environment}
 
 
@@ -190,7 +189,13 @@ def _check(request: JobRequest) -> None:
         )
     _check_numbers(request)
     for name in request.options:
-        _check_option(name)
+        if name in _OURS:
+            raise ClusterError(f"slurm: option {name!r}: it follows from {_OURS[name]}; set that instead")
+        if name not in OPTIONS:
+            hint = suggest(name, OPTIONS) or f"; there are {', '.join(sorted(OPTIONS))}"
+            raise ClusterError(
+                f"slurm: option {name!r}: sbatch has no such option for a job of drivetrain{hint}"
+            )
 
 
 def _check_numbers(request: JobRequest) -> None:
@@ -205,14 +210,6 @@ def _check_numbers(request: JobRequest) -> None:
             f"slurm: time_limit_seconds={limit}: leaves no time to train, since the job is told to save "
             f"save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
         )
-
-
-def _check_option(name: str) -> None:
-    if name in _OURS:
-        raise ClusterError(f"slurm: option {name!r}: it follows from {_OURS[name]}; set that instead")
-    if name not in OPTIONS:
-        hint = suggest(name, OPTIONS) or f"; there are {', '.join(sorted(OPTIONS))}"
-        raise ClusterError(f"slurm: option {name!r}: sbatch has no such option for a job of drivetrain{hint}")
 
 
 def _memory(text: str) -> str:

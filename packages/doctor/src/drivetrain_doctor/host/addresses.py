@@ -229,20 +229,20 @@ def _reverse_seconds(address: str, count: int) -> float:
     """
     # A server that speaks both versions of IP sees an IPv4 client under the second form, which few hosts files have.
     forms = [address] if ":" in address else [address, f"::ffff:{address}"]
+
+    def look_up(form: str) -> None:
+        with suppress(OSError):  # having no name is no fault
+            socket.getnameinfo((form, 0), 0)
+
     begin = time.monotonic()
     lookups = [
-        threading.Thread(target=_name_of, args=(form,), daemon=True) for form in forms for _ in range(count)
+        threading.Thread(target=look_up, args=(form,), daemon=True) for form in forms for _ in range(count)
     ]
     for lookup in lookups:
         lookup.start()
     for lookup in lookups:
         lookup.join(max(0.0, begin + _PATIENCE_SECONDS - time.monotonic()))
     return time.monotonic() - begin
-
-
-def _name_of(address: str) -> None:
-    with suppress(OSError):  # having no name is no fault
-        socket.getnameinfo((address, 0), 0)
 
 
 def _outgoing(address: str) -> str | None:

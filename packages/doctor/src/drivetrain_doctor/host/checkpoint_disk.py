@@ -125,8 +125,7 @@ def _space(measured: DiskMeasurement, speed: float) -> list[DoctorFinding]:
             warning(
                 f"{measured.folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
                 why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
-                "ranks "
-                "wait unless saves run in the background",
+                "ranks wait unless saves run in the background",
                 mend="a faster disk; or background saves (the checkpoint section)",
                 bytes_per_second=speed,
             )

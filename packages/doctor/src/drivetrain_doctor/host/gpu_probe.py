@@ -44,7 +44,7 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         capabilities=tuple(
             ".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(count)
         ),
-        memory_taken=tuple(_taken(index) for index in range(count)),
+        memory_taken=tuple(1 - free / total for free, total in map(torch.cuda.mem_get_info, range(count))),
         refusal=refusal,
         peers=_peers(count) if count > 1 else None,
     )
@@ -95,11 +95,6 @@ def _library_driver() -> str:
         if link.is_symlink():
             return link.resolve().name.removeprefix("libcuda.so.")
     return ""
-
-
-def _taken(index: int) -> float:
-    free, total = torch.cuda.mem_get_info(index)
-    return 1 - free / total
 
 
 def _peers(count: int) -> dict[str, str]:

@@ -102,18 +102,14 @@ def find_gpus(*, system: Path = Path("/sys"), torch_folder: Path | None = None) 
         found = find_spec("torch")
         torch_folder = None if found is None or found.origin is None else Path(found.origin).parent
     build = {} if torch_folder is None else run_path(str(torch_folder / "version.py"))
-    return GpuMeasurement(
-        torch_cuda=build.get("cuda"), torch_hip=build.get("hip"), on_bus=_makers(system / "bus/pci/devices")
-    )
-
-
-def _makers(devices: Path) -> tuple[str, ...]:
-    found: set[str] = set()
-    for device in devices.iterdir() if devices.is_dir() else ():
+    makers: set[str] = set()
+    for device in (system / "bus/pci/devices").glob("*"):
         with suppress(OSError):  # it was taken out
             if (device / "class").read_text().startswith(_GPU_CLASSES):
-                found.add(_MAKERS.get((device / "vendor").read_text().strip(), ""))
-    return tuple(sorted(found - {""}))
+                makers.add(_MAKERS.get((device / "vendor").read_text().strip(), ""))
+    return GpuMeasurement(
+        torch_cuda=build.get("cuda"), torch_hip=build.get("hip"), on_bus=tuple(sorted(makers - {""}))
+    )
 
 
 def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
@@ -206,8 +202,7 @@ def _nvidia(measured: GpuMeasurement) -> list[DoctorFinding]:
                 f"torch's CUDA is {measured.torch_cuda}; the driver {measured.driver} runs up to "
                 f"{measured.driver_cuda}",
                 why="compiled kernels run (minor version compatibility), but what is compiled at run time to "
-                "PTX does "
-                "not: 'unsupported PTX version', for example from Triton or torch.compile",
+                "PTX does not: 'unsupported PTX version', for example from Triton or torch.compile",
                 mend=f"a driver for CUDA {measured.torch_cuda}, or a torch for CUDA {measured.driver_cuda}",
             )
         ]
@@ -291,20 +286,18 @@ def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
             error(
                 f"copies between GPUs {', '.join(wrong)} arrive changed",
                 why="the system says that peer-to-peer works, and it does not: training diverges or hangs. An "
-                "IOMMU or "
-                "PCIe access control (ACS) between the devices does this",
+                "IOMMU or PCIe access control (ACS) between the devices does this",
                 mend="disable the IOMMU and ACS in the firmware, or boot with iommu=pt; until then export "
                 "NCCL_P2P_DISABLE=1",
                 pairs=", ".join(wrong),
             )
         )
     if without:
-        all_of = "no two GPUs" if len(without) == len(measured.peers) else f"GPUs {', '.join(without)}"
+        is_all = len(without) == len(measured.peers)
+        having = "no two GPUs have" if is_all else f"GPUs {', '.join(without)} have no"
         findings.append(
             warning(
-                f"{all_of} have peer-to-peer"
-                if all_of.startswith("no")
-                else f"{all_of} have no peer-to-peer",
+                f"{having} peer-to-peer",
                 why="what they exchange passes through the host's memory, at a fraction of the speed",
                 mend="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
                 "have none",

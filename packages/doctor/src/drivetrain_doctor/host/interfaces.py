@@ -12,8 +12,11 @@ _ROW_BYTES = 40  # a struct ifreq of 64-bit Linux: 16 bytes of name, then a sock
 
 def addresses_by_interface(proc: Path = Path("/proc")) -> Mapping[str, tuple[str, ...]]:
     """Return the addresses of each interface that has one; empty if the system does not tell (not Linux)."""
+    file = proc / "net" / "if_inet6"
+    rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    ipv6 = [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows]
     found: dict[str, tuple[str, ...]] = {}
-    for name, address in (*_ipv4(), *_ipv6(proc / "net" / "if_inet6")):
+    for name, address in (*_ipv4(), *ipv6):
         found[name] = (*found.get(name, ()), address)
     return found
 
@@ -46,10 +49,3 @@ def _ipv4() -> list[tuple[str, str]]:
         )
         for start in range(0, len(data), _ROW_BYTES)
     ]
-
-
-def _ipv6(file: Path) -> list[tuple[str, str]]:
-    if not file.exists():
-        return []
-    rows = [line.split() for line in file.read_text().splitlines()]
-    return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows]

@@ -91,8 +91,9 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
 def _ephemeral(measured: PortMeasurement) -> list[DoctorFinding]:
     port = measured.port
     is_given = measured.first_ephemeral <= port <= measured.last_ephemeral
+    reserved = [part.partition("-") for part in measured.reserved.split(",") if part]
     # A cluster derives a port from its job, which may lie anywhere.
-    if not is_given or _is_reserved(port, measured.reserved):
+    if not is_given or any(int(first) <= port <= int(last or first) for first, _, last in reserved):
         return []
     return [
         warning(
@@ -104,11 +105,6 @@ def _ephemeral(measured: PortMeasurement) -> list[DoctorFinding]:
             port=port,
         )
     ]
-
-
-def _is_reserved(port: int, reserved: str) -> bool:
-    bounds = [part.partition("-") for part in reserved.split(",") if part]
-    return any(int(first) <= port <= int(last or first) for first, _, last in bounds)
 
 
 def _other(port: int) -> int:

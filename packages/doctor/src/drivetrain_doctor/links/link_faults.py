@@ -46,9 +46,7 @@ def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFault
     usual = median_high(max(values[link] for link in values if host in link) for host in hosts)
     slow = {link for link, value in values.items() if value < slow_below * usual or value <= 0}
     islands = _islands(hosts, set(values) - slow)
-    if len(islands) > 1 and all(
-        _island_of(link[0], islands) != _island_of(link[1], islands) for link in slow
-    ):
+    if len(islands) > 1 and not any(set(link) <= set(island) for link in slow for island in islands):
         return LinkFaults(usual=usual, islands=islands)
     blamed = _blame(hosts, values.keys(), slow)
     left = sorted(link for link in slow if not blamed & set(link))
@@ -84,7 +82,3 @@ def _islands(hosts: Iterable[int], fast: Set[Link]) -> tuple[tuple[int, ...], ..
             group_of |= dict.fromkeys(joined, joined)
     groups = sorted({tuple(sorted(group)) for group in group_of.values()})
     return tuple(groups) if all(len(group) > 1 for group in groups) else ()
-
-
-def _island_of(host: int, islands: tuple[tuple[int, ...], ...]) -> int:
-    return next(number for number, island in enumerate(islands) if host in island)

@@ -1,4 +1,4 @@
-"""The order to a program that measures pairs, and the program as its parent sees it."""
+"""The order to a program that measures pairs, the rounds of pairs, and the program as its parent sees it."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
+from drivetrain_doctor.links.link_faults import Link
 from drivetrain_doctor.links.pair_results import GroupResult, PairResult
 
 # The time in which the program has imported torch at the latest, on a machine with ten times more to do than cores.
@@ -45,6 +46,33 @@ class PairOrder:
     most_rounds: int = 32
     at_once: bool = False
     limit_seconds: float = 20.0
+
+
+def pair_rounds(count: int, *, most_rounds: int, at_once: bool = True) -> tuple[tuple[Link, ...], ...]:
+    """Return rounds of pairs, lower rank first; within a round no rank is in two pairs.
+
+    With an even number of ranks, `count - 1` rounds hold every pair once (the circle method of tournaments).
+
+    Args:
+        count: The number of ranks.
+        most_rounds: If there are more rounds, so many are taken; of rounds at once, such that are spread over all.
+        at_once: Whether the pairs of a round are measured at the same time; else each is a round of its own, as for
+            ranks of one host, which share its memory and cores.
+    """
+    places = count + count % 2  # with an odd number, who meets the last place pauses
+    num_rounds = places - 1 if count > 1 else 0
+    numbers = range(num_rounds)
+    if at_once and num_rounds > most_rounds:
+        numbers = [index * num_rounds // most_rounds for index in range(most_rounds)]
+    rounds: list[tuple[Link, ...]] = []
+    for number in numbers:
+        turning = places - 1
+        pairs = [(number, turning)]
+        pairs += [((number + step) % turning, (number - step) % turning) for step in range(1, places // 2)]
+        rounds.append(tuple(sorted((min(pair), max(pair)) for pair in pairs if max(pair) < count)))
+    if at_once:
+        return tuple(rounds)
+    return tuple((pair,) for pairs in rounds for pair in pairs)[:most_rounds]
 
 
 def start_pairs(environment: Mapping[str, str]) -> "PairProgram":

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain_doctor.links.pair_order import PairOrder
+from drivetrain_doctor.links.pair_order import PairOrder, pair_rounds
 from drivetrain_doctor.links.pair_results import PairResult
-from drivetrain_doctor.links.pair_rounds import pair_rounds
 
 _PINGS, _FEWEST_PINGS = 20, 4
 # After this time a pair measures with what it has: on a busy machine a message takes a hundred times longer.

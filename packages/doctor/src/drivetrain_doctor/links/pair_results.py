@@ -1,6 +1,6 @@
 """The measurements between pairs of ranks, and their judgement."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -76,11 +76,10 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
     """
     findings = _failures(result, names)
     rates = {(each.first, each.second): each.bytes_per_second for each in result.pairs}
+    latencies = {(each.first, each.second): each.latency_seconds for each in result.pairs}
     if len(names) > 2:
         findings += _bandwidth(find_faults(rates, slow_below=_SLOW_PART), rates, names)
-        findings += _latency(
-            {(each.first, each.second): each.latency_seconds for each in result.pairs}, names
-        )
+        findings += _latency(latencies, names)
     if rates and median(rates.values()) < _SLOW_BYTES_PER_SECOND:
         rate = median(rates.values())
         findings.append(
@@ -146,8 +145,7 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
             f"{names[host]} is slow: {_rate(_of_host(rates, host))} to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
-            "(errors), "
-            "top (another program); or leave the host out",
+            "(errors), top (another program); or leave the host out",
             bytes_per_second=_of_host(rates, host),
             usual=faults.usual,
         )
@@ -159,8 +157,7 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
             "is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
             mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
-            "counters, "
-            "the route (ip route get ADDRESS)",
+            "counters, the route (ip route get ADDRESS)",
             bytes_per_second=rates[first, second],
             usual=faults.usual,
         )
@@ -168,7 +165,11 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
     ]
     if faults.islands:
         groups = " | ".join(", ".join(names[host] for host in island[:_SHOWN]) for island in faults.islands)
-        between = [rate for link, rate in rates.items() if _is_between(link, faults.islands)]
+        between = [
+            rate
+            for link, rate in rates.items()
+            if not any(set(link) <= set(island) for island in faults.islands)
+        ]
         findings.append(
             warning(
                 f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
@@ -176,8 +177,7 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
                 why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
                 "oversubscribed switch)",
                 mend="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
-                "islands and "
-                "replicate between them (HSDP)",
+                "islands and replicate between them (HSDP)",
             )
         )
     return findings
@@ -189,7 +189,7 @@ def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[Doct
         slow_below=1 / _SLOW_LATENCY_TIMES,
     )
     usual = 1 / faults.usual if faults.usual else 0.0
-    ends = [(names[host], -_of_host(_negated(latencies), host)) for host in faults.hosts]
+    ends = [(names[host], _of_host(latencies, host)) for host in faults.hosts]
     ends += [
         (f"the link {names[one]} - {names[two]}", latencies[one, two]) for one, two in faults.links[:_SHOWN]
     ]
@@ -206,17 +206,9 @@ def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[Doct
     ]
 
 
-def _negated(values: Mapping[Link, float]) -> dict[Link, float]:
-    return {link: -value for link, value in values.items()}
-
-
 def _of_host(values: Mapping[Link, float], host: int) -> float:
     """Return the median over a host's links."""
     return median(value for link, value in values.items() if host in link)
-
-
-def _is_between(link: Link, islands: Iterable[tuple[int, ...]]) -> bool:
-    return not any(link[0] in island and link[1] in island for island in islands)
 
 
 def _rate(bytes_per_second: float) -> str:

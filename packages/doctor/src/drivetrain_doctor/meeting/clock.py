@@ -64,8 +64,7 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
             f"the clock of {names[rank]} is {abs(offset.seconds):.1f} s "
             f"{'ahead of' if offset.seconds > 0 else 'behind'} that of host 0 (+- {offset.bound_seconds:.3f} s)",
             why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
-            "allows 15 "
-            "min) are refused",
+            "allows 15 min) are refused",
             mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows the state",
             seconds=offset.seconds,
             bound_seconds=offset.bound_seconds,

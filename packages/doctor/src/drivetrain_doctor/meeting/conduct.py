@@ -7,26 +7,28 @@
 5. Host 0 tells the end.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict, error
-from drivetrain_doctor.links.pair_order import PairProgram, start_pairs
-from drivetrain_doctor.links.pair_results import judge_hosts
+from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict, error, warning
+from drivetrain_doctor.links.pair_order import PairOrder, PairProgram, start_pairs
+from drivetrain_doctor.links.pair_results import GroupResult, PairResult, judge_hosts
 from drivetrain_doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
-from drivetrain_doctor.meeting.common_folder import file_in, judge_folder
 from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts, own_name
-from drivetrain_doctor.meeting.host_links import PAIR_SECONDS, measure_links, merge
 from drivetrain_doctor.meeting.join import HostMeeting, MeetingError, join
 from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
-from drivetrain_doctor.meeting.roster import judge_roster, list_hosts
 from drivetrain_doctor.run_checks import report_of
 from drivetrain_doctor.time_limit import within
 
 _REACH_SECONDS = 10.0
+_PAIR_SECONDS = 45.0
+_MOST_ROUNDS = 32
+_SHOWN = 16
 _START_SECONDS = 110.0
 _MEETING_SECONDS = 600.0
 
@@ -136,7 +138,7 @@ def _follow(
             if meeting.rank in linked:
                 found = measure_links(meeting, linked, backend, program)
                 meeting.post(f"pairs/{backend}", found)
-    end = meeting.hear("end", seconds=_START_SECONDS + PAIR_SECONDS * 3)
+    end = meeting.hear("end", seconds=_START_SECONDS + _PAIR_SECONDS * 3)
     meeting.post("bye", "")
     return MeetingResult(
         rank=meeting.rank,
@@ -279,3 +281,108 @@ def _unmet(checked: CheckedRun, reports: tuple[CheckReport, ...], failure: Meeti
         together=(report_of("rendezvous", verdict),),
         is_broken=True,
     )
+
+
+def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckVerdict:
+    """Name the hosts that did not come."""
+    missing = [rank for rank in range(num_hosts) if rank not in labels]
+    summary = f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}"
+    if not missing:
+        return CheckVerdict(summary=summary)
+    finding = error(
+        f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
+        why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
+        mend="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
+        f"it does not reach {checked.master_addr}:{checked.master_port}",
+        missing=", ".join(map(str, missing)),
+    )
+    return CheckVerdict(summary=summary, findings=(finding,))
+
+
+def list_hosts(ranks: Sequence[int]) -> str:
+    """Return hosts by their ranks in words, the first of many."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"host {shown}" if len(ranks) == 1 else f"hosts {shown}"
+
+
+@contextmanager
+def file_in(folder: Path) -> Generator[str]:
+    """Keep a file in a folder during the block; its name is the value, empty if nothing can be written there."""
+    file = folder / f".drivetrain-doctor-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        file.touch()
+    except OSError:
+        yield ""
+        return
+    try:
+        yield file.name
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def judge_folder(
+    sees: Mapping[int, bool], labels: Mapping[int, str], checked: CheckedRun, *, is_writable: bool
+) -> CheckVerdict:
+    """Name the hosts that do not see in the folder of the checkpoints what host 0 wrote there."""
+    if not is_writable:
+        return CheckVerdict(skipped=f"host 0 cannot write into {checked.folder.absolute()}")
+    blind = [rank for rank, does in sorted(sees.items()) if not does]
+    summary = f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {checked.folder.absolute()}"
+    if not blind:
+        return CheckVerdict(summary=summary)
+    who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
+    finding = warning(
+        f"{who}: the folder {checked.folder} is not that of host 0",
+        why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
+        mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
+        "may show new files late: mount it with actimeo=1",
+    )
+    return CheckVerdict(summary=summary, findings=(finding,))
+
+
+def measure_links(
+    meeting: HostMeeting, ranks: Sequence[int], backend: str, program: PairProgram
+) -> dict[str, Any]:
+    """Measure the pairs of this host that it is the lower rank of; return them as plain data. On all of `ranks`.
+
+    Args:
+        meeting: The meeting of the hosts, at whose store the group forms.
+        ranks: The hosts that take part, in order.
+        backend: "gloo" or "nccl".
+        program: The program that measures them, which has no order yet; it is closed.
+    """
+    order = PairOrder(
+        backend=backend,
+        world_size=len(ranks),
+        ranks=(ranks.index(meeting.rank),),
+        store_host=meeting.store_host,
+        store_port=meeting.store_port,
+        prefix=f"doctor/{backend}",
+        most_rounds=_MOST_ROUNDS,
+        at_once=True,
+        limit_seconds=_PAIR_SECONDS,
+    )
+    with program:
+        return asdict(program.measure(order))
+
+
+def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[int]) -> GroupResult:
+    """Return one result from what each host told, each of its own pairs.
+
+    Args:
+        backend: The backend that measured them.
+        told: The `GroupResult` of each host as plain data, by the host's rank.
+        linked: The hosts' ranks, in the order of their ranks in the group.
+    """
+    failures: dict[int, str] = {}
+    pairs: list[PairResult] = []
+    unfinished: list[tuple[int, int]] = []
+    for index, rank in enumerate(linked):
+        if rank not in told:
+            failures[index] = "told nothing in time"
+            continue
+        failures |= {int(each): text for each, text in told[rank]["failures"].items()}
+        pairs += [PairResult(**pair) for pair in told[rank]["pairs"]]
+        unfinished += [(pair[0], pair[1]) for pair in told[rank]["unfinished"]]
+    return GroupResult(backend=backend, pairs=tuple(pairs), unfinished=tuple(unfinished), failures=failures)

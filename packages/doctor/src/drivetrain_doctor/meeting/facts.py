@@ -52,11 +52,9 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         if len(set(values.values())) > 1:
             findings.append(_difference(subject, values, names))
     python = next(iter(facts.values())).get("python", "?") if facts else "?"
-    summary = (
-        f"{len(facts)} hosts, {len(subjects)} versions and variables"
-        if findings
-        else (f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})")
-    )
+    summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
+    if not findings:
+        summary = f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})"
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
@@ -64,11 +62,8 @@ def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str
     usual, count = Counter(values.values()).most_common(1)[0]
     others = {rank: value for rank, value in values.items() if value != usual}
     shown = list_some((f"{value} on {names[rank]}" for rank, value in others.items()), most=_SHOWN)
-    most = (
-        f"{usual} on {names[next(rank for rank in values if rank not in others)]}"
-        if count == 1
-        else (f"{usual} on {count} hosts")
-    )
+    having = names[next(rank for rank in values if rank not in others)] if count == 1 else f"{count} hosts"
+    most = f"{usual} on {having}"
     if subject.isupper():
         return warning(
             f"{subject} differs: {shown}, where it is {most}",

@@ -90,8 +90,7 @@ def judge_reach(
             f"{names[rank]} joined, and then did not answer any more",
             why="every collective of a run would wait for it",
             mend="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
-            "waits for a "
-            f"disk) on {names[rank]}",
+            f"waits for a disk) on {names[rank]}",
         )
         for rank in silent
     ]

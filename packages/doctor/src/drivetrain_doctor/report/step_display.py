@@ -32,16 +32,16 @@ class StepDisplay:
         if self._is_terminal:
             width = shutil.get_terminal_size().columns
             self._stream.write(f"\r\x1b[K{f'doctor: {step} ...'[: width - 1]}")
-        elif self._is_too_soon(step):
+        elif (
+            step.startswith(_WAIT)
+            and self._last.startswith(_WAIT)
+            and time.monotonic() - self._shown_at < self._seconds_between_waits
+        ):
             return  # and not the last step: it is shown once it is asked for later
         else:
             self._stream.write(f"drivetrain: doctor: {step}\n")
         self._stream.flush()
         self._last, self._shown_at = step, time.monotonic()
-
-    def _is_too_soon(self, step: str) -> bool:
-        both_wait = step.startswith(_WAIT) and self._last.startswith(_WAIT)
-        return both_wait and time.monotonic() - self._shown_at < self._seconds_between_waits
 
     def clear(self) -> None:
         """Remove the line from the terminal."""

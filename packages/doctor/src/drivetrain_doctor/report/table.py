@@ -50,7 +50,16 @@ def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> s
         is_coloured: Whether to colour it by the terminal's escape codes.
         width: The width of the terminal, at which lines are wrapped.
     """
-    rows = [*merge_hosts(examination.hosts), *map(_row, examination.together)]
+    together = (
+        CheckRow(
+            name=report.name,
+            state=report.state,
+            summary=report.summary,
+            findings=tuple((finding, ()) for finding in report.findings),
+        )
+        for report in examination.together
+    )
+    rows = [*merge_hosts(examination.hosts), *together]
     widest = max((len(row.name) for row in rows), default=0)
     lines = [_paint(_title(examination), "bold", is_coloured=is_coloured), ""]
     for row in rows:
@@ -94,15 +103,6 @@ def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> 
         findings=tuple(
             (finding, () if len(who) == num_hosts else tuple(who)) for finding, who in having.values()
         ),
-    )
-
-
-def _row(report: CheckReport) -> CheckRow:
-    return CheckRow(
-        name=report.name,
-        state=report.state,
-        summary=report.summary,
-        findings=tuple((finding, ()) for finding in report.findings),
     )
 
 

@@ -70,11 +70,6 @@ class Signatures:
         self.known[function] = tuple(dict.fromkeys(found))
         return self.known[function]
 
-    def _of_body(self, function: Function, within: tuple[Function, ...]) -> Signature:
-        if function not in self.sequences:
-            self.sequences[function] = self.of(function.body, (*within, function))
-        return self.sequences[function]
-
     def _unconditional(self, nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
         for node in nodes:
             if isinstance(node, ast.If | ast.While) and self.tests.ranks(node.test) is not None:
@@ -108,7 +103,9 @@ class Signatures:
                 function = self.names.script.callee(node)
                 if function is None or function in within or is_generator(function):
                     return found
-                return (*found, *self._of_body(function, within))
+                if function not in self.sequences:
+                    self.sequences[function] = self.of(function.body, (*within, function))
+                return (*found, *self.sequences[function])
             case _:
                 return self.of(ast.iter_child_nodes(node), within)
 

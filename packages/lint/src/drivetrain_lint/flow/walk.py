@@ -116,9 +116,8 @@ class Walk:
             inner = Cause(kind=Parting.LOOP, node=head, test=text_of(head))
         departures = self.block(loop.body, inner)
         for departure in departures:
-            if not isinstance(
-                departure.departure, ast.Continue
-            ):  # the next rounds miss what stands before too
+            # The next rounds miss what stands before too.
+            if not isinstance(departure.departure, ast.Continue):
                 line = getattr(departure.departure, "lineno", 0)
                 before = [each for each in self.signatures.reached(loop.body) if each.line < line]
                 self._record(before, departure)
@@ -132,7 +131,8 @@ class Walk:
         for handler in statement.handlers:
             reason = cause
             if cause is None and swallowed(handler):
-                reason = Cause(kind=Parting.HANDLER, node=handler, test=_except(handler))
+                caught = "except:" if handler.type is None else f"except {text_of(handler.type)}:"
+                reason = Cause(kind=Parting.HANDLER, node=handler, test=caught)
                 trained = [
                     each
                     for each in self.signatures.reached(statement.body)
@@ -228,7 +228,3 @@ def _turns(statement: ast.With | ast.AsyncWith) -> Cause | None:
         if isinstance(call, ast.Call) and written(call.func).rpartition(".")[2] in _TURNS:
             return Cause(kind=Parting.TURNS, node=call, test=text_of(call))
     return None
-
-
-def _except(handler: ast.ExceptHandler) -> str:
-    return "except:" if handler.type is None else f"except {text_of(handler.type)}:"

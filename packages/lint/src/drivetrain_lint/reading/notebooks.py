@@ -50,17 +50,11 @@ def read_notebook(raw: bytes) -> Notebook | str:
         number += 1
         source = cast("dict[str, Any]", cell).get("source", "")
         text = "".join(map(str, cast("list[Any]", source))) if isinstance(source, list) else str(source)
-        for index, line in enumerate(_python_lines(text), start=1):
-            texts.append(line)
+        is_python = not _OTHER_LANGUAGE.match(text)
+        for index, line in enumerate(text.splitlines(), start=1):
+            texts.append(_without_magic(line) if is_python else "pass")
             places.append(CellLine(cell=number, line=index))
     return Notebook(text="\n".join([*texts, ""]), lines=tuple(places))
-
-
-def _python_lines(source: str) -> list[str]:
-    lines = source.splitlines()
-    if lines and _OTHER_LANGUAGE.match(lines[0]):
-        return ["pass"] * len(lines)
-    return [_without_magic(line) for line in lines]
 
 
 def _without_magic(line: str) -> str:

@@ -21,7 +21,11 @@ def _command(finding: Finding) -> str:
     }
     if finding.cell is not None:  # lines of a notebook's file are not those of its cells
         properties = {"file": finding.path, "title": f"{finding.code} {finding.name} (cell {finding.cell})"}
-    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+    # Escaped as the runner unescapes it, so that a file name cannot end a property.
+    escaped = {
+        name: _data(value).replace(":", "%3A").replace(",", "%2C") for name, value in properties.items()
+    }
+    listed = ",".join(f"{name}={value}" for name, value in escaped.items())
     message = f"{finding.what}. {finding.why} {finding.mend}".replace("..", ".")
     return f"::{_COMMANDS[finding.severity]} {listed}::{_data(message)}"
 
@@ -29,8 +33,3 @@ def _command(finding: Finding) -> str:
 def _data(text: str) -> str:
     """Escape a message as the runner unescapes it."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    """Escape a property as the runner unescapes it, so that a file name cannot end it."""
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,7 +1,7 @@
 """Findings as text: the place, the source line with a mark under the fault, why and mend."""
 
 import textwrap
-from typing import Protocol
+from collections.abc import Callable
 
 from drivetrain_lint.checker import Report, counted
 from drivetrain_lint.finding import Finding, Severity
@@ -12,12 +12,8 @@ _BOLD, _DIM, _GREEN = "1", "2", "32"
 _WIDTH = 100
 
 
-class Painter(Protocol):
-    """A function that colours a text by an ANSI code, or leaves it."""
-
-    def __call__(self, text: str, code: str) -> str:
-        """Return the text, coloured or not."""
-        ...
+# Colours a text by an ANSI code, or leaves it.
+_Painter = Callable[[str, str], str]
 
 
 def as_text(report: Report, *, is_coloured: bool = False, width: int = _WIDTH) -> str:
@@ -28,12 +24,15 @@ def as_text(report: Report, *, is_coloured: bool = False, width: int = _WIDTH) -
         is_coloured: Whether to colour it for a terminal.
         width: The number of columns.
     """
-    paint = _paint if is_coloured else _plain
+
+    def paint(text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if is_coloured else text
+
     shown = [_finding(finding, paint, width) for finding in report.findings]
     return "\n".join([*shown, summary(report) if report.findings else paint(summary(report), _GREEN), ""])
 
 
-def _finding(finding: Finding, paint: Painter, width: int) -> str:
+def _finding(finding: Finding, paint: _Painter, width: int) -> str:
     severity = paint(finding.severity.value, f"{_BOLD};{_COLOURS[finding.severity]}")
     head = f"{paint(finding.place, _BOLD)} {severity} {finding.code} {paint(finding.name, _DIM)}"
     body = _wrapped(finding.what, "  ", "  ", width)
@@ -45,7 +44,7 @@ def _finding(finding: Finding, paint: Painter, width: int) -> str:
     return "\n".join([head, body, *source, why, mend, ""])
 
 
-def _marked(finding: Finding, paint: Painter) -> list[str]:
+def _marked(finding: Finding, paint: _Painter) -> list[str]:
     """Return the source line, and below it a mark under the fault; tabs keep their width in both."""
     if not finding.source_line.strip():
         return []
@@ -80,12 +79,3 @@ def _wrapped(text: str, first: str, others: str, width: int) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _paint(text: str, code: str) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m"
-
-
-def _plain(text: str, code: str) -> str:
-    del code
-    return text

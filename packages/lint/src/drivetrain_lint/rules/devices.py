@@ -29,7 +29,11 @@ def _hard_coded(program: Program) -> Iterator[Hit]:
             if name == "torch.cuda.set_device" and _is_chosen(program, call):
                 continue
             if _is_numbered(place) or script.uses_accelerator:
-                yield _hit(call, place)
+                shown = ast.unparse(call) if len(ast.unparse(call)) < 50 else written(call.func) + "(...)"
+                if _is_numbered(place):
+                    yield Hit(node=call, what=f"`{shown}`: {_NUMBERED}", severity=Severity.ERROR)
+                else:
+                    yield Hit(node=call, what=f"`{shown}`: {_NAMED}")
 
 
 def _is_chosen(program: Program, call: ast.Call) -> bool:
@@ -106,13 +110,6 @@ def _names_several(program: Program) -> bool:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _INDEXED.match(node.value)
     }
     return len(indexed) > 1
-
-
-def _hit(call: ast.Call, place: ast.AST) -> Hit:
-    shown = ast.unparse(call) if len(ast.unparse(call)) < 50 else written(call.func) + "(...)"
-    if _is_numbered(place):
-        return Hit(node=call, what=f"`{shown}`: {_NUMBERED}", severity=Severity.ERROR)
-    return Hit(node=call, what=f"`{shown}`: {_NAMED}")
 
 
 RULES = (

@@ -25,8 +25,10 @@ def _some_ranks(program: Program) -> Iterator[Hit]:
         yield Hit(node=first.call, what=what)
 
 
-def _departures(program: Program) -> Iterator[Hit]:
-    for divergence in _of(program, _ON_SOME | {Parting.LOOP, Parting.TURNS}, departs=True):
+def _departures(
+    program: Program, kinds: frozenset[Parting] = _ON_SOME | {Parting.LOOP, Parting.TURNS}
+) -> Iterator[Hit]:
+    for divergence in _of(program, kinds, departs=True):
         assert divergence.cause.departure is not None
         yield Hit(node=divergence.cause.departure, what=_skips(divergence))
 
@@ -53,9 +55,7 @@ def _handlers(program: Program) -> Iterator[Hit]:
         else:
             what = f"{first.described()} is called in `{cause.test}` (line {cause.line})"
             yield Hit(node=first.call, what=f"{what}, which one rank may enter alone{_more(divergence)}")
-    for divergence in _of(program, {Parting.HANDLER}, departs=True):
-        assert divergence.cause.departure is not None
-        yield Hit(node=divergence.cause.departure, what=_skips(divergence))
+    yield from _departures(program, frozenset({Parting.HANDLER}))
 
 
 def _turns(program: Program) -> Iterator[Hit]:
@@ -66,9 +66,7 @@ def _turns(program: Program) -> Iterator[Hit]:
 
 
 def _data(program: Program) -> Iterator[Hit]:
-    for divergence in _of(program, {Parting.DATA}, departs=True):
-        assert divergence.cause.departure is not None
-        yield Hit(node=divergence.cause.departure, what=_skips(divergence))
+    yield from _departures(program, frozenset({Parting.DATA}))
     for divergence in _of(program, {Parting.DATA}, departs=False):
         cause, first = divergence.cause, divergence.reached[0]
         what = f"{first.described()} is called only on ranks where `{cause.test}` (line {cause.line}) is true"
@@ -162,8 +160,7 @@ RULES = (
         summary="A rank skips a call that all ranks must make because its own loss is not finite.",
         why="The loss of one rank's batch may be NaN while those of the others are not: they wait for this rank.",
         mend="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce "
-        "before the test, or "
-        "set_trigger() and check_trigger().",
+        "before the test, or set_trigger() and check_trigger().",
         check=_data,
     ),
 )

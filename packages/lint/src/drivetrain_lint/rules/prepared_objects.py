@@ -68,7 +68,11 @@ def _raw_objects(program: Program) -> Iterator[Hit]:
 def _uses(program: Program, scope: Scope) -> Iterator[_Use]:
     """Iterate over loaders read, optimizers stepped and models called in loops that train or evaluate."""
     script = program.script
-    training = {loop: _trains(program, loop) for loop in script.own_nodes(scope) if isinstance(loop, Loop)}
+    training = {
+        loop: any(is_backward(script, call) for call in own_calls(script, loop))
+        for loop in script.own_nodes(scope)
+        if isinstance(loop, Loop)
+    }
     for loop, trains in training.items():
         name = _read(loop.iter) if isinstance(loop, ast.For) else ""
         if name and (trains or any(_evaluates(program, call) for call in own_calls(script, loop))):
@@ -86,10 +90,6 @@ def _uses(program: Program, scope: Scope) -> Iterator[_Use]:
             and node.func.id not in script.functions
         ):
             yield _Use(name=node.func.id, node=node, how="called")
-
-
-def _trains(program: Program, loop: Loop) -> bool:
-    return any(is_backward(program.script, call) for call in own_calls(program.script, loop))
 
 
 def _renamed(mine: list[Preparation], name: str, line: int) -> Preparation | None:

@@ -15,50 +15,37 @@ _DEPTH = 3
 
 
 def _files(program: Program) -> Iterator[Hit]:
-    script = program.script
-    for scope in scopes(program):
-        calls = list(own_calls(program.script, scope))
-        # A function that trains runs on all ranks; of another one it is not known who calls it.
-        if not any(program.collectives.of(each) for each in calls):
+    for call in _calls_on_all_ranks(program, "torch.save"):
+        if len(call.args) < 2 or _differs(program, call.args[1], _DEPTH):
             continue
-        for call in calls:
-            if script.name_of(call.func) != "torch.save" or len(call.args) < 2 or _on_one_rank(program, call):
-                continue
-            if not _differs(program, call.args[1], _DEPTH) and _is_path(program, call.args[1], _DEPTH):
-                yield Hit(
-                    node=call,
-                    what=f"all ranks write `{ast.unparse(call.args[1])}` at the same time",
-                )
+        if _is_path(program, call.args[1], _DEPTH):
+            yield Hit(node=call, what=f"all ranks write `{ast.unparse(call.args[1])}` at the same time")
 
 
 def _questions(program: Program) -> Iterator[Hit]:
     script = program.script
-    if not script.is_distributed or "input" in script.functions or "input" in script.imports:
+    if not script.is_distributed or "input" in script.functions:
         return
-    for scope in scopes(program):
-        calls = list(own_calls(program.script, scope))
-        if not any(program.collectives.of(each) for each in calls):
-            continue
-        for call in calls:
-            if (
-                written(call.func) == "input"
-                and not _on_one_rank(program, call)
-                and not program.bindings.of(call.func)
-            ):
-                yield Hit(
-                    node=call, what="`input()` waits for a line on every rank, and ranks have no keyboard"
-                )
+    for call in _calls_on_all_ranks(program, "input"):
+        if not program.bindings.of(call.func):
+            yield Hit(node=call, what="`input()` waits for a line on every rank, and ranks have no keyboard")
 
 
 def _prints(program: Program) -> Iterator[Hit]:
+    for call in _calls_on_all_ranks(program, "print"):
+        if loops_around(program.script, call):
+            yield Hit(node=call, what="`print` in a training loop writes once for each rank")
+
+
+def _calls_on_all_ranks(program: Program, name: str) -> Iterator[ast.Call]:
+    """Iterate over the calls of a function that all ranks make, as far as it is known."""
     for scope in scopes(program):
-        for call in own_calls(program.script, scope):
-            if not (written(call.func) == "print" and loops_around(program.script, call)):
-                continue
-            if _on_one_rank(program, call) or "print" in program.script.imports:
-                continue
-            if any(program.collectives.of(each) for each in own_calls(program.script, scope)):
-                yield Hit(node=call, what="`print` in a training loop writes once for each rank")
+        calls = list(own_calls(program.script, scope))
+        # A function that trains runs on all ranks; of another one it is not known who calls it.
+        if any(program.collectives.of(each) for each in calls):
+            for call in calls:
+                if program.script.name_of(call.func) == name and not _on_one_rank(program, call):
+                    yield call
 
 
 def _orders(program: Program) -> Iterator[Hit]:
@@ -70,12 +57,14 @@ def _orders(program: Program) -> Iterator[Hit]:
             call
             for call in own_calls(program.script, scope)
             if script.name_of(call.func).rpartition(".")[2] == "DistributedSampler"
-            and not any(each.arg == "shuffle" and not _is_true(each.value) for each in call.keywords)
+            and all(each.arg != "shuffle" or ast.unparse(each.value) == "True" for each in call.keywords)
         ]
         epochs = [
             loop
             for loop in program.script.own_nodes(scope)
-            if isinstance(loop, ast.For) and "epoch" in ast.unparse(loop.target).lower() and _trains(loop)
+            if isinstance(loop, ast.For)
+            and "epoch" in ast.unparse(loop.target).lower()
+            and any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
         ]
         if made and epochs:
             yield Hit(
@@ -83,14 +72,6 @@ def _orders(program: Program) -> Iterator[Hit]:
                 what=f"the loop over epochs (line {epochs[0].lineno}) never calls `set_epoch` of "
                 "this DistributedSampler",
             )
-
-
-def _trains(loop: ast.For) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
-
-
-def _is_true(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
 
 
 def _on_one_rank(program: Program, call: ast.Call) -> bool:
