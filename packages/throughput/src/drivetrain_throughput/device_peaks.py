@@ -3,7 +3,6 @@
 import re
 import tomllib
 from importlib.resources import files
-from typing import Any
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -18,12 +17,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         989400000000000.0
         >>> peak_flops("An unknown device", "bf16")
     """
-    for device in _table():
+    source = files("drivetrain_throughput").joinpath("device_peaks.toml")
+    for device in tomllib.loads(source.read_text(encoding="utf-8"))["device"]:
         if re.search(str(device["name"]), device_name):
             return None if precision not in device else float(device[precision]) * 1e12
     return None
-
-
-def _table() -> list[dict[str, Any]]:
-    source = files("drivetrain_throughput").joinpath("device_peaks.toml")
-    return tomllib.loads(source.read_text(encoding="utf-8"))["device"]

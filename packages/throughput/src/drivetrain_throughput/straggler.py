@@ -56,7 +56,12 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
         1
     """
     ranks = per_rank_phase_seconds
-    _check(ranks)
+    for rank, phases in enumerate(ranks):
+        for phase, seconds in phases.items():
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(
+                    f"rank {rank} spent {seconds!r} seconds in {phase!r}: must be finite, 0 or more"
+                )
     if len(ranks) < 2:
         return None
     found = [
@@ -66,15 +71,6 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
     ]
     stragglers = [straggler for straggler in found if straggler is not None]
     return max(stragglers, key=lambda straggler: straggler.slower_by, default=None)
-
-
-def _check(ranks: _Ranks) -> None:
-    for rank, phases in enumerate(ranks):
-        for phase, seconds in phases.items():
-            if not 0 <= seconds < float("inf"):
-                raise ValueError(
-                    f"rank {rank} spent {seconds!r} seconds in {phase!r}: must be finite, 0 or more"
-                )
 
 
 def _slowest_in_forward(ranks: _Ranks) -> Straggler | None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from drivetrain_tracking.registry import chosen_names as chosen_names
     from drivetrain_tracking.registry import make_tracker as make_tracker
     from drivetrain_tracking.registry import tracker_names as tracker_names
-    from drivetrain_tracking.run_info.collect import collect_info as collect_info
+    from drivetrain_tracking.run_info import collect_info as collect_info
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
 
 # Public name -> the module that defines it.
@@ -96,7 +96,7 @@ _MODULES = {
     "WandbTracker": "platforms.wandb",
     "as_tracker": "choose",
     "chosen_names": "registry",
-    "collect_info": "run_info.collect",
+    "collect_info": "run_info",
     "make_tracker": "registry",
     "make_trackers": "choose",
     "plain_config": "plain",

@@ -195,7 +195,7 @@ class TrackerGroup:
         numbers, media = split_media(values)
         copied = copy_values(numbers)  # which refuses what cannot be logged, before the step counts as logged
         with self._lock:
-            now = self._now()
+            now = time.time() if self._log is None else self._log.now()
             stored = self._store(media, time=now) if media else {}
             if media and not stored and not numbers:
                 return
@@ -247,9 +247,6 @@ class TrackerGroup:
     @property
     def _steps(self) -> StepOrder:
         return self._own_steps if self._log is None else self._log.steps
-
-    def _now(self) -> float:
-        return time.time() if self._log is None else self._log.now()
 
     def _store(self, media: Mapping[str, Medium], *, time: float) -> dict[str, StoredMedium]:
         try:

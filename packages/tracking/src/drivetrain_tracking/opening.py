@@ -1,4 +1,7 @@
-"""Open files that must be regular ones: a pipe in a file's place would be waited for, a device may have no end."""
+"""Open files that must be regular ones: a pipe in a file's place would be waited for, a device may have no end.
+
+Files that a kill must not cut short are replaced whole.
+"""
 
 import errno
 import json
@@ -43,6 +46,13 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file by a rename, so that a process that is killed leaves the old content or the new one."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(text)
+    written.replace(path)
 
 
 def _irregular(path: Path) -> OSError:

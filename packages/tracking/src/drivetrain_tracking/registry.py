@@ -38,7 +38,11 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
         if isinstance(tracker, Platform):
             tracker.check_library()
         return tracker
-    platform = f"the platform {name!r} is installed, but n" if _is_installed(name) else "n"
+    platform = (
+        f"the platform {name!r} is installed, but n"
+        if name.isidentifier() and find_spec(name) is not None
+        else "n"
+    )
     meant = suggest(name.lower(), tracker_names())
     raise UnknownTrackerError(
         f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "
@@ -66,11 +70,6 @@ def _usable_names() -> list[str]:
     return sorted(
         name for name, library in libraries.items() if library is None or find_spec(library) is not None
     )
-
-
-def _is_installed(name: str) -> bool:
-    """Return whether a Python module of this name can be found, without importing it."""
-    return name.isidentifier() and find_spec(name) is not None
 
 
 def _own_class(name: str) -> Callable[[Path], object]:

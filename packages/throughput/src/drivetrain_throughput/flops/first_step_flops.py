@@ -1,5 +1,6 @@
 """Give a meter what MFU needs: the peak of the devices, and the operations of the first step."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -7,12 +8,14 @@ import torch
 from torch import nn
 
 from drivetrain_state import Context
-from drivetrain_throughput.flops.model_peak import find_peak
+from drivetrain_throughput.device_peaks import peak_flops
 from drivetrain_throughput.meter import ThroughputMeter
 from drivetrain_tracking import TrackingSettings
 
 if TYPE_CHECKING:
     from drivetrain_throughput.flops.step_flops import StepFlops
+
+logger = logging.getLogger(__name__)
 
 
 class FirstStepFlops:
@@ -74,5 +77,39 @@ class FirstStepFlops:
         topology = self._context.topology
         peak = self._settings.peak_flops
         if peak is None:
-            peak = find_peak(self._context.device, self._mode, self._models(), is_main=topology.is_main)
+            peak = _find_model_peak(
+                self._context.device, self._mode, self._models(), is_main=topology.is_main
+            )
         self._meter.peak_flops = None if peak is None else peak * topology.world_size
+
+
+def _find_model_peak(
+    device: torch.device, mode: str, models: Sequence[nn.Module], *, is_main: bool
+) -> float | None:
+    """Return the peak of a device in FLOP/s in the precision that the models compute in, or None if it is unknown.
+
+    Args:
+        device: The device of the models.
+        mode: The precision of the run, such as "bf16"; "no" goes by the models' parameters.
+        models: The prepared models of the run.
+        is_main: Whether to tell that the peak is unknown.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    precision = mode if mode in ("bf16", "fp16") else None
+    if precision is None:
+        dtypes = [parameter.dtype for model in models for parameter in model.parameters()]
+        if dtypes and all(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes):
+            precision = "bf16" if dtypes[0] == torch.bfloat16 else "fp16"
+        else:
+            precision = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    found = peak_flops(name, precision)
+    if found is None and is_main:
+        level = logging.INFO if device.type == "cpu" else logging.WARNING
+        logger.log(
+            level,
+            "throughput/mfu is left out: the peak of %s in %s is in no table; give it as tracking.peak_flops, in "
+            "FLOP/s of one device",
+            name,
+            precision,
+        )
+    return found

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drivetrain_tracking.errors import DeliveryFileError
-from drivetrain_tracking.opening import read_json
+from drivetrain_tracking.opening import read_json, replace_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,7 @@ class Delivery:
 
     def save(self, path: Path) -> None:
         """Replace the file, so that a process that is killed leaves the old state or the new one."""
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(asdict(self)))
-        beside.replace(path)
+        replace_text(path, json.dumps(asdict(self)))
 
 
 def delivery_path(log: Path, platform: str) -> Path:

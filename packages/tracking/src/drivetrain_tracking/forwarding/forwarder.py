@@ -268,7 +268,10 @@ class Forwarder:
         if event in ("plan", "info"):
             self._ensure_started()
             try:
-                self._record_document(record)
+                if event == "plan" and isinstance(self._tracker, PlanTracker):
+                    self._tracker.record_plan(numbers_restored(record["plan"]))
+                if event == "info" and isinstance(self._tracker, InfoTracker):
+                    self._tracker.record_info(numbers_restored(record["info"]))
             except Exception as error:
                 self._num_failures += 1
                 if self._num_failures < _MOST_FAILURES or not self._pass_over(
@@ -281,12 +284,6 @@ class Forwarder:
                 self._ensure_started()  # an earlier process was killed, or gave up, before it could say the end
             self._end(record.get("state", "finished"))
         self._advance([found], is_ended=event == "finish")
-
-    def _record_document(self, record: Mapping[str, Any]) -> None:
-        if record["event"] == "plan" and isinstance(self._tracker, PlanTracker):
-            self._tracker.record_plan(numbers_restored(record["plan"]))
-        if record["event"] == "info" and isinstance(self._tracker, InfoTracker):
-            self._tracker.record_info(numbers_restored(record["info"]))
 
     def _restart(self, record: Mapping[str, Any]) -> None:
         self._end("killed")  # a run that goes on was started again before it said its end

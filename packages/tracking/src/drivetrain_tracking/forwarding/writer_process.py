@@ -110,7 +110,7 @@ class WriterProcess:
             elif (
                 not has_told
                 and time.monotonic() - changed_at > _SILENCE_SECONDS
-                and self._is_behind(delivered)
+                and self._command.log.stat().st_size > delivered
             ):
                 has_told = True
                 logger.warning(
@@ -134,9 +134,6 @@ class WriterProcess:
 
     def _delivered(self) -> int:
         return Delivery.load(delivery_path(self._command.log, self._command.platform)).offset
-
-    def _is_behind(self, delivered: int) -> bool:
-        return self._command.log.stat().st_size > delivered
 
     def _tell_end(self, what_next: str) -> None:
         code = self._process.returncode

@@ -39,7 +39,10 @@ def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> di
         folder.mkdir(parents=True, exist_ok=True)
         for name, medium in media.items():
             readable = "".join(one if one.isalnum() or one in "-_" else "-" for one in name)[:60]
-            stored[name] = _store(name, medium, folder / f"{stem}{len(stored)}-{readable}")
+            try:
+                stored[name] = medium.store(folder / f"{stem}{len(stored)}-{readable}")
+            except ValueNotLoggableError as error:
+                raise ValueNotLoggableError(f"values[{name!r}]: {error}") from error
     except Exception as error:
         for part in folder.glob(f"{stem}*"):
             part.unlink()
@@ -47,10 +50,3 @@ def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> di
             raise DiskError(error.errno, error.strerror, str(folder)) from error
         raise
     return stored
-
-
-def _store(name: str, medium: Medium, path: Path) -> StoredMedium:
-    try:
-        return medium.store(path)
-    except ValueNotLoggableError as error:
-        raise ValueNotLoggableError(f"values[{name!r}]: {error}") from error

@@ -1,17 +1,18 @@
 """ClearML: online where an access key is configured, else offline sessions for `Task.import_offline_session`."""
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from zipfile import is_zipfile
 
-from drivetrain_tracking.compat import clearml_has_key, use_clearml_threads
+from drivetrain_tracking.compat import CLEARML_EVENTS, clearml_has_key, use_clearml_threads
+from drivetrain_tracking.opening import replace_text
 from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.platforms.clearml_session import TIME_SERIES, TIME_TITLE, EventFile, drop_cut_record
 from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.records import (
@@ -24,6 +25,7 @@ from drivetrain_tracking.records import (
 )
 
 _PAUSE_SECONDS = 0.005
+_TIME_TITLE, _TIME_SERIES = "drivetrain", "time"  # of the scalar that ends a record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         super().__init__(directory)
         self._task: Any = None
         self._sessions: tuple[str, ...] = ()  # ids of a run's offline tasks, this one last
-        self._file: EventFile | None = None
+        self._file: _EventFile | None = None
         self._step = 0
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
@@ -82,7 +84,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         else:
             self._task = self._init(library, run_name)
         is_offline = library.Task.is_offline()
-        self._file = EventFile(self._folder(self._task.id)) if is_offline else None
+        self._file = _EventFile(self._folder(self._task.id)) if is_offline else None
         self._task.connect(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -101,17 +103,17 @@ class ClearMLTracker(Platform[ClearMLOptions]):
                     told = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
                     series, number = f"{series} is {told}", 1.0
                 logger.report_scalar(title, series + suffix, number, iteration=self._step)
-            logger.report_scalar(TIME_TITLE, TIME_SERIES, record.time, iteration=self._step)
+            logger.report_scalar(_TIME_TITLE, _TIME_SERIES, record.time, iteration=self._step)
         if records:
             self._wait_for(records[-1].time)
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the run's sessions hold; online, those of the newest step at the server."""
         if self._file is None:
-            reported = self._task.get_reported_scalars().get(TIME_TITLE, {}).get(TIME_SERIES, {"y": []})
+            reported = self._task.get_reported_scalars().get(_TIME_TITLE, {}).get(_TIME_SERIES, {"y": []})
             times = set(reported["y"])
         else:
-            times = {one for session in self._sessions for one in EventFile(self._folder(session)).times()}
+            times = {one for session in self._sessions for one in _EventFile(self._folder(session)).times()}
         return count_first_held(records, times)
 
     def keep_document(self, name: str, document: Metrics) -> None:
@@ -163,7 +165,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
                 if not is_zipfile(
                     folder.with_suffix(".zip")
                 ):  # it was killed, while it made the archive at the latest
-                    drop_cut_record(folder)
+                    _drop_cut_record(folder)
         return task
 
     def _folder(self, session: str) -> Path:
@@ -202,3 +204,46 @@ def _place(name: str) -> tuple[str, str]:
     """Return the plot and the series of a name: those of "lr/head" are "lr" and "head"."""
     title, _, series = name.partition("/")
     return title, series or title
+
+
+class _EventFile:
+    """A reader of a session's events, which continues where its last read ended.
+
+    Args:
+        folder: The session's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / CLEARML_EVENTS
+        self._offset = 0
+
+    def times(self) -> list[float]:
+        """Return the times of the records that were added since the last call."""
+        return [float(event["value"]) for events in self._lines() for event in events if _is_time(event)]
+
+    def _lines(self) -> Iterator[list[dict[str, Any]]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+
+def _drop_cut_record(folder: Path) -> None:
+    """Remove what follows the last whole record of a session that was killed: it is written again."""
+    path = folder / CLEARML_EVENTS
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    events = [event for line in data[: data.rfind(b"\n") + 1].splitlines() for event in json.loads(line)]
+    last = max((number for number, event in enumerate(events) if _is_time(event)), default=-1)
+    replace_text(path, "".join(json.dumps([event]) + "\n" for event in events[: last + 1]))
+
+
+def _is_time(event: dict[str, Any]) -> bool:
+    """Return whether an event is the scalar that ends a record, and holds its time."""
+    return event.get("metric") == _TIME_TITLE and event.get("variant") == _TIME_SERIES

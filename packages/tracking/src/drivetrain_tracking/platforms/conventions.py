@@ -39,7 +39,10 @@ class NameRule:
 
     def name_of(self, given: str) -> str:
         """Return the name itself if the platform takes it, else one with a mark that no other name gets. Pure."""
-        kept = self._cleaned(given)
+        kept = re.sub(self.unlike, "-", given)
+        parts = [part for part in kept.split("/") if part not in ("", ".", "..")] if self.is_path else [kept]
+        stripped = (part.lstrip(self.lead or None).rstrip(self.trail or None) for part in parts)
+        kept = "/".join(part for part in (stripped if self.lead or self.trail else parts) if part)
         if (
             kept
             and kept == given
@@ -50,12 +53,6 @@ class NameRule:
         room = self.longest_bytes - 1 - MARK_DIGITS
         cut = kept.encode()[:room].decode(errors="ignore")
         return f"{cut.rstrip('/' + self.trail) or 'unnamed'}-{mark_of(given)}"
-
-    def _cleaned(self, given: str) -> str:
-        kept = re.sub(self.unlike, "-", given)
-        parts = [part for part in kept.split("/") if part not in ("", ".", "..")] if self.is_path else [kept]
-        stripped = (part.lstrip(self.lead or None).rstrip(self.trail or None) for part in parts)
-        return "/".join(part for part in (stripped if self.lead or self.trail else parts) if part)
 
 
 _FILE = NameRule(unlike=r"[^\w\-. ]", lead=" .", trail=" .", longest_bytes=100)

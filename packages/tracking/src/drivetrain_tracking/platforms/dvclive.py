@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
 from drivetrain_tracking import compat
-from drivetrain_tracking.opening import read_json
+from drivetrain_tracking.opening import read_json, replace_text
 from drivetrain_tracking.plain import Plain, mark_of
 from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.platform import Platform
@@ -161,7 +161,6 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         folder = Path(self._live.dir)
         tables = {name: folder / "plots" / "metrics" / f"{name}.tsv" for name in set(self._names.values())}
         sizes = {str(path.relative_to(folder)): path.stat().st_size for path in tables.values()}
-        beside = folder / f"{_STATE}.new"
         noted = {
             "time": time,
             "step": self._live.step,
@@ -169,8 +168,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
             "names": self._names,
             "summary": self._live.summary,
         }
-        beside.write_text(json.dumps(noted))
-        beside.replace(folder / _STATE)
+        replace_text(folder / _STATE, json.dumps(noted))
 
     def _add_medium(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
         above = "" if record.attempt == 1 else f"attempt-{record.attempt}/"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from drivetrain_tracking.arguments import check_options
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
-from drivetrain_tracking.opening import read_json
+from drivetrain_tracking.opening import read_json, replace_text
 from drivetrain_tracking.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.platform_library import missing_library
 from drivetrain_tracking.platforms.conventions import CONVENTIONS, Conventions, PlatformNames
@@ -221,9 +221,7 @@ class Platform(ABC, Generic[Options]):
         """Remember the platform's own id of a run, so that a later process continues it."""
         place = self._ids_file()
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_suffix(".new")
-        beside.write_text(json.dumps({**self._known_ids(), run_name: run_id}))
-        beside.replace(place)
+        replace_text(place, json.dumps({**self._known_ids(), run_name: run_id}))
 
     def _media_name(self, name: str, medium: StoredMedium) -> str:
         return self.file_name(name) if medium.kind == "artifact" else self._media_names.of(name)

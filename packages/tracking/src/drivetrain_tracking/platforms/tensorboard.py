@@ -107,20 +107,15 @@ class TensorBoardTracker(Platform[NoOptions]):
         )
         event.summary.value.extend(values)
         if attempt == 1 and self._given is not None:
-            self._add_to_given(event, wall_time)
+            if type(self._given).__module__.startswith("tensorboardX."):  # it has an Event class of its own
+                own = load_library("tensorboardX.proto.event_pb2", extra=self.name).Event
+                event = own.FromString(event.SerializeToString())
+            self._given.file_writer.add_event(event, self._step, wall_time)
             return
         if attempt not in self._writers:
             library = load_library("tensorboard.summary.writer.event_file_writer", extra=self.name)
             self._writers[attempt] = library.EventFileWriter(str(self._attempt_folder(attempt)))
         self._writers[attempt].add_event(event)
-
-    def _add_to_given(self, event: Any, wall_time: float) -> None:
-        if (
-            type(self._given).__module__.partition(".")[0] == "tensorboardX"
-        ):  # it has an Event class of its own
-            own = load_library("tensorboardX.proto.event_pb2", extra=self.name).Event
-            event = own.FromString(event.SerializeToString())
-        self._given.file_writer.add_event(event, self._step, wall_time)
 
     def _flush(self) -> None:
         if self._given is not None:

@@ -104,8 +104,7 @@ def _histogram(name: str, data: Mapping[str, list[float]]) -> Any:
 
 def _markdown(table: Mapping[str, Any]) -> str:
     rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-    return "\n".join("| " + " | ".join(_cell(one) for one in row) + " |" for row in rows)
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return "\n".join(
+        "| " + " | ".join(str(one).replace("|", "\\|").replace("\n", " ") for one in row) + " |"
+        for row in rows
+    )

@@ -103,7 +103,10 @@ class TrackioTracker(Platform[TrackioOptions]):
                 self._name_of(attempt),
                 [self._row(record) for record in rows],
                 steps=[record.step for record in rows],
-                timestamps=[_timestamp(record.time) for record in rows],
+                timestamps=[
+                    datetime.fromtimestamp(record.time, UTC).isoformat(timespec="microseconds")
+                    for record in rows
+                ],
                 config=None if attempt in self._attempts else self._config,
                 log_ids=[self._log_id(record) for record in rows],
                 run_id=self._id_of(attempt),
@@ -218,7 +221,3 @@ class TrackioTracker(Platform[TrackioOptions]):
             run_name=self._name_of(record.attempt),
             run_id=self._id_of(record.attempt),
         )
-
-
-def _timestamp(time: float) -> str:
-    return datetime.fromtimestamp(time, UTC).isoformat(timespec="microseconds")

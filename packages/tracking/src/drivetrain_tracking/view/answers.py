@@ -1,19 +1,40 @@
 """The answers to a page's questions, as plain values for JSON."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
+from drivetrain_tracking.plain import Plain
 from drivetrain_tracking.records import flat_values
 from drivetrain_tracking.view.curve import Curve
-from drivetrain_tracking.view.differences import ComparedValue, compare_values
 from drivetrain_tracking.view.downsampling import ReducedPoints, Window, marked_columns, reduce_points
 from drivetrain_tracking.view.run_index import RunIndex
 from drivetrain_tracking.view.sorted_points import Axis
 
 ShownAxis = Literal["step", "time", "relative"]
 _MOST_MEDIA = 200  # the newest; each is a picture to load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedValue:
+    """A named value in two runs.
+
+    Attributes:
+        name: The name; nested names are joined by slashes.
+        first: The value in the first run as JSON; None where the run has none of this name.
+        second: The value in the second run.
+    """
+
+    name: str
+    first: str | None
+    second: str | None
+
+    @property
+    def is_different(self) -> bool:
+        """True if the runs differ here: 1 and 1.0 do, for they are written differently."""
+        return self.first != self.second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +142,18 @@ def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str
             )
             answered.append({"run": index, **_describe_curve(curve, window, origin)})
     return {"metric": question.metric, "low": low, "high": high, "curves": answered}
+
+
+def compare_values(first: Mapping[str, Plain], second: Mapping[str, Plain]) -> tuple[ComparedValue, ...]:
+    """Compare nested values; the names are those of the first run in its order, then others of the second."""
+    left, right = (
+        {name: json.dumps(value, ensure_ascii=False) for name, value in flat_values(values).items()}
+        for values in (first, second)
+    )
+    return tuple(
+        ComparedValue(name=name, first=left.get(name), second=right.get(name))
+        for name in dict.fromkeys([*left, *right])
+    )
 
 
 def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, Any]:

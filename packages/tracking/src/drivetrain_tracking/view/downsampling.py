@@ -88,9 +88,13 @@ def reduce_points(
     for column, (begin, until) in enumerate(pairwise(bounds)):
         if begin == until:
             continue
-        shown += sorted({points.lowest(begin, until), points.highest(begin, until)})
+        lowest, highest = points.lowest(begin, until), points.highest(begin, until)
+        shown += sorted({lowest, highest})
         mean_xs.append((edges[column] + edges[column + 1]) / 2)
-        means.append(_mean(points, begin, until))
+        mean = points.total(begin, until) / (until - begin)
+        # The sum of values near the largest float is none; the middle of the two ends is a number always.
+        middle = points.values[lowest] / 2 + points.values[highest] / 2
+        means.append(mean if isfinite(mean) else middle)
     shown += behind
     return ReducedPoints(
         xs=[float(xs[index]) for index in shown],
@@ -111,11 +115,3 @@ def marked_columns(points: SortedPoints, window: Window) -> list[float]:
     edges = column_edges(window)
     bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
     return [float(xs[begin]) for begin, until in pairwise(bounds) if begin < until]
-
-
-def _mean(points: SortedPoints, start: int, stop: int) -> float:
-    mean = points.total(start, stop) / (stop - start)
-    if isfinite(mean):
-        return mean
-    # The sum of values near the largest float is none; the middle of the two ends is a number always.
-    return points.values[points.lowest(start, stop)] / 2 + points.values[points.highest(start, stop)] / 2

@@ -92,11 +92,12 @@ class RunIndex:
         try:
             chunk = self._reader.read()
         except OSError as error:
-            self._note_problem(
-                "the log is gone; what was read before is shown"
-                if isinstance(error, FileNotFoundError)
-                else f"the log cannot be read: {error.strerror}"
-            )
+            is_gone = isinstance(error, FileNotFoundError)
+            problem = f"the log cannot be read: {error.strerror}"
+            problem = "the log is gone; what was read before is shown" if is_gone else problem
+            with self.lock:
+                self.version += problem != self.problem
+                self.problem = problem
             return False
         rows: dict[int, Rows] = {}
         with self.lock:
@@ -107,11 +108,6 @@ class RunIndex:
                 for name, columns in by_name.items():
                     self.curves.setdefault(name, Curve()).extend(attempt, *columns)
         return not chunk.is_last
-
-    def _note_problem(self, problem: str) -> None:
-        with self.lock:
-            self.version += problem != self.problem
-            self.problem = problem
 
     def _note_chunk(self, chunk: LogChunk) -> None:
         """Take over what a read says of the file itself."""

@@ -170,14 +170,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
             return
         with answer.body:
-            self._copy(answer.body, answer.size_bytes)
-
-    def _copy(self, file: BinaryIO, size_bytes: int) -> None:
-        """Send as many bytes as announced; of a file that shrinks meanwhile, what is there, and close."""
-        while size_bytes > 0 and (part := file.read(min(_COPY_BYTES, size_bytes))):
-            self.wfile.write(part)
-            size_bytes -= len(part)
-        self.close_connection = self.close_connection or size_bytes > 0
+            # As many bytes as announced; of a file that shrinks meanwhile, what is there, and the end.
+            missing_bytes = answer.size_bytes
+            while missing_bytes > 0 and (part := answer.body.read(min(_COPY_BYTES, missing_bytes))):
+                self.wfile.write(part)
+                missing_bytes -= len(part)
+        self.close_connection = self.close_connection or missing_bytes > 0
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log requests for those who debug the page, rather than print them."""

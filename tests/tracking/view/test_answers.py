@@ -1,4 +1,4 @@
-from drivetrain_tracking.view.differences import compare_values
+from drivetrain_tracking.view.answers import compare_values
 
 
 def test_nested_values_are_compared_by_flat_names() -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_tracking.run_info.collect import collect_info
-from drivetrain_tracking.run_info.git import git_info
+from drivetrain_tracking.run_info import collect_info, git_info
 
 
 def git(folder: Path, *arguments: str) -> str:
