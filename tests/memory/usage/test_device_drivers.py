@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from drivetrain_memory.usage.amd import AmdDriver, open_amd
-from drivetrain_memory.usage.device_drivers import (
-    DeviceReading,
-    DriverAbsentError,
-    DriversFound,
-    find_drivers,
-)
+from drivetrain_memory.usage.device_drivers import DriversFound, find_drivers
+from drivetrain_memory.usage.device_reading import DeviceReading, DriverAbsentError
 from drivetrain_memory.usage.driver_poller import DriverPoller
 from drivetrain_memory.usage.habana import HabanaDriver, open_habana
 from drivetrain_memory.usage.intel import IntelDriver, open_intel

@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from drivetrain_memory import SamplerSettings
-from drivetrain_memory.usage.device_drivers import DeviceReading, DriversFound
+from drivetrain_memory.usage.device_drivers import DriversFound
+from drivetrain_memory.usage.device_reading import DeviceReading
 from drivetrain_memory.usage.sampler import UsageSampler
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from drivetrain_memory.usage.device_drivers import DeviceReading, DriverAbsentError, first_line
+from drivetrain_memory.usage.device_reading import DeviceReading, DriverAbsentError, first_line
 
 _MB = 2**20  # the library counts video memory in these
 

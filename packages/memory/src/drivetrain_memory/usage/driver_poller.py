@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from drivetrain_memory.usage.device_drivers import DeviceDriver, DeviceReading
+from drivetrain_memory.usage.device_reading import DeviceDriver, DeviceReading
 
 _logger = logging.getLogger(__name__)
 

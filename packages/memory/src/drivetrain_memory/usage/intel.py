@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain_memory.usage.device_drivers import DeviceReading, DriverAbsentError, first_line
+from drivetrain_memory.usage.device_reading import DeviceReading, DriverAbsentError, first_line
 
 
 class IntelDriver:
