@@ -13,7 +13,7 @@ from torch import nn
 from accelerate_sides import OURS
 from drivetrain_accelerate import write_accelerate_layout
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
-from drivetrain_accelerate.checkpoint_files import custom_state, run_files
+from drivetrain_accelerate.checkpoint_files import run_files
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
@@ -148,10 +148,10 @@ def test_a_rank_without_a_file_of_its_generators_goes_on(
 @pytest.mark.usefixtures("real_ranks")
 def test_custom_objects_are_exchanged_too(tmp_path: Path) -> None:
     mine, theirs = Counter(), Counter()
-    custom_state.save_custom_state(Counter(3), str(tmp_path), 2)
+    run_files.save_custom_state(Counter(3), str(tmp_path), 2)
     real.load_custom_state(theirs, str(tmp_path), 2)
     real.save_custom_state(Counter(5), str(tmp_path), 0)
-    custom_state.load_custom_state(mine, str(tmp_path))
+    run_files.load_custom_state(mine, str(tmp_path))
     assert (mine.number, theirs.number) == (5, 3)
     with pytest.raises(ValueError, match="say cpu, on_device or None"):
         run_files.load_accelerator_state(str(tmp_path), [], [], [], [], 0, map_location="gpu")

@@ -11,17 +11,14 @@ from torch import nn
 
 from drivetrain import Accelerator as DrivetrainAccelerator
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
-from drivetrain_accelerate.checkpoint_files import merged_weights, sharded_models, sharded_optimizers
+from drivetrain_accelerate.checkpoint_files import sharded_files as ours
+from drivetrain_accelerate.checkpoint_files.divided_files import merge_fsdp_weights
 
 real: Any = pytest.importorskip("accelerate.utils.fsdp_utils")
 RealAccelerator: Any = pytest.importorskip("accelerate").Accelerator
 FullyShardedDataParallelPlugin: Any = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
-OURS = SimpleNamespace(
-    **{name: getattr(sharded_models, name) for name in ("save_fsdp_model", "load_fsdp_model")},
-    **{name: getattr(sharded_optimizers, name) for name in ("save_fsdp_optimizer", "load_fsdp_optimizer")},
-)
 
 
 def prepared(accelerator: Any, *, seed: int) -> tuple[nn.Module, Any]:
@@ -60,7 +57,7 @@ def exchanged(folder: str, kind: str, direction: str) -> tuple[list[float], list
     found: list[Any] = []
     for place, kind_of in enumerate((writer, reader)):
         accelerator = kind_of(cpu=True)
-        module: Any = OURS if kind_of is Accelerator else real
+        module: Any = ours if kind_of is Accelerator else real
         model, optimizer = prepared(accelerator, seed=place)
         given = plugin[kind_of]
         if place == 0:
@@ -101,10 +98,10 @@ def errors_of_failing_writes(folder: Path) -> list[str]:
     model, optimizer = prepared(accelerator, seed=0)
     plugin = SimpleNamespace(state_dict_type=FULL)
     calls: list[Callable[[], Any]] = [
-        lambda: merged_weights.merge_fsdp_weights(str(folder / "none"), str(folder / "merged")),
+        lambda: merge_fsdp_weights(str(folder / "none"), str(folder / "merged")),
         lambda: accelerator.save_model(model, folder / "file", safe_serialization=False),
-        lambda: OURS.save_fsdp_model(plugin, accelerator, model, str(folder)),
-        lambda: OURS.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder)),
+        lambda: ours.save_fsdp_model(plugin, accelerator, model, str(folder)),
+        lambda: ours.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder)),
     ]
     found: list[str] = []
     for call in calls:
@@ -138,11 +135,11 @@ def on_shards(folder: str, kind: str) -> tuple[list[float], list[float]]:
     plugin = SimpleNamespace(state_dict_type=kind)
     model, optimizer = prepared(inner, seed=0)
     step(inner, model, optimizer)
-    OURS.save_fsdp_model(plugin, accelerator, model, folder)
-    OURS.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    ours.save_fsdp_model(plugin, accelerator, model, folder)
+    ours.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
     other, its = prepared(inner, seed=1)
-    OURS.load_fsdp_model(plugin, accelerator, other, folder)
-    OURS.load_fsdp_optimizer(plugin, accelerator, its, other, folder)
+    ours.load_fsdp_model(plugin, accelerator, other, folder)
+    ours.load_fsdp_optimizer(plugin, accelerator, its, other, folder)
     at_save = inner.get_state_dict(other, everywhere=True)
     found: list[Any] = []
     for one, optimizer_of_it in ((model, optimizer), (other, its)):
@@ -176,12 +173,12 @@ def test_sharded_models_are_written_and_read(tmp_path: Path, run_ranks: Any, kin
     expected = torch.load(tmp_path / "at_save_0.pt")
     real.merge_fsdp_weights(str(parts), str(tmp_path / "theirs"))
     for safe, file in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
-        merged_weights.merge_fsdp_weights(str(parts), str(tmp_path / "ours"), safe)
+        merge_fsdp_weights(str(parts), str(tmp_path / "ours"), safe)
         path = tmp_path / "ours" / file
         merged = load_file(path) if safe else torch.load(path)
         assert merged.keys() == expected.keys() == load_file(tmp_path / "theirs" / "model.safetensors").keys()
         assert all(torch.equal(merged[name], expected[name]) for name in expected)
     with pytest.raises(FileNotFoundError, match="say one of its folders: optimizer_0, pytorch_model_fsdp_0"):
-        merged_weights.merge_fsdp_weights(str(tmp_path), str(tmp_path / "x"))
-    merged_weights.merge_fsdp_weights(str(parts), str(tmp_path / "x"), remove_checkpoint_dir=True)
+        merge_fsdp_weights(str(tmp_path), str(tmp_path / "x"))
+    merge_fsdp_weights(str(parts), str(tmp_path / "x"), remove_checkpoint_dir=True)
     assert not parts.exists()

@@ -3,11 +3,14 @@
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from drivetrain_accelerate.states.partial_state import PartialState
+from drivetrain_accelerate.tensors import rank_collectives as ours
+from drivetrain_accelerate.tensors.verification import chained_operation, verify_operation
 
 pytest.importorskip("accelerate")
 
@@ -71,35 +74,25 @@ def _outcomes(module: Any, rank: int) -> dict[str, str]:
     return found
 
 
-def _ours() -> Any:
-    from drivetrain_accelerate.tensors import lone_tensor, padding, verification
-    from drivetrain_accelerate.tensors import rank_collectives as collectives
-
-    rooms = (collectives, padding, lone_tensor, verification)
-    names = {name: value for room in rooms for name, value in vars(room).items() if not name.startswith("__")}
-    return SimpleNamespace(**names)
-
-
 def _beside() -> tuple[dict[str, str], dict[str, str]]:
     from accelerate.utils import operations as real
 
     from accelerate import PartialState as RealState
-    from drivetrain_accelerate.states.partial_state import PartialState
 
     state = PartialState(cpu=True)
     try:
-        ours = _outcomes(_ours(), state.process_index)
+        mine = _outcomes(ours, state.process_index)
         RealState(cpu=True)
         theirs = _outcomes(real, state.process_index)
-        return ours, theirs
+        return mine, theirs
     finally:
         RealState._reset_state()
         PartialState._reset_state()
 
 
 def test_results_are_those_of_accelerate(run_ranks: Any) -> None:
-    for ours, theirs in run_ranks(_beside):
-        assert ours == theirs
+    for mine, theirs in run_ranks(_beside):
+        assert mine == theirs
 
 
 def _said(call: Any) -> str:
@@ -110,9 +103,8 @@ def _said(call: Any) -> str:
 
 
 def _alone() -> dict[str, str]:
-    from drivetrain_accelerate.states.partial_state import PartialState
 
-    state, o = PartialState(cpu=True), _ours()
+    state, o = PartialState(cpu=True), ours
     rank = state.process_index
     filled = tensor([rank])
     found = o.gather_object([{"a": [tensor([rank])]}])
@@ -144,7 +136,7 @@ def _alone() -> dict[str, str]:
             "copied twice": lambda: o.copy_tensor_to_devices(torch.ones(1)),
             "in place": lambda: filled,
             "objects of tensors": lambda: found,
-            "chained": lambda: o.chained_operation(_chained)(torch.ones(rank + 1)),
+            "chained": lambda: chained_operation(_chained)(torch.ones(rank + 1)),
             "nested kind": lambda: _padded_nested(o),
         }
         return {name: _said(call) for name, call in calls.items()}
@@ -153,7 +145,7 @@ def _alone() -> dict[str, str]:
 
 
 def _chained(values: Any) -> Any:
-    return _ours().gather(values)
+    return ours.gather(values)
 
 
 def _padded_nested(o: Any) -> Any:
@@ -207,8 +199,6 @@ def test_what_accelerate_does_wrong_is_right_or_an_error(run_ranks: Any) -> None
 
 
 def _verified() -> list[str]:
-    from drivetrain_accelerate.states.partial_state import PartialState
-    from drivetrain_accelerate.tensors.verification import verify_operation
     from drivetrain_config import environ
 
     with environ.exported(DRIVETRAIN_STATE__DEBUG="true"):
@@ -239,9 +229,8 @@ def test_a_programs_own_operation_is_verified_in_debug_mode(run_ranks: Any) -> N
 
 
 def test_a_single_process_gets_its_data_back() -> None:
-    from drivetrain_accelerate.states.partial_state import PartialState
 
-    o = _ours()
+    o = ours
     PartialState(cpu=True)
     try:
         data = {"a": "s", "b": tensor(1)}
@@ -260,8 +249,7 @@ def test_a_single_process_gets_its_data_back() -> None:
 
 
 def test_parameters_that_nobody_divided_are_whole_already() -> None:
-    from drivetrain_accelerate.tensors.gathered_parameters import GatheredParameters
 
     layer = torch.nn.Linear(1, 1)
-    with GatheredParameters(layer.parameters(), modifier_rank=0):
+    with ours.GatheredParameters(layer.parameters(), modifier_rank=0):
         assert layer.weight.numel() == 1

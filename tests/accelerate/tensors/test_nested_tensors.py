@@ -12,7 +12,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
-from drivetrain_accelerate.tensors import fp32_outputs, nested_tensors, shapes
+from drivetrain_accelerate.tensors import nested_tensors, shapes
 
 real: Any = pytest.importorskip("accelerate.utils.operations")
 
@@ -92,7 +92,7 @@ def test_functions_of_nested_data_return_what_accelerate_returns(data: Any) -> N
     assert_both("get_data_structure", shapes.get_data_structure, data)
     assert_both("get_shape", shapes.get_shape, data)
     assert_both("listify", shapes.listify, data)
-    assert_both("convert_to_fp32", fp32_outputs.convert_to_fp32, data)
+    assert_both("convert_to_fp32", shapes.convert_to_fp32, data)
 
 
 def test_arguments_and_the_test_of_leaves_are_handed_on() -> None:
@@ -167,13 +167,13 @@ def test_outputs_are_converted_and_the_function_knows_what_it_wraps() -> None:
     def forward(x: Any) -> Any:
         return {"y": x, "n": 1}
 
-    wrapped: Any = fp32_outputs.convert_outputs_to_fp32(forward)
+    wrapped: Any = shapes.convert_outputs_to_fp32(forward)
     theirs: Any = real.convert_outputs_to_fp32(forward)
     half = tensor([1.5], dtype=torch.float16)
     assert shown(wrapped(half)) == shown(theirs(half))
     assert wrapped.__wrapped__.__wrapped__ is theirs.__wrapped__.__wrapped__ is forward
     with pytest.raises(pickle.PicklingError, match="keep_fp32_wrapper=False"):
-        pickle.dumps(fp32_outputs.ConvertOutputsToFp32(forward))
+        pickle.dumps(shapes.ConvertOutputsToFp32(forward))
 
 
 def test_kinds_are_told_as_accelerate_tells_them() -> None:

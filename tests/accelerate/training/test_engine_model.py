@@ -11,6 +11,8 @@ from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummySch
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.training.deepspeed_wrappers import DeepSpeedSchedulerWrapper
+from drivetrain_accelerate.training.engine_model import EngineMethods
+from drivetrain_checkpoint import NoCheckpointError
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")  # the rows of `conftest.py` that need it
@@ -163,14 +165,11 @@ def test_a_model_trains_on_after_free_memory_with_a_new_optimizer(
 
 
 def test_files_of_deepspeeds_own_are_refused(tmp_path: Path) -> None:
-    from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
-    from drivetrain_checkpoint import NoCheckpointError
-
-    checkpoints: Any = EngineCheckpoints(prepared=None, context=None)  # pyright: ignore[reportArgumentType]
+    engine = EngineMethods()
     with pytest.raises(FileNotFoundError, match="say tag="):
-        checkpoints.load(tmp_path, None)
+        engine.load_checkpoint(str(tmp_path))
     (tmp_path / "latest").write_text("global_step1\n")
     (tmp_path / "global_step1").mkdir()
     (tmp_path / "global_step1" / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(NoCheckpointError, match="zero_to_fp32"):
-        checkpoints.load(tmp_path, None)
+        engine.load_checkpoint(str(tmp_path))

@@ -8,7 +8,7 @@ changes nothing.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_accelerate.checkpoint_files.accelerate_layout import (
+    from drivetrain_accelerate.checkpoint_files.run_files import (
         write_accelerate_layout as write_accelerate_layout,
     )
     from drivetrain_accelerate.errors import AlreadyImportedError as AlreadyImportedError
@@ -26,7 +26,7 @@ _MODULES = {
     "install": "installation",
     "is_installed": "installation",
     "uninstall": "installation",
-    "write_accelerate_layout": "checkpoint_files.accelerate_layout",
+    "write_accelerate_layout": "checkpoint_files.run_files",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

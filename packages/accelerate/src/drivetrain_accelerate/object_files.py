@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_checkpoint import write_tensor_file
 from drivetrain_weights.regular_file import check_regular
 from drivetrain_weights.torch_records import checked_records

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.states.partial_state import current_context
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain_accelerate.plugins.enums import RNGType
-from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_state import Context
 from drivetrain_state import set_seed as seed_all
 from drivetrain_state.collectives.operations import broadcast_object

@@ -1,6 +1,6 @@
 """Wait for the other ranks."""
 
-from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_state import barrier
 
 

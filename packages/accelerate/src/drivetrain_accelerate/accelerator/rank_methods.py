@@ -9,8 +9,8 @@ import torch
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.accelerator.real_rows import gather_first_rows, gather_real_rows
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.tensors.padding import pad_across_processes as pad_to_largest
 from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
+from drivetrain_accelerate.tensors.rank_collectives import pad_across_processes as pad_to_largest
 from drivetrain_accelerate.tensors.rank_collectives import reduce as reduce_over_ranks
 
 

@@ -1,10 +1,11 @@
-"""The files of a run in Accelerate's layout: weights, optimizers, schedulers, the loss scale and generators."""
+"""The files of a run in Accelerate's layout: weights, optimizers, schedulers, registered objects and generators."""
 
 import logging
 import random
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +20,11 @@ from drivetrain_accelerate.plugins.constants import (
     SCALER_NAME,
     SCHEDULER_NAME,
 )
+from drivetrain_state.collectives.collective_errors import on_each_rank
 from drivetrain_weights import MappedFile
+
+if TYPE_CHECKING:
+    from drivetrain_accelerate.accelerator.accelerator import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +63,11 @@ def save_accelerator_state(
     folder.mkdir(parents=True, exist_ok=True)
     stem, end = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
     for number, state in enumerate(model_states):
-        place = folder / _numbered(stem, number, end)
+        place = folder / numbered_file(stem, number, end)
         save(state, place, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
     for name, several in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
         for number, each in enumerate(several):
-            save(each.state_dict(), folder / _numbered(name, number, "bin"), save_on_each_node)
+            save(each.state_dict(), folder / numbered_file(name, number, "bin"), save_on_each_node)
     if scaler is not None:
         save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
     torch.save({"step": step, **_generators()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
@@ -107,17 +112,19 @@ def load_accelerator_state(
         raise ValueError(f"map_location={map_location!r}: say cpu, on_device or None")
     folder, options = Path(input_dir), load_kwargs or {}
     for number, model in enumerate(models):
-        safe = folder / _numbered(SAFE_MODEL_NAME, number, "safetensors")
+        safe = folder / numbered_file(SAFE_MODEL_NAME, number, "safetensors")
         if safe.exists():
             MappedFile(safe)  # which checks the file; the library takes the last of two tensors of one name
             load_model(model, safe, **load_model_func_kwargs)
         else:
-            weights = load(folder / _numbered(MODEL_NAME, number, "bin"), map_location="cpu", **options)
+            weights = load(folder / numbered_file(MODEL_NAME, number, "bin"), map_location="cpu", **options)
             model.load_state_dict(weights, **load_model_func_kwargs)
     for name, several in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
         for number, each in enumerate(several):
             # An optimizer moves its state to its parameters' devices.
-            each.load_state_dict(load(folder / _numbered(name, number, "bin"), map_location="cpu", **options))
+            each.load_state_dict(
+                load(folder / numbered_file(name, number, "bin"), map_location="cpu", **options)
+            )
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     generators = folder / f"{RNG_STATE_NAME}_{process_index}.pkl"
@@ -131,7 +138,86 @@ def load_accelerator_state(
     return {"step": saved.get("step", 0)}
 
 
-def _numbered(stem: str, number: int, end: str) -> str:
+def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write the state of a registered object to `custom_checkpoint_N.pkl`, from the main process.
+
+    Args:
+        obj: The registered object.
+        path: The folder of the files.
+        index: The number of the object, in the order of registration.
+        save_on_each_node: Whether the first process of each node writes.
+    """
+    save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node=save_on_each_node)
+
+
+def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
+    """Load what `save_custom_state` wrote, tensors and plain values alone.
+
+    Args:
+        obj: The registered object.
+        path: The folder of the files.
+        index: The number of the object.
+    """
+    obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))
+
+
+def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLike[str]) -> Path:
+    """Write the state of a run into the files that Accelerate's own `load_state` reads. Called on all ranks.
+
+    These are the weights, optimizers, schedulers, registered objects and generators. The place in the data is not
+    among them: Accelerate's order of samples is another one. `save_state` writes what drivetrain continues exactly.
+
+    Args:
+        accelerator: The Accelerator of the run.
+        output_dir: The folder of the files.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RuntimeError: Ranks hold parts of the models.
+        OtherRankFailedError: Another rank could not write.
+    """
+    _check_whole(accelerator)
+    kept = accelerator.saved_objects()
+    weights = [accelerator.get_state_dict(model) for model in kept.models]
+
+    def write() -> Path:
+        folder = save_accelerator_state(
+            str(output_dir),
+            weights,
+            list(kept.optimizers),
+            list(kept.schedulers),
+            [],
+            accelerator.process_index,
+            accelerator.inner.window.begun,
+            scaler=accelerator.scaler,
+        )
+        for number, obj in enumerate(kept.custom):
+            save_custom_state(obj, str(folder), number)
+        return folder
+
+    return on_each_rank(
+        accelerator.inner.context, write, doing=f"write_accelerate_layout() into {output_dir}"
+    )
+
+
+def _check_whole(accelerator: "Accelerator") -> None:
+    if accelerator.deepspeed_plugin is not None:
+        raise RuntimeError(
+            "write_accelerate_layout(): under DeepSpeed, Accelerate loads files of DeepSpeed's own, which drivetrain "
+            "does not write: save_model() writes the weights for other programs, and save_state() what drivetrain "
+            "continues"
+        )
+    if accelerator.state.divides_models:
+        raise RuntimeError(
+            "write_accelerate_layout(): ranks hold parts of the models: call save_fsdp_model() and "
+            "save_fsdp_optimizer() of accelerate.utils, which write them in Accelerate's layout"
+        )
+
+
+def numbered_file(stem: str, number: int, end: str) -> str:
+    """Return the name of the file of one of several objects; the first one's has no number."""
     return f"{stem}{f'_{number}' if number else ''}.{end}"
 
 

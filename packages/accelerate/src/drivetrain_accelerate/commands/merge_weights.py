@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from drivetrain_accelerate.checkpoint_files.merged_weights import merge_parts
+from drivetrain_accelerate.checkpoint_files.divided_files import merge_parts
 from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
 from drivetrain_accelerate.commands.command_line import run_words
 from drivetrain_checkpoint import merge_shards

@@ -10,6 +10,7 @@ from drivetrain_accelerate.plugins.shown_plugin import shown_plugin
 from drivetrain_accelerate.states.partial_state import PartialState
 
 _OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
+_FORGET = "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
 
 
 class AcceleratorState(PartialState):
@@ -62,8 +63,7 @@ class AcceleratorState(PartialState):
         given = (dynamo_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config, fsdp_plugin)
         plugins = {**dict(zip(_OWN, given, strict=True)), "deepspeed_plugin": deepspeed_plugin}
         if self.initialized:
-            self._check_same(mixed_precision, cpu)
-            self._check_same_plugins(plugins)
+            self._check_same(mixed_precision, cpu, plugins)
             return
         if not _from_accelerator:
             raise ValueError(
@@ -75,7 +75,9 @@ class AcceleratorState(PartialState):
         is_in_settings = add_unsaid_plugins(
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
-        mesh = _mesh_of(plugins["parallelism_config"], ranks)
+        dimensions = plugins["parallelism_config"]
+        is_alone = dimensions is None or ranks.num_processes == 1
+        mesh = None if is_alone else dimensions.get_device_mesh(ranks.device.type)
         self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision
@@ -88,7 +90,10 @@ class AcceleratorState(PartialState):
             chosen.select(_from_accelerator_state=True)
         self.__dict__.update({name: plugins[name] for name in _OWN})
         self.device_mesh = mesh
-        self.distributed_type = self._chosen_type()
+        if self.deepspeed_plugins:
+            self.distributed_type = DistributedType.DEEPSPEED
+        elif self.fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
 
     def __getattr__(self, name: str) -> Any:
         # After a reset of what is held here, the ranks and the device are still those of PartialState.
@@ -158,18 +163,11 @@ class AcceleratorState(PartialState):
                 each.unselect()
         chosen.select(_from_accelerator_state=True)
 
-    def _chosen_type(self) -> DistributedType:
-        if self.deepspeed_plugins:
-            return DistributedType.DEEPSPEED
-        if self.fsdp_plugin is not None:
-            return DistributedType.FSDP
-        return self.distributed_type
-
-    def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:
-        """Refuse another precision or device than that of the first Accelerator.
+    def _check_same(self, mixed_precision: str | None, cpu: bool, plugins: Mapping[str, Any]) -> None:
+        """Refuse what the first Accelerator does not have.
 
         Raises:
-            ValueError: The precision or the device differs from that of the first one.
+            ValueError: The precision, the device or a plugin differs from that of the first one.
         """
         for name, given, kept in (
             ("mixed_precision", mixed_precision, self.mixed_precision),
@@ -178,28 +176,13 @@ class AcceleratorState(PartialState):
             if given is not None and given != kept:
                 raise ValueError(
                     f"{name}={given!r}: the first Accelerator of this process has {kept!r}, and they share a state; "
-                    "say the same, or call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
+                    f"say the same, or {_FORGET}"
                 )
-
-    def _check_same_plugins(self, plugins: Mapping[str, Any]) -> None:
-        """Refuse a plugin that says something else than that of the first Accelerator.
-
-        Raises:
-            ValueError: It differs, or the first one has none.
-        """
         for name, plugin in plugins.items():
-            if plugin is None or plugin is self._given[name]:
+            if plugin is None or plugin is self._given[name] or shown_plugin(plugin) == self._shown[name]:
                 continue
-            if shown_plugin(plugin) != self._shown[name]:
-                raise ValueError(
-                    f"{name}={type(plugin).__name__}(...): the first Accelerator of this process has "
-                    f"{'none' if self._shown[name] is None else 'another'}, and they share a state: leave it out, or "
-                    "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
-                )
-
-
-def _mesh_of(dimensions: Any, ranks: PartialState) -> Any:
-    """Return the mesh of parallel dimensions; None without any. Called on all ranks."""
-    if dimensions is None or ranks.num_processes == 1:
-        return None
-    return dimensions.get_device_mesh(ranks.device.type)
+            raise ValueError(
+                f"{name}={type(plugin).__name__}(...): the first Accelerator of this process has "
+                f"{'none' if self._shown[name] is None else 'another'}, and they share a state: leave it out, or "
+                f"{_FORGET}"
+            )

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar, Protocol, TypedDict
 
 from drivetrain_accelerate.plugins.run_configuration import GradientAccumulationPlugin
-from drivetrain_accelerate.states.shared_state import SharedState
+from drivetrain_accelerate.states.partial_state import SharedState
 
 
 class ActiveLoader(Protocol):
@@ -43,6 +43,7 @@ class GradientState(SharedState):
         plugin_kwargs: The options of accumulation that differ from their defaults.
         is_window_set: Whether the program itself says which micro-batch closes a window, by `_set_sync_gradients`,
             as transformers' Trainer does.
+        is_xla_gradients_synced: Whether XLA has reduced the gradients of this step.
         resumed_from: The position that was saved with the optimizer's state that was loaded last; None once the
             program has said where it reads on.
     """
@@ -52,6 +53,7 @@ class GradientState(SharedState):
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     is_window_set: bool
+    is_xla_gradients_synced: bool = False
     resumed_from: DataPosition | None
     _loaders: list[ActiveLoader]
 
@@ -62,7 +64,6 @@ class GradientState(SharedState):
             self.resumed_from = None
             self.plugin_kwargs = {}
             self._loaders = []
-            self._is_xla_gradients_synced = False
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
@@ -126,15 +127,6 @@ class GradientState(SharedState):
         """The number of samples of the loader's last step over all ranks; -1 outside all loops or if unknown."""
         active = self.active_dataloader
         return -1 if active is None else active.remainder
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """True if XLA has reduced the gradients of this step."""
-        return self._is_xla_gradients_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, is_synced: bool) -> None:
-        self._is_xla_gradients_synced = is_synced
 
     def set_sync_gradients(self, sync_gradients: bool) -> None:
         """Say whether the next micro-batch closes the window. Programs that count their micro-batches call it."""

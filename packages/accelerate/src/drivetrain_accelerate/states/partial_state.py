@@ -4,13 +4,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.states.shared_state import SharedState
 from drivetrain_config import environ, resolve
 from drivetrain_state import Context, StateSettings, best_device_kind, connect
 from drivetrain_state.collectives import control
@@ -24,6 +23,43 @@ _BY_DEVICE = {
     "mlu": DistributedType.MULTI_MLU,
     "hpu": DistributedType.MULTI_HPU,
 }
+
+
+class SharedState:
+    """A view of attributes that all instances of a class share, until they are reset.
+
+    Attributes:
+        _shared_state: The attributes; a subclass defines its own dict.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a view of the shared attributes."""
+        del args, kwargs
+        view = super().__new__(cls)
+        view.__dict__ = cls._shared_state
+        return view
+
+    def __reduce__(self) -> Any:
+        # A copy or pickle is a view of the process that reads it: a group and its threads belong to one process, and
+        # transformers pickles its arguments with the state that they hold.
+        return _view_of, (type(self),)
+
+    @property
+    def initialized(self) -> bool:
+        """True if an instance was constructed since the start or the last reset."""
+        return bool(self._shared_state)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget all attributes, as a test does between its runs."""
+        cls._shared_state.clear()
+
+
+def _view_of(kind: type[SharedState]) -> SharedState:
+    """Return a view of the state of this process, for copy and pickle."""
+    return kind.__new__(kind)
 
 
 class PartialState(SharedState):
@@ -168,10 +204,11 @@ class PartialState(SharedState):
             ValueError: No rank is said, or there is none such, where there are several.
         """
         if self.num_processes == 1:
-            return _running(function)
-        if process_index is None:
+            decorate: Callable[..., Any] = _as_it_is
+        elif process_index is None:
             raise ValueError("on_process(process_index=None): say the rank that runs the function")
-        decorate = control.on_process(self.context, process_index)
+        else:
+            decorate = control.on_process(self.context, process_index)
         return decorate if function is None else decorate(function)
 
     def on_local_process(
@@ -184,9 +221,8 @@ class PartialState(SharedState):
         Raises:
             ValueError: No rank is said, where there are several.
         """
-        if self.num_processes == 1:
-            return _running(function)
-        if local_process_index is None:
+        is_alone = self.num_processes == 1
+        if local_process_index is None and not is_alone:
             raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
 
         def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +230,7 @@ class PartialState(SharedState):
             def on_chosen(*args: Any, **kwargs: Any) -> Any:
                 return chosen(*args, **kwargs) if self.local_process_index == local_process_index else None
 
-            return on_chosen
+            return chosen if is_alone else on_chosen
 
         return decorate if function is None else decorate(function)
 
@@ -209,6 +245,11 @@ class PartialState(SharedState):
             self.context.close()
         elif group is not None or dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def current_context() -> Context:
+    """Return the context of this process; the first call connects the ranks, and is made on all of them."""
+    return PartialState().context
 
 
 def is_initialized() -> bool:
@@ -235,13 +276,8 @@ def asks_for_cpu() -> bool:
     return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
-def _running(function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a function as it is; without one, the decorator that does so."""
-
-    def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
-        return chosen
-
-    return decorate if function is None else function
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _given(function: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Apply functions to the tensors in nested lists, tuples, mappings and dataclasses, and move them to a device."""
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
@@ -77,11 +77,8 @@ def recursively_apply(
             func, value, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
         )
 
-    if isinstance(data, (tuple, list)):
-        return honor_type(data, map(again, cast("list[Any]", data)))
-    if isinstance(data, Mapping):
-        mapping = cast("Mapping[Any, Any]", data)
-        return with_values(mapping, {key: again(value) for key, value in mapping.items()})
+    if isinstance(data, (tuple, list, Mapping)):
+        return _with_items(data, again)
     if test_type(data):
         return func(data, *args, **kwargs)
     if is_dataclass(data) and not isinstance(data, type):
@@ -93,6 +90,16 @@ def recursively_apply(
             f"all fulfil `{getattr(test_type, '__name__', test_type)}`"
         )
     return data
+
+
+def _with_items(data: Any, again: Callable[[Any], Any], skipped: Container[Any] = ()) -> Any:
+    """Return a list, tuple or mapping with a function applied to its items, but for those of the skipped keys."""
+    if not isinstance(data, Mapping):
+        return honor_type(data, map(again, data))
+    mapping = cast("Mapping[Any, Any]", data)
+    return with_values(
+        mapping, {key: value if key in skipped else again(value) for key, value in mapping.items()}
+    )
 
 
 def with_values(data: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -136,27 +143,22 @@ def send_to_device(
     def again(value: Any) -> Any:
         return send_to_device(value, device, non_blocking, skipped)
 
-    is_mapping = isinstance(tensor, Mapping)
-    if not isinstance(tensor, type) and hasattr(tensor, "to") and not (is_mapping and skipped):
-        return _moved(tensor, device, non_blocking)
-    if isinstance(tensor, (tuple, list)):
-        return honor_type(tensor, map(again, cast("list[Any]", tensor)))
-    if is_mapping:
-        mapping = cast("Mapping[Any, Any]", tensor)
-        sent = {key: value if key in skipped else again(value) for key, value in mapping.items()}
-        return with_values(mapping, sent)
+    if (
+        not isinstance(tensor, type)
+        and hasattr(tensor, "to")
+        and not (isinstance(tensor, Mapping) and skipped)
+    ):
+        try:
+            return tensor.to(device, non_blocking=non_blocking)
+        except TypeError:  # the `to` of a class of the program's own takes the device alone
+            return tensor.to(device)
+    if isinstance(tensor, (tuple, list, Mapping)):
+        return _with_items(tensor, again, skipped)
     if is_dataclass(tensor) and not isinstance(tensor, type) and is_strict():
         values = {each.name: getattr(tensor, each.name) for each in fields(tensor)}
         sent = {name: value if name in skipped else again(value) for name, value in values.items()}
         return with_fields(tensor, sent)
     return tensor
-
-
-def _moved(tensor: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    try:
-        return tensor.to(device, non_blocking=non_blocking)
-    except TypeError:  # the `to` of a class of the program's own takes the device alone
-        return tensor.to(device)
 
 
 def find_device(data: Any) -> torch.device | None:

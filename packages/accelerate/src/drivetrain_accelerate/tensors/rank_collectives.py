@@ -1,21 +1,40 @@
 """Exchange nested tensors and objects between ranks, in Accelerate's forms, over drivetrain's collectives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from typing import Any, cast
+from warnings import warn
 
 import torch
+from torch import nn
 
-from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.compat import map_nested
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.strictness import is_strict
-from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
+from drivetrain_accelerate.tensors.nested_tensors import leaves, recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
 from drivetrain_state import Context, LeafError, RankLogger
 from drivetrain_state.collectives import operations
 from drivetrain_state.collectives.nested import rebuild, tensors_in
 
 logger = RankLogger(getLogger(__name__))
+
+TENSOR_TYPE_TO_INT = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
 _OPERATIONS = ("mean", "sum", "max", "min", "none")
 _REDUCED_BY_ACCELERATE = ("mean", "sum", "max")  # it sums for any other word
@@ -31,8 +50,7 @@ def gather(tensor: Any) -> Any:
     context = current_context()
     if context.topology.world_size == 1:
         return tensor
-    check_same_call(context, "gather", tensor)
-    return _of_tensors(operations.gather, without_check(context), tensor)
+    return _run_compared(context, "gather", operations.gather, tensor)
 
 
 def gather_object(object: Any) -> Any:
@@ -47,10 +65,13 @@ def gather_object(object: Any) -> Any:
     if context.topology.world_size == 1:
         return object
     by_rank = operations.gather_object(context, recursively_apply(_OnAccelerator, object, test_type=_is_far))
-    strange = [type(of_rank).__name__ for of_rank in by_rank if not _is_listing(of_rank)]
-    if strange and is_strict():
-        raise TypeError(f"gather_object of a {strange[0]}: give it a list, [x] for one object of each rank")
-    return [_arrived(context, item) for of_rank in by_rank for item in of_rank]
+    for of_rank in by_rank if is_strict() else ():
+        if not hasattr(of_rank, "__iter__") or isinstance(of_rank, (str, bytes, Mapping, _OnAccelerator)):
+            raise TypeError(
+                f"gather_object of a {type(of_rank).__name__}: give it a list, [x] for one object of each rank"
+            )
+    joined = [item for of_rank in by_rank for item in of_rank]
+    return recursively_apply(_OnAccelerator.arrive, joined, context.device, test_type=_is_sent)
 
 
 @dataclass(frozen=True)
@@ -62,20 +83,12 @@ class _OnAccelerator:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor", self.tensor.detach().cpu())
 
+    def arrive(self, device: torch.device) -> torch.Tensor:
+        return self.tensor.to(device)
+
 
 def _is_far(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
-
-
-def _is_listing(of_rank: Any) -> bool:
-    return hasattr(of_rank, "__iter__") and not isinstance(of_rank, (str, bytes, Mapping, _OnAccelerator))
-
-
-def _arrived(context: Context, item: Any) -> Any:
-    def received(sent: _OnAccelerator) -> torch.Tensor:
-        return sent.tensor.to(context.device)
-
-    return recursively_apply(received, item, test_type=_is_sent)
 
 
 def _is_sent(leaf: Any) -> bool:
@@ -95,21 +108,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if context.topology.world_size == 1:
         return tensor
     operations.check_rank(context, from_process)
-    check_same_call(context, f"broadcast(from_process={from_process})", tensor)
-
-    def received(plain: Context, data: Any) -> Any:
-        return operations.broadcast(plain, data, src=from_process)
-
-    values = _of_tensors(received, without_check(context), tensor)
+    send = partial(operations.broadcast, src=from_process)
+    values = _run_compared(context, f"broadcast(from_process={from_process})", send, tensor)
     if context.topology.rank != from_process:
-        _copy_into(tensor, values)
+        for own, value in zip(tensors_in(tensor), tensors_in(values), strict=True):
+            own.copy_(value)
     return tensor
-
-
-def _copy_into(data: Any, values: Any) -> None:
-    """Copy the tensors of one structure into those of another of the same structure."""
-    for own, value in zip(tensors_in(data), tensors_in(values), strict=True):
-        own.copy_(value)
 
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
@@ -127,7 +131,9 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     sent = recursively_apply(_OnAccelerator, object_list, test_type=_is_far)
     received = operations.broadcast_object(context, cast("list[Any]", sent), src=from_process)
     if context.topology.rank != from_process:
-        object_list[:] = [_arrived(context, item) for item in received]
+        object_list[:] = recursively_apply(
+            _OnAccelerator.arrive, received, context.device, test_type=_is_sent
+        )
     return cast("list[Any]", object_list)
 
 
@@ -153,27 +159,163 @@ def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> A
         logger.warning("reduce(scale=%s): it is applied on XLA devices alone; multiply the result", scale)
     if context.topology.world_size == 1 or reduction in (None, "none"):
         return recursively_apply(torch.clone, tensor, error_on_other_type=True)
-    check_same_call(context, f"reduce(reduction={reduction!r})", tensor)
-    return _of_tensors(_reducing(reduction), without_check(context), tensor)
+    run = partial(_reduce, reduction=reduction)
+    return _run_compared(context, f"reduce(reduction={reduction!r})", run, tensor)
 
 
-def _reducing(reduction: Any) -> Callable[[Context, Any], Any]:
+def _reduce(context: Context, data: Any, *, reduction: Any) -> Any:
     """Return the reduction; a sum of booleans, which has no boolean value, is whether any rank's is true."""
-
-    def reduced(context: Context, data: Any) -> Any:
-        own = tensors_in(data)
-        if reduction != "sum" or all(each.dtype != torch.bool for each in own):
-            return operations.reduce(context, data, op=reduction)
-        counted = rebuild(data, iter([each.int() if each.dtype == torch.bool else each for each in own]))
-        sums = tensors_in(operations.reduce(context, counted))
-        pairs = zip(sums, own, strict=True)
-        return rebuild(data, (total.bool() if each.dtype == torch.bool else total for total, each in pairs))
-
-    return reduced
+    own = tensors_in(data)
+    if reduction != "sum" or all(each.dtype != torch.bool for each in own):
+        return operations.reduce(context, data, op=reduction)
+    counted = rebuild(data, iter([each.int() if each.dtype == torch.bool else each for each in own]))
+    pairs = zip(tensors_in(operations.reduce(context, counted)), own, strict=True)
+    return rebuild(data, (total.bool() if each.dtype == torch.bool else total for total, each in pairs))
 
 
-def _of_tensors(operation: Callable[[Context, Any], Any], context: Context, tensor: Any) -> Any:
+def _run_compared(context: Context, call: str, operation: Callable[[Context, Any], Any], tensor: Any) -> Any:
+    """Run a collective whose calls the ranks have compared."""
+    check_same_call(context, call, tensor)
     try:
-        return operation(context, tensor)
+        return operation(without_check(context), tensor)
     except LeafError as error:
         raise TypeError(str(error)) from error
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A tensor of torch's nested kind, which has no one size, was left as it is."""
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad tensors in one dimension to the largest size on any rank; dtypes are kept. Called on all ranks.
+
+    Args:
+        tensor: Lists, tuples and mappings of tensors, nested; a tensor without this dimension stays as it is.
+        dim: The dimension; a negative one counts from the last.
+        pad_index: The value to pad with.
+        pad_first: Whether to pad before the data instead of after it.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+        ValueError: A tensor of whole numbers is to be padded with a fraction.
+        DistributedOperationException: Structures, dtypes or numbers of dimensions differ between ranks.
+    """
+    context = current_context()
+    recursively_apply(_check_paddable, tensor, pad_index, error_on_other_type=True)
+    tensors = leaves(tensor)
+    if any(leaf.is_nested for leaf in tensors):
+        warn(
+            "a tensor of torch's nested kind has no one size to pad to: it is left as it is",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+    if context.topology.world_size == 1:
+        return tensor
+    if any(leaf.is_nested for leaf in tensors):
+        plain = [leaf for leaf in tensors if not leaf.is_nested]
+        padded = iter(pad_across_processes(plain, dim, pad_index, pad_first))
+        return recursively_apply(_next_unless_nested, tensor, padded)
+    check_same_call(context, f"pad_across_processes(dim={dim})", tensor, sizes_differ=True)
+    pad = partial(
+        operations.pad_across_processes,
+        without_check(context),
+        dim=dim,
+        pad_index=pad_index,
+        pad_first=pad_first,
+    )
+    if any(leaf.dtype == torch.bool for leaf in tensors) and not is_strict():
+        return map_nested(_own_if_whole, tensor, pad(recursively_apply(_without_bool, tensor)))
+    return pad(tensor)
+
+
+def _next_unless_nested(leaf: torch.Tensor, padded: Iterator[torch.Tensor]) -> torch.Tensor:
+    return leaf if leaf.is_nested else next(padded)
+
+
+def _without_bool(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.long() if leaf.dtype == torch.bool else leaf
+
+
+def _own_if_whole(own: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+    """Return booleans as they were on a rank that had nothing to pad, as Accelerate leaves them."""
+    return own if own.dtype == torch.bool and own.shape == padded.shape else padded
+
+
+def _check_paddable(leaf: torch.Tensor, pad_index: float) -> torch.Tensor:
+    is_whole = not leaf.is_nested and not leaf.is_floating_point() and not leaf.is_complex()
+    if is_whole and pad_index != int(pad_index):
+        raise ValueError(
+            f"pad_index={pad_index!r} for a tensor of {leaf.dtype}: pad with a whole number, or convert it"
+        )
+    return leaf
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Return the shape and the dtype of a tensor that one rank has. Called on all ranks.
+
+    Args:
+        tensor: The tensor on the rank that has it, and None on the others.
+
+    Returns:
+        The shape, as an int32 tensor of shape (dimensions, 1), and the dtype by its number in `TENSOR_TYPE_TO_INT`.
+
+    Raises:
+        ValueError: No rank has a tensor, or several have.
+    """
+    _, shape, dtype = _only_one(current_context(), tensor)
+    return torch.tensor(shape, dtype=torch.int32).view(-1, 1), TENSOR_TYPE_TO_INT[dtype]
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return, on each rank's device, the tensor that one rank has. Called on all ranks.
+
+    Args:
+        tensor: The tensor on the rank that has it, and None on the others.
+
+    Raises:
+        ValueError: No rank has a tensor, or several have.
+    """
+    context = current_context()
+    source, shape, dtype = _only_one(context, tensor)
+    if tensor is not None:
+        own = tensor.detach().to(context.device)
+    else:
+        own = torch.empty(shape, dtype=dtype, device=context.device)
+    return operations.broadcast(without_check(context), own, src=source)
+
+
+def _only_one(context: Context, tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
+    """Return the rank that has a tensor, with its shape and dtype."""
+    mine = None if tensor is None else (tensor.shape, tensor.dtype)
+    by_rank = operations.gather_object(context, mine)
+    having = [(rank, *said) for rank, said in enumerate(by_rank) if said is not None]
+    if len(having) != 1:
+        ranks = ", ".join(str(rank) for rank, *_ in having) or "none"
+        raise ValueError(f"one rank must have the tensor and the others None; ranks that have one: {ranks}")
+    return having[0]
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 Accelerate's name
+    params: Iterable[torch.Tensor] | torch.Tensor,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Generator[Any]:
+    """Run the block with whole parameters, where DeepSpeed's ZeRO stage 3 divided them. Called on all ranks.
+
+    Args:
+        params: The parameters; others than those of stage 3 are whole already.
+        modifier_rank: The rank whose changes of the values count; None if none are made.
+        fwd_module: A module that is called in the block.
+        enabled: Whether to gather.
+    """
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not enabled or not any(hasattr(each, "ds_id") for each in given):  # ZeRO marks what it divides
+        yield
+        return
+    import deepspeed
+
+    zero: Any = deepspeed.zero
+    with zero.GatheredParameters(given, modifier_rank=modifier_rank, fwd_module=fwd_module) as gathered:
+        yield gathered

@@ -1,7 +1,9 @@
 """Look at nested tensors: their batch size and structure; cut, join and convert them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper, wraps
+from pickle import PicklingError
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -140,3 +142,44 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         return torch.cat([leaf, *[last] * missing], dim=dim)
 
     return recursively_apply(padded, tensor, error_on_other_type=True)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return nested data with its float16 and bfloat16 tensors in float32."""
+    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
+
+
+def _is_half(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+
+
+class ConvertOutputsToFp32:
+    """A callable that calls another, and converts what it returns to float32.
+
+    Args:
+        model_forward: The callable to wrap.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the callable."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> NoReturn:
+        raise PicklingError(
+            "a forward that converts its outputs to float32 cannot be pickled: unwrap the model first, by "
+            "Accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another, and converts what it returns to float32."""
+    converting = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converting(*args, **kwargs)
+
+    return wraps(converting)(forward)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain_accelerate.states.shared_context import current_context
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.tensors.nested_tensors import leaves
 from drivetrain_state import CollectiveMismatchError, Context
 from drivetrain_state.collectives import operations
@@ -41,7 +41,10 @@ def check_same_call(context: Context, operation: str, data: Any, *, sizes_differ
     digest = blake2b(str(mine).encode(), digest_size=16).digest()
     words = [int.from_bytes(half, "big", signed=True) for half in (digest[:8], digest[8:])]
     plain = without_check(context)
-    rows = operations.gather(plain, torch.tensor([words], device=_exchange_device(context)))
+    # A group that serves the CPU does not wait for the accelerator there.
+    backends = str(dist.get_backend_config(context.group))
+    device = torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
+    rows = operations.gather(plain, torch.tensor([words], device=device))
     if bool((rows == rows[0]).all()):
         return
     lines = [f"  rank {rank}: {said}" for rank, said in enumerate(operations.gather_object(plain, str(mine)))]
@@ -55,12 +58,6 @@ def check_same_call(context: Context, operation: str, data: Any, *, sizes_differ
 def without_check(context: Context) -> Context:
     """Return the context for a collective whose calls were compared already."""
     return replace(context, settings=replace(context.settings, debug=False))
-
-
-def _exchange_device(context: Context) -> torch.device:
-    """Return the CPU if the group serves it, which does not wait for the accelerator."""
-    backends = str(dist.get_backend_config(context.group))
-    return torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,20 +74,15 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         context = current_context()
         if context.settings.debug and context.topology.world_size > 1:
             tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            _check_device(context, operation, tensor)
+            if other := sorted({leaf.device.type for leaf in leaves(tensor)} - {context.device.type}):
+                raise DistributedOperationException(
+                    f"{operation} got a tensor on {other[0]}, while this process computes on {context.device.type}: "
+                    "move it there first"
+                )
             check_same_call(context, operation, tensor)
         return function(*args, **kwargs)
 
     return wrapper
-
-
-def _check_device(context: Context, operation: str, tensor: Any) -> None:
-    kinds = {leaf.device.type for leaf in leaves(tensor)}
-    if other := sorted(kinds - {context.device.type}):
-        raise DistributedOperationException(
-            f"{operation} got a tensor on {other[0]}, while this process computes on {context.device.type}: move it "
-            f"there first"
-        )
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,7 @@
-"""The module in place of a model that DeepSpeed trains, with the methods of an engine that programs call."""
+"""The module in place of a model that DeepSpeed trains, with the methods of an engine that programs call.
+
+A checkpoint of an engine is `FOLDER/global_stepN`, a transaction that any number of ranks loads.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
+from drivetrain.saving.divided import as_in, mark_replicas
 from drivetrain.saving.resume import frozen_names
-from drivetrain_accelerate.training.engine_checkpoints import EngineCheckpoints
-from drivetrain_accelerate.training.saved_position import take_position, with_position
+from drivetrain_accelerate.training.stepped_optimizer import take_position, with_position
 from drivetrain_backends import Prepared
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, NoCheckpointError
+
+_LATEST = "latest"
+_MODEL = "model"
 
 
 class EngineMethods:
@@ -89,14 +96,31 @@ class EngineMethods:
         Returns:
             True.
         """
+        prepared = self._prepared()
+        step = max((each.num_steps for each in prepared.optimizers), default=0)
+        folder, name = Path(save_dir), str(tag or f"global_step{step}")
+        state = mark_replicas(prepared.state_dict(), prepared)
+        model = state.pop("model")
+        left_out = frozen_names(prepared) if exclude_frozen_parameters else frozenset[str]()
         beside = {
             "optimizer": with_position({}),
             "client_state": dict(client_state or {}),
             "schedules": [each.state_dict() for each in self.schedules],
         }
-        self._checkpoints().save(
-            Path(save_dir), tag, beside=beside, is_latest=save_latest, trained_only=exclude_frozen_parameters
+        checkpointer = self._checkpointer(folder / name)
+        checkpointer.save(
+            step,
+            models={_MODEL: {key: value for key, value in model.items() if key not in left_out}},
+            replicated={
+                "training": {_MODEL: state},
+                "beside": beside,
+                "trained_only": exclude_frozen_parameters,
+            },
+            per_rank={},
         )
+        checkpointer.close()
+        if save_latest and self.accelerator.context.topology.is_main:
+            (folder / _LATEST).write_text(name)
         return True
 
     def load_checkpoint(
@@ -126,13 +150,22 @@ class EngineMethods:
             NoCheckpointError: There is no such checkpoint, or it is one that DeepSpeed itself wrote.
             ValueError: It is of another model, or lacks frozen parameters.
         """
-        place, beside = self._checkpoints().load(
-            Path(load_dir),
-            tag,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            strict=load_module_strict,
-        )
-        if load_optimizer_states and not load_module_only:
+        place = _find_checkpoint(Path(load_dir), tag)
+        prepared = self._prepared()
+        loaded = self._checkpointer(place).load(like=as_in({_MODEL: prepared.state_dict()["model"]}))
+        own = prepared.state_dict()
+        model: Mapping[str, Any] = loaded.models[_MODEL]
+        if loaded.replicated["trained_only"]:
+            if load_module_strict:
+                raise ValueError(
+                    f"{place} holds no frozen parameters: say load_module_strict=False, which keeps the model's own"
+                )
+            model = {**own["model"], **model}
+        with_optimizer = load_optimizer_states and not load_module_only
+        training = loaded.replicated["training"][_MODEL] if with_optimizer else own
+        prepared.load_state_dict({**training, "model": model})
+        beside: Mapping[str, Any] = loaded.replicated["beside"]
+        if with_optimizer:
             take_position(beside["optimizer"])
         if load_lr_scheduler_states and not load_module_only:
             for schedule, state in zip(self.schedules, beside["schedules"], strict=True):
@@ -158,10 +191,9 @@ class EngineMethods:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor]:
         """Return the whole weights in the dtype that they are computed in. Called on all ranks."""
-        module = self._module()
-        dtypes = {name: each.dtype for name, each in module.named_parameters()}
+        dtypes = {name: each.dtype for name, each in self.engine.module.named_parameters()}
         left_out = frozen_names(self._prepared()) if exclude_frozen_parameters else frozenset[str]()
-        weights = self.accelerator.get_state_dict(module, everywhere=True)
+        weights = self.accelerator.get_state_dict(self.engine.module, everywhere=True)
         return {
             name: each.to(dtypes.get(name, each.dtype))
             for name, each in weights.items()
@@ -172,14 +204,29 @@ class EngineMethods:
         """Return whether the engine steps one of the user's optimizers."""
         return any(each.optimizer is optimizer for each in self._prepared().optimizers)
 
-    def _module(self) -> nn.Module:
-        return self.engine.module
-
     def _prepared(self) -> Prepared:
-        return self.accelerator.prepared_of(self._module())
+        return self.accelerator.prepared_of(self.engine.module)
 
-    def _checkpoints(self) -> EngineCheckpoints:
-        return EngineCheckpoints(self._prepared(), self.accelerator.context)
+    def _checkpointer(self, place: Path) -> Checkpointer:
+        return Checkpointer(self.accelerator.context, place, settings=CheckpointSettings(keep_last=1))
+
+
+def _find_checkpoint(folder: Path, tag: str | None) -> Path:
+    """Return the folder of a checkpoint, by default of the latest.
+
+    Raises:
+        FileNotFoundError: The folder does not name its latest checkpoint.
+        NoCheckpointError: DeepSpeed itself wrote the checkpoint.
+    """
+    if not tag and not (folder / _LATEST).is_file():
+        raise FileNotFoundError(f"{folder} has no file {_LATEST} that names a checkpoint: say tag=")
+    place = folder / (tag or (folder / _LATEST).read_text().strip())
+    if any(place.glob("*model_states.pt")):
+        raise NoCheckpointError(
+            f"{place} holds files of DeepSpeed's own: merge its weights by zero_to_fp32.py, which lies beside them, "
+            "load these into the model, and start the optimizer anew"
+        )
+    return place
 
 
 def as_engine(model: nn.Module, accelerator: Accelerator) -> nn.Module:

@@ -1,9 +1,12 @@
-"""The loss scale of fp16, which drivetrain keeps, with the methods of torch's GradScaler that programs call."""
+"""The loss scale of fp16: that of a run, which drivetrain keeps, as a GradScaler; and torch's for other loops."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from drivetrain import Accelerator
+from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.kwargs_handlers import GradScalerKwargs
 
 
@@ -85,3 +88,19 @@ def check_scaler(scaler: Any, *, is_scaled: bool) -> None:
         "fp16, and nowhere else; a GradScaler of the program's must have enabled=False, in a run that is not in "
         "fp16. For other numbers of fp16's scale, pass GradScalerKwargs(init_scale=...) in kwargs_handlers"
     )
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a scale for the loss of fp16, for the current accelerator.
+
+    Args:
+        distributed_type: The way in which processes train together: sharded gradients have a scaler of their own.
+        kwargs: The options of the scaler.
+    """
+    found = torch.accelerator.current_accelerator()
+    device = "cuda" if found is None else found.type
+    if distributed_type == DistributedType.FSDP:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(device, **kwargs)
+    return torch.amp.GradScaler(device, **kwargs)

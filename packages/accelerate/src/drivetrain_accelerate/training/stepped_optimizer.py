@@ -1,5 +1,6 @@
 """A prepared optimizer, which steps when the window of micro-batches closes."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -7,8 +8,9 @@ from torch.optim import Optimizer
 
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
-from drivetrain_accelerate.training.saved_position import take_position, with_position
 from drivetrain_backends import PreparedOptimizer
+
+_POSITION = "data_position"  # the entry of an optimizer's saved state
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -174,3 +176,17 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(move_to_device(value, device) for value in state)
     return state.to(device) if isinstance(state, torch.Tensor) else state
+
+
+# Programs such as transformers' Trainer save the optimizer's state and their own number of steps, and skip batches
+# when they resume. Where a batch has become larger or smaller, these are other samples than those that were read.
+def with_position(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with the place of the innermost loop, if a loader is being read."""
+    position = GradientState().data_position
+    return state if position is None else {**state, _POSITION: position}
+
+
+def take_position(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer without the place of its loop, which resuming is compared with."""
+    GradientState().resumed_from = state.get(_POSITION)
+    return {name: value for name, value in state.items() if name != _POSITION}
