@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from drivetrain_accelerate.loaders import batch_shards, iterable_shard
+from drivetrain_accelerate.loaders import batch_shards
 from drivetrain_accelerate.loaders.standalone import get_sampler
 
 real: Any = pytest.importorskip("accelerate.data_loader")
@@ -64,7 +64,7 @@ def test_a_process_gets_the_samples_of_the_real_one(
         return
     for process in range(processes):
         arguments = (batch_size, drop_last, processes, process, split)
-        mine = iterable_shard.IterableDatasetShard(Numbers(size), *arguments)
+        mine = batch_shards.IterableDatasetShard(Numbers(size), *arguments)
         theirs = real.IterableDatasetShard(Numbers(size), *arguments)
         assert list(mine) == list(theirs)
         assert len(mine) == len(list(mine))  # theirs is wrong where batches are split
@@ -73,7 +73,7 @@ def test_a_process_gets_the_samples_of_the_real_one(
 
 def test_parts_that_are_not_equal_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of the 2"):
-        iterable_shard.IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)
+        batch_shards.IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)
     for size in (3, None):
         with pytest.raises(ValueError, match=f"batch_size={size} must be a multiple of the 2"):
             batch_shards.BatchSamplerShard(Batches([[0]], batch_size=size), 2, 0, split_batches=True)

@@ -18,8 +18,7 @@ from drivetrain_accelerate.loaders.prepared_loader import (
     DataLoaderShard,
     SkipDataLoader,
 )
-from drivetrain_accelerate.loaders.skipped_batches import skip_first_batches
-from drivetrain_accelerate.loaders.standalone import prepare_data_loader
+from drivetrain_accelerate.loaders.standalone import prepare_data_loader, skip_first_batches
 from drivetrain_data import DataStateError
 
 pytest.importorskip("accelerate")

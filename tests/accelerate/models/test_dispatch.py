@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drivetrain_accelerate.models import load_weights
 from drivetrain_accelerate.models.align_devices import AlignDevicesHook, has_offloaded_params
 from drivetrain_accelerate.models.dispatched_hook import DispatchedHook
-from drivetrain_accelerate.models.empty_weights import init_empty_weights, init_on_device
+from drivetrain_accelerate.models.load_weights import init_empty_weights, init_on_device
 from drivetrain_accelerate.models.model_dispatch import cpu_offload, disk_offload, dispatch_model
 from drivetrain_accelerate.models.module_hooks import (
     ModelHook,

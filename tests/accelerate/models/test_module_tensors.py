@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models import align_devices, attached_hooks, module_tensors, offloaded_state
+from drivetrain_accelerate.models import align_devices, attached_hooks, module_tensors
 
 theirs = pytest.importorskip("accelerate.utils.modeling")
 both = pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_offloaded_weights_are_there_within_a_block() -> None:
     with align_devices.align_module_device(model[0]):
         assert torch.equal(model[0].weight, plain["0.weight"])
     assert model[0].weight.is_meta
-    held = offloaded_state.get_state_dict_offloaded_model(model)
+    held = align_devices.get_state_dict_offloaded_model(model)
     assert held.keys() == plain.keys()
     assert all(torch.equal(held[name], value) for name, value in plain.items())
-    filled = offloaded_state.get_state_dict_from_offload(model[1], "1.weight", {"1.weight": ""})
+    filled = align_devices.get_state_dict_from_offload(model[1], "1.weight", {"1.weight": ""})
     assert torch.equal(filled["1.weight"], plain["1.weight"])  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drivetrain_accelerate.models import quantized
-from drivetrain_accelerate.models.empty_weights import init_empty_weights
+from drivetrain_accelerate.models.load_weights import init_empty_weights
 from optional_modules import skip_without
 
 skip_without("bitsandbytes")

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 from drivetrain_accelerate.accelerator.held_objects import HeldObjects, trains
 from drivetrain_accelerate.accelerator.whole_models import whole_state
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
-from drivetrain_accelerate.loaders.prepared_loader import kind_of
-from drivetrain_accelerate.loaders.rank_share import refuse_slicing
-from drivetrain_accelerate.loaders.skipped_batches import skip_first_batches
+from drivetrain_accelerate.loaders.prepared_loader import kind_of, refuse_slicing
+from drivetrain_accelerate.loaders.standalone import skip_first_batches
 from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler

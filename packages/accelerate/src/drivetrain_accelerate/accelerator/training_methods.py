@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
 from drivetrain_accelerate.accelerator.run_options import checked_num_steps
 from drivetrain_accelerate.loaders.loader_adapter import sharded_of
-from drivetrain_accelerate.loaders.passed_batches import PassedBatches
+from drivetrain_accelerate.loaders.resume_checks import PassedBatches
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 

@@ -20,7 +20,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
         TypeError: The argument is not a module.
         ValueError: Parameters are divided among ranks.
     """
-    from drivetrain_accelerate.models.offloaded_state import (
+    from drivetrain_accelerate.models.align_devices import (
         get_state_dict_offloaded_model,  # few runs ask for it
     )
 

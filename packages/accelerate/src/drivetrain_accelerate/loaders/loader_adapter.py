@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard
-from drivetrain_accelerate.loaders.shown_loader import shown_loader
+from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard, SkipBatchSampler
 from drivetrain_accelerate.loaders.torchdata_loader import built
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
-from drivetrain_data import Shard, ShardedLoader, shard_loader
+from drivetrain_data import Shard, ShardedLoader, shard_loader, skip_first_batches
 from drivetrain_data.skipping_view import SkippedBatches
+from drivetrain_data.sources.torch_loader import is_stock, rebuild
 from drivetrain_data.state.torchdata_state import torchdata_kind
 from drivetrain_data.torchdata_view import TorchdataView
 
@@ -112,12 +112,15 @@ class DataLoaderAdapter(DataLoader[Any]):
         base: DataLoader[Any],
         sharded: ShardedLoader[Any] | SkippedBatches[Any],
         device: torch.device | None = None,
+        skip_batches: int = 0,
     ) -> None:
         # DataLoader.__init__ is not called: the user's loader has checked its arguments.
+        if skip_batches:
+            sharded = skip_first_batches(sharded, skip_batches)
         sharded_of(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
         self.__dict__.update(
             users_loader=base,
-            base_dataloader=shown_loader(base, sharded),
+            base_dataloader=_shown_loader(base, sharded),
             sharded=sharded,
             device=device,
             iteration=0,
@@ -235,3 +238,23 @@ class DataLoaderAdapter(DataLoader[Any]):
 def sharded_of(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoader[Any]:
     """Return a sharded loader without the view that skips its first batches."""
     return loader.loader if isinstance(loader, SkippedBatches) else loader
+
+
+def _shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Any:
+    """Return the loader whose attributes a prepared loader has; nothing is read by it.
+
+    Args:
+        loader: The loader as the program built it; it is shown itself where it has no batches of indices.
+        sharded: The loader of this process's batches.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if not is_stock(loader) or isinstance(loader.dataset, IterableDataset) or batches is None:
+        return loader
+    whole = sharded_of(sharded)
+    if whole.shard.count > 1 and not whole.is_dispatched:
+        batches = BatchSamplerShard(
+            batches, whole.shard.count, whole.shard.index, whole.splits_batches, whole.even != "uneven"
+        )
+    if isinstance(sharded, SkippedBatches):
+        batches = SkipBatchSampler(batches, sharded.num_batches)
+    return rebuild(loader, loader.dataset, loader.generator, batch_sampler=batches)

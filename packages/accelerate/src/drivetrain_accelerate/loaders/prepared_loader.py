@@ -1,21 +1,19 @@
 """Prepared loaders: of this process's part of the data, and of data that the main process reads for all."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
-from drivetrain_accelerate.loaders.passed_batches import PassedBatches, passed_batches
-from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
-from drivetrain_accelerate.loaders.resumed_position import check_epoch
+from drivetrain_accelerate.loaders.resume_checks import PassedBatches, check_epoch, passed_batches
 from drivetrain_accelerate.loaders.torchdata_loader import built
 from drivetrain_accelerate.states.partial_state import PartialState
-from drivetrain_data import BatchPlan, Shard, ShardedLoader, shard_loader
-from drivetrain_data import skip_first_batches as skip_batches_of
+from drivetrain_data import BatchPlan, Shard, ShardedLoader, own_seed, shard_loader
 from drivetrain_data.settings import UnevenPolicy
 from drivetrain_data.sources.wrapped_datasets import epoch_parts
+from drivetrain_state import broadcast_object
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -56,10 +54,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         del _drop_last, torch_device_mesh
         base = built(use_stateful_dataloader, dataset, **kwargs)
-        sharded: Any = shard_loader(
-            base, Shard(0, 1), device=device, seed=agreed_seed(base, None, None), non_blocking=_non_blocking
+        sharded = shard_loader(
+            base, Shard(0, 1), device=device, seed=_seed_of(base, None), non_blocking=_non_blocking
         )
-        self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, device)
+        self._set(base, sharded, device, skip_batches)
         self.iteration = iteration
         self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
 
@@ -169,25 +167,16 @@ class DataLoaderDispatcher(DataLoaderShard):
     ) -> None:
         del torch_device_mesh
         refuse_slicing(slice_fn, "DataLoaderDispatcher(slice_fn")
-        state = PartialState()
-        base, (shard, context) = (
-            built(use_stateful_dataloader, dataset, **kwargs),
-            part_to_read(state, None, None),
-        )
-        fills: UnevenPolicy = "pad" if shard.count > 1 else "uneven"
-        sharded: Any = shard_loader(
+        base, device = built(use_stateful_dataloader, dataset, **kwargs), PartialState().device
+        sharded = shard_for_process(
             base,
-            shard,
-            device=state.device,
-            even="drop" if _drop_last else fills,
+            device=device,
+            even="drop" if _drop_last else "pad",
             split_batches=split_batches,
             dispatch=True,
-            group=None if context is None else context.group,
-            seed=agreed_seed(base, None, context),
-            compare_samples=False,  # as in prepare_data_loader
             non_blocking=_non_blocking,
         )
-        self._set(base, skip_batches_of(sharded, skip_batches) if skip_batches else sharded, state.device)
+        self._set(base, sharded, device, skip_batches)
         self.iteration = iteration
 
     def _reach_end(self, plan: BatchPlan) -> None:
@@ -231,3 +220,64 @@ def kind_of(
     if is_dispatched is None:
         is_dispatched = is_placed and isinstance(getattr(base, "dataset", None), IterableDataset)
     return DataLoaderDispatcher if is_dispatched or sharded.is_dispatched else DataLoaderShard
+
+
+def shard_for_process(
+    loader: Any,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+    *,
+    device: torch.device | None,
+    even: UnevenPolicy,
+    split_batches: bool,
+    dispatch: bool | None,
+    non_blocking: bool,
+    data_seed: int | None = None,
+) -> ShardedLoader[Any]:
+    """Return the loader of a process's part of the data, in rank 0's order; for None, of this rank's.
+
+    A program may read for other processes than there are. Called on all ranks.
+    """
+    state = PartialState()
+    own = Shard(state.process_index, state.num_processes)
+    shard = Shard(
+        own.index if process_index is None else process_index,
+        own.count if num_processes is None else num_processes,
+    )
+    seed = _seed_of(loader, data_seed)
+    return shard_loader(
+        loader,
+        shard,
+        device=device,
+        even="uneven" if even == "pad" and shard.count == 1 else even,
+        split_batches=split_batches,
+        dispatch=dispatch,
+        group=state.context.group if shard == own else None,
+        seed=broadcast_object(state.context, seed) if shard == own else seed,
+        compare_samples=False,  # programs for Accelerate build random data without a seed
+        non_blocking=non_blocking,
+    )
+
+
+def _seed_of(loader: Any, data_seed: int | None) -> int:
+    seed = own_seed(loader)
+    if seed is None:
+        seed = torch.initial_seed() % 2**63 if data_seed is None else data_seed
+    return seed
+
+
+def refuse_slicing(slice_fn: Callable[..., Any] | None, argument: str) -> None:
+    """Refuse a program's own slicing of batches.
+
+    Args:
+        slice_fn: The function; None for drivetrain's slicing.
+        argument: The argument that it was given as, for the message.
+
+    Raises:
+        ValueError: A function is given.
+    """
+    if slice_fn is not None:
+        raise ValueError(
+            f"{argument}=: batches are sliced along dimension 0 of their tensors; "
+            "have collate_fn return such batches"
+        )

@@ -1,18 +1,27 @@
-"""Prepare a loader without an Accelerator."""
+"""Functions by which programs prepare a loader without an Accelerator, skip its batches, and find its sampler."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
-from drivetrain_accelerate.loaders.prepared_loader import kind_of
-from drivetrain_accelerate.loaders.rank_share import agreed_seed, part_to_read, refuse_slicing
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, sharded_of
+from drivetrain_accelerate.loaders.prepared_loader import (
+    DataLoaderShard,
+    kind_of,
+    refuse_slicing,
+    shard_for_process,
+)
+from drivetrain_accelerate.loaders.resume_checks import check_skipped
 from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
-from drivetrain_data import shard_loader
+from drivetrain_data import ResumedLoaderError, Shard, shard_loader
+from drivetrain_data import skip_first_batches as skip_batches_of
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_data_loader(
@@ -60,21 +69,47 @@ def prepare_data_loader(
         return dataloader
     dataloader = as_stateful(dataloader) if use_stateful_dataloader else dataloader
     place = (device or PartialState().device) if put_on_device else None
-    shard, context = part_to_read(PartialState(), process_index, num_processes)
-    sharded = shard_loader(
+    sharded = shard_for_process(
         dataloader,
-        shard,
+        process_index,
+        num_processes,
         device=place,
-        even="pad" if even_batches and shard.count > 1 else "uneven",
+        even="pad" if even_batches else "uneven",
         split_batches=split_batches,
         dispatch=dispatch_batches,
-        group=None if context is None else context.group,
-        seed=agreed_seed(dataloader, data_seed, context),
-        compare_samples=False,  # programs for Accelerate build random data without a seed
         non_blocking=non_blocking,
+        data_seed=data_seed,
     )
     kind = kind_of(dataloader, sharded, is_dispatched=dispatch_batches, is_placed=put_on_device)
     return kind.over(dataloader, sharded, place)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a prepared loader that leaves out the first batches of its epochs, without reading them.
+
+    After `load_state` a loader goes on where the checkpoint left it, at any number of processes. Programs skip the
+    batches that they have counted themselves: that loader comes back as it is. Where a program loads an optimizer's
+    state alone, as transformers' Trainer does, what it counts has to fit what was read.
+
+    Args:
+        dataloader: A prepared loader, or a DataLoader, which is then read by this process alone.
+        num_batches: The number of batches to leave out on this process.
+
+    Raises:
+        DataStateError: The batches have become larger or smaller since the optimizer's state was saved, and are
+            not those that were read.
+    """
+    if not isinstance(dataloader, DataLoaderAdapter):
+        dataloader = DataLoaderShard.over(dataloader, shard_loader(dataloader, Shard(0, 1)))
+    try:
+        skipping = skip_batches_of(dataloader.sharded, num_batches)
+    except ResumedLoaderError:
+        logger.info("skip_first_batches(%d): the loader goes on where the checkpoint left it", num_batches)
+        return dataloader
+    check_skipped(sharded_of(dataloader.sharded), num_batches)
+    rest = type(dataloader).over(dataloader.users_loader, skipping, dataloader.device)
+    rest.iteration = dataloader.iteration
+    return rest
 
 
 def get_sampler(dataloader: Any) -> Any:

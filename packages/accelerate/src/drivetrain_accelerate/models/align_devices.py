@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.models.dispatched import is_fetched_at_use
-from drivetrain_accelerate.models.module_hooks import ModelHook, hook_of
+from drivetrain_accelerate.models.module_hooks import OLD_FORWARD, ModelHook, hook_of
 from drivetrain_accelerate.models.module_tensors import (
     TiedCopies,
     Where,
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from drivetrain_dispatch.model.sizes import listed
 from drivetrain_dispatch.offload.device_transfer import first_device, move_to_device
+from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 from drivetrain_dispatch.planning.device_map import place_of
 
 _META = torch.device("meta")
@@ -58,35 +59,37 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
 
     def __repr__(self) -> str:
-        shown = (
+        shown = [
             "execution_device",
             "offload",
             "io_same_device",
             "offload_buffers",
             "place_submodules",
             "skip_keys",
-        )
+        ]
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the weights of the module, or take them off every device."""
-        if self.offload:
-            self._take_off(module)
-        elif self.execution_device is not None and not is_fetched_at_use(module):
-            for name, _ in named_module_tensors(module, recurse=self.place_submodules):
-                self._set(module, name, self.execution_device)
-        return module
-
-    def _take_off(self, module: nn.Module) -> None:
+        # A dispatch sees to the weights of a module whose forward it has replaced.
+        is_dispatched = any(
+            isinstance(vars(module).get(each), MethodWrapper) for each in ("forward", OLD_FORWARD)
+        )
+        if not self.offload and (self.execution_device is None or is_dispatched):
+            return module
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
-        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        if self.weights_map is None:
-            self.weights_map = {name: tensors[name].detach().to("cpu") for name in self._offloaded(module)}
-        for name in self._offloaded(module):
+        offloaded = self._offloaded(module) if self.offload else []
+        if self.offload:
+            self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+            if self.weights_map is None:
+                self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
+        for name in offloaded:
             set_module_tensor_to_device(module, name, _META)
         if self.execution_device is not None:
-            for name in tensors.keys() - set(self._offloaded(module)):
-                self._set(module, name, self.execution_device)
+            for name in tensors:
+                if name not in offloaded:
+                    self._set(module, name, self.execution_device)
+        return module
 
     def _offloaded(self, module: nn.Module) -> list[str]:
         """Return the names of the tensors that leave the device: no map holds buffers that are not saved."""
@@ -127,22 +130,17 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put offloaded weights back on the devices that they came from."""
-        for name, device in self.original_devices.items():
-            if (
-                self.offload
-                and device != _META
-                and self.weights_map is not None
-                and name in self._offloaded(module)
-            ):
-                set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+        if self.offload and self.weights_map is not None:
+            for name in self._offloaded(module):
+                if (device := self.original_devices.get(name, _META)) != _META:
+                    set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
         return module
 
     def _set(self, module: nn.Module, name: str, device: Where, value: Tensor | None = None) -> None:
         set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
 
     def _sent(self, value: Any, device: Where) -> Any:
-        kept: Collection[str] = [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys or ()
-        return move_except(value, _device(device), kept)
+        return move_except(value, _device(device), listed(self.skip_keys or ()))
 
 
 def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
@@ -201,3 +199,42 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
                 set_module_tensor_to_device(module, name, device)
     else:
         yield
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model with the values of offloaded weights, in host memory."""
+    held = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    for prefix, module in model.named_modules():
+        if has_offloaded_params(module) and any(tensor.is_meta for tensor in module.state_dict().values()):
+            with align_module_device(module, torch.device("cpu")):
+                inner = {
+                    f"{prefix}.{name}" if prefix else name: each for name, each in module.state_dict().items()
+                }
+                held |= {name: each.detach().clone() for name, each in inner.items() if not each.is_meta}
+    return held
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, str | Tensor],
+    device_to_put_offload: Where = "cpu",
+) -> dict[str, str | Tensor]:
+    """Fill the values of the weights of an offloaded module into a state dict.
+
+    Args:
+        module: The module whose weights are offloaded.
+        module_name: The name of one of its weights.
+        state_dict: The state dict; changed in place.
+        device_to_put_offload: The device of the values.
+
+    Returns:
+        The same state dict.
+    """
+    root = module_name.rpartition(".")[0]
+    prefix = f"{root}." if root else ""
+    with align_module_device(module, _device(device_to_put_offload)):
+        for name, value in module.state_dict().items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = value.detach().clone()
+    return state_dict

@@ -1,8 +1,7 @@
 """Add `AlignDevicesHook`s to the modules of a model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +13,67 @@ from drivetrain_accelerate.models.offload_folder import PrefixedDataset
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
-    """The options that the hooks of all modules share."""
+class _Hooks:
+    """The options that the hooks of all modules share, and how they are added."""
 
     weights_map: Mapping[str, Tensor] | None
     offload_buffers: bool
     skip_keys: str | list[str] | None
-    preload_module_classes: Collection[str]
+    preload_module_classes: list[str] | None
     tied_params_map: TiedCopies | None
 
-    def hook(self, name: str, device: Where | None, *, whole: bool) -> AlignDevicesHook:
-        """Return a hook that offloads the module of a name."""
-        prefix = f"{name}." if name else ""
-        weights = None if self.weights_map is None else PrefixedDataset(self.weights_map, prefix)
-        return AlignDevicesHook(
-            device, offload=True, weights_map=weights, offload_buffers=self.offload_buffers,
-            place_submodules=whole, skip_keys=self.skip_keys, tied_params_map=self.tied_params_map,
-        )  # fmt: skip
+    def add_to_each(self, module: nn.Module, name: str, device: Where | None, *, offload: bool) -> None:
+        """Add a hook to each module inside of one, of this name, that holds weights itself."""
+        whole = type(module).__name__ in (self.preload_module_classes or ())
+        if any(True for _ in named_module_tensors(module, recurse=whole)):
+            weights = self.weights_map if offload else None
+            hook = AlignDevicesHook(
+                device,
+                offload=offload,
+                weights_map=None if weights is None else PrefixedDataset(weights, f"{name}." if name else ""),
+                offload_buffers=offload and self.offload_buffers,
+                place_submodules=whole,
+                skip_keys=self.skip_keys,
+                tied_params_map=self.tied_params_map,
+            )
+            add_hook_to_module(module, hook, append=True)
+        for inner, child in module.named_children() if not whole else ():
+            self.add_to_each(child, f"{name}.{inner}" if name else inner, device, offload=offload)
+
+    def add_to_blocks(
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Mapping[str, Where | None],
+        offload: Mapping[str, bool],
+    ) -> None:
+        """Add hooks to the modules that are named, inside of one of this name."""
+        device, is_offloaded = devices.get(name), name in devices and offload.get(name, False)
+        if is_offloaded:
+            self.add_to_each(module, name, device, offload=True)
+        elif name in devices:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=name == "",
+                place_submodules=name != "" or len(devices) == 1,
+                skip_keys=self.skip_keys,
+                tied_params_map=self.tied_params_map,
+            )
+            add_hook_to_module(module, hook)
+        if name == "" and (is_offloaded or name not in devices):
+            skip_keys = None if is_offloaded else self.skip_keys
+            hook = AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys)
+            add_hook_to_module(module, hook, append=True)
+        if device is not None and is_offloaded:
+            attach_execution_device_hook(
+                module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map
+            )
+        elif device is not None and name:
+            attach_execution_device_hook(module, device, tied_params_map=self.tied_params_map)
+        for inner, child in module.named_children():
+            full = f"{name}.{inner}" if name else inner
+            if any(entry == full or entry.startswith(f"{full}.") for entry in devices):
+                self.add_to_blocks(child, full, devices, offload)
 
 
 def attach_execution_device_hook(
@@ -84,36 +127,14 @@ def attach_align_device_hook(
         preload_module_classes: Names of classes whose modules are brought as a whole.
         tied_params_map: The copies of tied weights.
     """
-    options = _Options(
-        weights_map=weights_map, offload_buffers=offload_buffers, skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes or (), tied_params_map=tied_params_map,
-    )  # fmt: skip
-    if offload:
-        _offload(module, module_name, execution_device, options)
-    else:
-        _align(module, execution_device, options)
-
-
-def _offload(module: nn.Module, name: str, device: Where | None, options: _Options) -> None:
-    whole = type(module).__name__ in options.preload_module_classes
-    if any(True for _ in named_module_tensors(module, recurse=whole)):
-        add_hook_to_module(module, options.hook(name, device, whole=whole), append=True)
-    for inner, child in module.named_children() if not whole else ():
-        _offload(child, f"{name}.{inner}" if name else inner, device, options)
-
-
-def _align(module: nn.Module, device: Where | None, options: _Options) -> None:
-    whole = type(module).__name__ in options.preload_module_classes
-    if any(True for _ in named_module_tensors(module, recurse=whole)):
-        hook = AlignDevicesHook(
-            device,
-            place_submodules=whole,
-            skip_keys=options.skip_keys,
-            tied_params_map=options.tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    for child in module.children() if not whole else ():
-        _align(child, device, options)
+    hooks = _Hooks(
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=tied_params_map,
+    )
+    hooks.add_to_each(module, module_name, execution_device, offload=offload)
 
 
 def attach_align_device_hook_on_blocks(
@@ -140,67 +161,19 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: Names of classes whose modules are brought as a whole.
         tied_params_map: The copies of tied weights.
     """
-    options = _Options(
-        weights_map=weights_map, offload_buffers=offload_buffers, skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes or (), tied_params_map=tied_params_map,
-    )  # fmt: skip
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, dict):
-        _attach_to_all(module, execution_device, offload, options)
-        return
-    names = execution_device if isinstance(execution_device, Mapping) else offload
-    assert isinstance(names, dict)
-    named: dict[str, Any] = dict(names)
-    devices = (
-        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(named, execution_device)
+    hooks = _Hooks(
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=tied_params_map,
     )
-    offloaded = offload if isinstance(offload, dict) else dict.fromkeys(named, offload)
-    _attach_to_blocks(module, module_name, devices, offloaded, options)
-
-
-def _attach_to_all(module: nn.Module, device: Where | None, offload: bool, options: _Options) -> None:
-    if offload:
-        _offload(module, "", device, options)
-        return
-    hook = AlignDevicesHook(
-        device, io_same_device=True, place_submodules=True, skip_keys=options.skip_keys,
-        tied_params_map=options.tied_params_map,
-    )  # fmt: skip
-    add_hook_to_module(module, hook)
-
-
-def _attach_to_blocks(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Where | None],
-    offload: Mapping[str, bool],
-    options: _Options,
-) -> None:
-    device = devices.get(name)
-    if name in devices and not offload.get(name, False):
-        hook = AlignDevicesHook(
-            device, io_same_device=name == "", place_submodules=name != "" or len(devices) == 1,
-            skip_keys=options.skip_keys, tied_params_map=options.tied_params_map,
-        )  # fmt: skip
-        add_hook_to_module(module, hook)
-        if device is not None and name:
-            attach_execution_device_hook(module, device, tied_params_map=options.tied_params_map)
-    elif name in devices:
-        _offload(module, name, device, options)
-        if name == "":
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True), append=True)
-        if device is not None:
-            attach_execution_device_hook(
-                module,
-                device,
-                options.skip_keys,
-                list(options.preload_module_classes),
-                options.tied_params_map,
-            )
-    elif name == "":
-        add_hook_to_module(
-            module, AlignDevicesHook(io_same_device=True, skip_keys=options.skip_keys), append=True
-        )
-    for inner, child in module.named_children():
-        full = f"{name}.{inner}" if name else inner
-        if any(entry == full or entry.startswith(f"{full}.") for entry in devices):
-            _attach_to_blocks(child, full, devices, offload, options)
+    if isinstance(execution_device, Mapping):
+        flags = offload if isinstance(offload, dict) else dict.fromkeys(execution_device, offload)
+        hooks.add_to_blocks(module, module_name, execution_device, flags)
+    elif isinstance(offload, dict):
+        hooks.add_to_blocks(module, module_name, dict.fromkeys(offload, execution_device), offload)
+    elif offload:
+        hooks.add_to_each(module, "", execution_device, offload=True)
+    else:
+        hooks.add_to_blocks(module, "", {"": execution_device}, {})

@@ -2,23 +2,23 @@
 
 import logging
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models.module_sizes import classes_listed, convert_file_size_to_int, planned_sizes
+from drivetrain_accelerate.models.module_sizes import convert_file_size_to_int, planned_sizes
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_dispatch import DeviceMap, DeviceMapError
 from drivetrain_dispatch import get_max_memory as memory_budgets
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.model.sizes import listed, nearest_entry
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.infer_device_map import plan_device_map, stored_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets
 
 _LOGGER = logging.getLogger(__name__)
+_WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
 _LAST = ("mps", "cpu", "disk")  # behind the accelerators, in this order
 
 
@@ -72,8 +72,7 @@ def present_classes(model: nn.Module, classes: str | Collection[str] | None) -> 
 
     Libraries name the classes of every model of a family.
     """
-    named = set(classes_listed(classes))
-    return sorted(named & {type(module).__name__ for module in model.modules()})
+    return sorted({*listed(classes or ())} & {type(module).__name__ for module in model.modules()})
 
 
 def infer_auto_device_map(
@@ -120,27 +119,44 @@ def infer_auto_device_map(
         planned = stored
     if verbose:
         _LOGGER.info("%s", planned)
-    return planned if clean_result else _divided(model, planned, whole)
-
-
-def _divided(model: nn.Module, planned: DeviceMap, whole: Collection[str]) -> DeviceMap:
-    """Return a map with an entry for each module that is not divided, and for each tensor beside those."""
-    names: dict[str, None] = {}
-    _list_parts(model, "", whole, names)
-    chosen = {name: planned[entry] for name in names if (entry := nearest_entry(name, planned)) is not None}
+    if clean_result:
+        return planned
+    entries = {name: nearest_entry(name, planned) for name in _list_parts(model, "", whole)}
+    chosen = {name: planned[entry] for name, entry in entries.items() if entry is not None}
     return DeviceMap(chosen, window_bytes=planned.window_bytes, rates=planned.rates)
 
 
-def _list_parts(module: nn.Module, name: str, whole: Collection[str], names: dict[str, None]) -> None:
+def plan_budgets(
+    way: str,
+    model: nn.Module,
+    max_memory: dict[int | str, int | str] | None,
+    no_split_module_classes: list[str] | None,
+    dtype: str | torch.dtype | None = None,
+) -> dict[int | str, int | str]:
+    """Return the budgets of a planned map that is named by the way in which it fills devices.
+
+    Raises:
+        ValueError: There is no such way.
+    """
+    if way not in _WAYS:
+        raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
+    if way == "sequential":
+        return {**get_max_memory(max_memory)}
+    low_zero = way == "balanced_low_0"
+    return {**get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)}
+
+
+def _list_parts(module: nn.Module, name: str, whole: Collection[str]) -> Iterator[str]:
+    """Yield the name of each module that is not divided, and of each tensor beside those."""
     children = list(module.named_children())
     if name and (not children or type(module).__name__ in whole):
-        names[name] = None
+        yield name
         return
     prefix = f"{name}." if name else ""
     for own, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        names[prefix + own] = None
+        yield prefix + own
     for inner, child in children:
-        _list_parts(child, prefix + inner, whole, names)
+        yield from _list_parts(child, prefix + inner, whole)
 
 
 def check_device_map(model: nn.Module, device_map: dict[str, str | int | torch.device]) -> None:
@@ -185,8 +201,3 @@ def clean_device_map(
         if any(name.startswith(f"{child}.") for name in inside):
             clean_device_map(device_map, child)
     return device_map
-
-
-def names_on(device_map: Mapping[str, Any], place: str) -> list[str]:
-    """Return the entries of a map on a device that is named so."""
-    return [name for name, device in device_map.items() if device == place]

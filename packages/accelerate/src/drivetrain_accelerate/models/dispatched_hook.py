@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_accelerate.models.align_devices import AlignDevicesHook
-from drivetrain_accelerate.models.module_tensors import Where, named_module_tensors
-from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
+from drivetrain_accelerate.models.module_tensors import Where, named_module_tensors, put_tensor
 from drivetrain_dispatch.offload.parameter import is_offloaded
 from drivetrain_dispatch.planning.device_map import place_of
 
@@ -78,7 +77,7 @@ class DispatchedHook(AlignDevicesHook):
                 self._stored[name] = tensor
                 value = tensor.detach().to(place)
                 is_parameter = isinstance(tensor, nn.Parameter)
-                _put(module, name, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
+                put_tensor(module, name, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -86,24 +85,16 @@ class DispatchedHook(AlignDevicesHook):
         present = _tensors(module)
         for name, stored in self._stored.items():
             value = self._changed.get(name, present[name])
-            if present[name] is not stored:
-                _write(stored, value)
-                _put(module, name, stored)
+            if present[name] is stored:
+                continue
+            new = value.detach().to(stored.device, stored.dtype)
+            with torch.no_grad():
+                if not torch.equal(stored.detach(), new):  # pages of a file that are written to take memory
+                    stored.detach().copy_(new)
+            put_tensor(module, name, stored)
         self._stored, self._changed = {}, {}
         return output
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(named_module_tensors(module))
-
-
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    held: dict[str, Any] = getattr(module, PARAMETERS)
-    (held if name in held else getattr(module, BUFFERS))[name] = tensor
-
-
-def _write(stored: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        new = value.detach().to(stored.device, stored.dtype)
-        if not torch.equal(stored.detach(), new):  # pages of a file that are written to take memory
-            stored.detach().copy_(new)

@@ -7,6 +7,7 @@ from torch import nn
 
 from drivetrain_accelerate.models.module_hooks import ModelHook, add_hook_to_module
 from drivetrain_accelerate.plugins.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from drivetrain_dispatch.model.sizes import listed
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -58,30 +59,16 @@ def attach_layerwise_casting_hooks(
         skip_modules_classes: Classes of modules that are left as they are, with all inside.
         non_blocking: Whether copies may go on after the call.
     """
-    patterns = (
-        (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    )
-    _attach(
-        module,
-        "",
-        LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking),
-        patterns,
-        skip_modules_classes,
-    )
+    patterns = listed(skip_modules_pattern or ())
 
+    def attach(each: nn.Module, name: str) -> None:
+        if isinstance(each, skip_modules_classes or ()) or any(re.search(one, name) for one in patterns):
+            return
+        if isinstance(each, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(each, hook, append=True)
+            return
+        for inner, child in each.named_children():
+            attach(child, f"{name}.{inner}" if name else inner)
 
-def _attach(
-    module: nn.Module,
-    name: str,
-    like: LayerwiseCastingHook,
-    patterns: tuple[str, ...],
-    classes: tuple[type[nn.Module], ...] | None,
-) -> None:
-    if isinstance(module, classes or ()) or any(re.search(pattern, name) for pattern in patterns):
-        return
-    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
-        hook = LayerwiseCastingHook(like.storage_dtype, like.compute_dtype, like.non_blocking)
-        add_hook_to_module(module, hook, append=True)
-        return
-    for inner, child in module.named_children():
-        _attach(child, f"{name}.{inner}" if name else inner, like, patterns, classes)
+    attach(module, "")

@@ -1,7 +1,8 @@
-"""Load checkpoints: into a dict, into a model, or into a model that is dispatched at once."""
+"""Build models without memory, and load checkpoints: into a dict, into a model, or into one dispatched at once."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,15 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.models.device_maps import (
-    get_balanced_memory,
-    get_max_memory,
-    infer_auto_device_map,
-)
-from drivetrain_accelerate.models.model_dispatch import dispatch_model
+from drivetrain_accelerate.models.device_maps import infer_auto_device_map, plan_budgets
+from drivetrain_accelerate.models.model_dispatch import WeightSources, dispatch_model, remember_sources
 from drivetrain_accelerate.models.module_tensors import Where, dtype_of
-from drivetrain_accelerate.models.offloaded_sources import WeightSources, remember_sources
+from drivetrain_dispatch import init_empty_weights as build_empty
+from drivetrain_dispatch import init_on_device as build_on_device
 from drivetrain_dispatch import load_checkpoint_in_model as load_in_model
+from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_dispatch.planning.device_map import place_of
 from drivetrain_weights import MappedFile, read_torch_file
@@ -25,7 +24,29 @@ from drivetrain_weights import MappedFile, read_torch_file
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Folder = str | PathLike[str]
 _LOGGER = logging.getLogger(__name__)
-_WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Generator[None]:
+    """Build models in the block with parameters on the meta device.
+
+    Args:
+        include_buffers: Whether buffers go there too; None for no.
+    """
+    with build_empty(include_buffers=bool(include_buffers)):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Generator[None]:
+    """Build models in the block with parameters on a device from the moment they are registered.
+
+    Args:
+        device: The device of the parameters.
+        include_buffers: Whether buffers go there too; None for no.
+    """
+    with build_on_device(device, include_buffers=bool(include_buffers)):
+        yield
 
 
 def load_state_dict(
@@ -41,13 +62,12 @@ def load_state_dict(
     if path.suffix != ".safetensors":
         return dict(read_torch_file(path))
     file = MappedFile(path)
-    return {name: file.tensor(name).to(_place(name, device_map)) for name in file.in_order}
-
-
-def _place(name: str, device_map: Mapping[str, Where] | None) -> torch.device:
-    entry = nearest_entry(name, device_map or {})
-    place = "disk" if device_map is None or entry is None else place_of(device_map[entry])
-    return torch.device("cpu") if place == "disk" else place
+    found: dict[str, Tensor] = {}
+    for name in file.in_order:
+        entry = nearest_entry(name, device_map or {})
+        place = "disk" if device_map is None or entry is None else place_of(device_map[entry])
+        found[name] = file.tensor(name).to("cpu" if place == "disk" else place)
+    return found
 
 
 def load_checkpoint_in_model(
@@ -89,9 +109,13 @@ def load_checkpoint_in_model(
             "full_state_dict=False: a sharded checkpoint is loaded by Accelerator.load_state; a full one is read by "
             "each rank for its own shards, whatever this argument"
         )
+    in_fp32 = {
+        name: torch.float32
+        for name, tensor in ModelLayout.of(model).tensors.items()
+        if tensor.is_floating_point() and not set(keep_in_fp32_modules or ()).isdisjoint(name.split(".")[:-1])
+    }
     report = load_in_model(
-        model, Path(checkpoint), device_map, dtype=dtype_of(dtype), strict=strict,
-        special_dtypes=_in_fp32(model, keep_in_fp32_modules),
+        model, Path(checkpoint), device_map, dtype=dtype_of(dtype), strict=strict, special_dtypes=in_fp32,
         read_by="rank 0" if broadcast_from_rank0 else "each",
         offload_folder=None if offload_folder is None else Path(offload_folder),
     )  # fmt: skip
@@ -104,15 +128,6 @@ def load_checkpoint_in_model(
             mapped=dict(report.mapped), dtypes=dict(report.converted_at_use), in_memory=report.computed
         )
         remember_sources(model, sources)
-
-
-def _in_fp32(model: nn.Module, kept: list[str] | None) -> dict[str, torch.dtype]:
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {
-        name: torch.float32
-        for name, tensor in tensors
-        if tensor.is_floating_point() and not set(kept or ()).isdisjoint(name.split(".")[:-1])
-    }
 
 
 def load_checkpoint_and_dispatch(
@@ -158,11 +173,13 @@ def load_checkpoint_and_dispatch(
         ValueError: `device_map` is a string that is none of those, or another argument is wrong.
         WeightsMismatchError: Names or shapes do not fit.
     """
-    chosen = (
-        _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-        if isinstance(device_map, str)
-        else device_map
-    )
+    if isinstance(device_map, str):
+        budgets = plan_budgets(device_map, model, max_memory, no_split_module_classes, dtype)
+        chosen: Any = infer_auto_device_map(
+            model, budgets, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    else:
+        chosen = device_map
     load_checkpoint_in_model(
         model, checkpoint, chosen, offload_folder, dtype, bool(offload_state_dict), offload_buffers,
         strict=strict, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
@@ -173,16 +190,3 @@ def load_checkpoint_and_dispatch(
         model, chosen, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, force_hooks=force_hooks,
     )  # fmt: skip
-
-
-def _planned(
-    model: nn.Module, way: str, max_memory: Any, whole: list[str] | None, dtype: Any, offload_buffers: bool
-) -> dict[str, int | str | torch.device]:
-    if way not in _WAYS:
-        raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
-    budgets: Any = (
-        get_max_memory(max_memory)
-        if way == "sequential"
-        else get_balanced_memory(model, max_memory, whole, dtype, low_zero=way == "balanced_low_0")
-    )
-    return infer_auto_device_map(model, budgets, whole, dtype, offload_buffers=offload_buffers)

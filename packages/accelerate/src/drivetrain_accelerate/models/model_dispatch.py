@@ -1,30 +1,52 @@
 """Place a model by a device map, or all of it on the host or the disk, and fetch its weights when they are used."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_accelerate.interface.replaced import in_use
-from drivetrain_accelerate.models.device_maps import check_device_map, names_on, present_classes
-from drivetrain_accelerate.models.dispatched import forget_dispatch, show_map
+from drivetrain_accelerate.models.device_maps import check_device_map, present_classes
 from drivetrain_accelerate.models.dispatched_hook import DispatchedHook
-from drivetrain_accelerate.models.module_hooks import HOOK, OLD_FORWARD, hook_of
+from drivetrain_accelerate.models.module_hooks import DEVICE_MAP, HOOK, OLD_FORWARD, forget_dispatch, hook_of
 from drivetrain_accelerate.models.module_tensors import Where
-from drivetrain_accelerate.models.offload_folder import Entry
-from drivetrain_accelerate.models.offloaded_sources import WeightSources, fill_from_sources
+from drivetrain_accelerate.models.offload_folder import Entry, OffloadedWeightsLoader, dtype_named
 from drivetrain_dispatch import DeviceMap
 from drivetrain_dispatch import dispatch_model as dispatch
+from drivetrain_dispatch.loading.load_target import Assignment, LoadTarget, apply_assignments
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import listed, nearest_entry
 from drivetrain_dispatch.planning.device_map import place_of
 from drivetrain_dispatch.planning.placement import Placement, placements_of
+from drivetrain_weights import MappedFile
 
+_LOADED = "_drivetrain_accelerate_loaded"  # the attribute of a model by which a load tells the dispatch of its files
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Folder = str | PathLike[str]
+
+
+@dataclass(kw_only=True)
+class WeightSources:
+    """The places of a model's weights.
+
+    Attributes:
+        mapped: The files of the weights that are mapped pages, by name.
+        dtypes: The dtypes that weights are converted to at use, by name.
+        in_memory: The names of those that a device map puts on the disk, but that no file holds.
+    """
+
+    mapped: dict[str, MappedFile] = field(default_factory=dict[str, MappedFile])
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    in_memory: tuple[str, ...] = ()
+
+
+def remember_sources(model: nn.Module, sources: WeightSources) -> None:
+    """Note where a load has left the weights of a model, for its dispatch."""
+    setattr(model, _LOADED, sources)
 
 
 def dispatch_model(
@@ -61,19 +83,23 @@ def dispatch_model(
     """
     in_use("accelerate.big_modeling.check_device_map", check_device_map)(model, device_map)
     forget_dispatch(model)
-    sources = fill_from_sources(model, state_dict, offload_dir, offload_index)
+    sources = _fill_from_sources(model, state_dict, offload_dir, offload_index)
     places = {place_of(device) for device in device_map.values()}
-    if len(places) == 1 and places != {"disk"} and not (force_hooks or _is_packed(model)):
+    # bitsandbytes' weights must not be moved.
+    is_quantized = any(
+        getattr(model, name, False) for name in ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    )
+    if len(places) == 1 and places != {"disk"} and not (force_hooks or is_quantized):
         (place,) = places
         model.to(place)
-        show_map(model, dict(device_map))
-        return model
-    covering = _covering(model, device_map, sources)
-    _check_folder(model, covering, sources, offload_dir)
-    return _dispatch(
-        model, covering, sources, shown=device_map, main_device=main_device, offload_dir=offload_dir,
-        offload_buffers=offload_buffers, skip_keys=skip_keys, preload_module_classes=preload_module_classes,
-    )  # fmt: skip
+    else:
+        covering = _cover(ModelLayout.of(model), device_map, sources, has_folder=offload_dir is not None)
+        _dispatch(
+            model, covering, sources, main_device=main_device, offload_dir=offload_dir,
+            offload_buffers=offload_buffers, skip_keys=skip_keys, preload_module_classes=preload_module_classes,
+        )  # fmt: skip
+    setattr(model, DEVICE_MAP, dict(device_map))
+    return model
 
 
 def cpu_offload(
@@ -97,7 +123,7 @@ def cpu_offload(
     """
     device = _device_of(model) if execution_device is None else execution_device
     forget_dispatch(model)
-    sources = fill_from_sources(model, state_dict, None, None)
+    sources = _fill_from_sources(model, state_dict, None, None)
     return _dispatch(
         model, {"": "cpu"}, sources, main_device=device, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
@@ -125,7 +151,7 @@ def disk_offload(
     """
     device = _device_of(model) if execution_device is None else execution_device
     forget_dispatch(model)
-    sources = fill_from_sources(model, None, offload_dir, None)
+    sources = _fill_from_sources(model, None, offload_dir, None)
     return _dispatch(
         model, {"": "disk"}, sources, main_device=torch.device("cpu") if device.type == "meta" else device,
         offload_dir=offload_dir, offload_buffers=offload_buffers, preload_module_classes=preload_module_classes,
@@ -137,56 +163,50 @@ def _dispatch(
     device_map: Mapping[str, Where],
     sources: WeightSources,
     *,
-    shown: Mapping[str, Where] | None = None,
     main_device: Where | None = None,
     offload_dir: Folder | None = None,
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
-    """Dispatch a model, and show libraries what they look for."""
+    """Dispatch a model, and show libraries what they look for but for the map."""
     layout = ModelLayout.of(model)
     placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    in_files = {name: file for name, file in sources.mapped.items() if name in layout.tensors}
     dispatch(
         model, device_map, main_device=main_device, offload_dir=None if offload_dir is None else Path(offload_dir),
-        offload_buffers=offload_buffers, skip_keys=tuple(listed(skip_keys or ())), mapped=in_files,
+        offload_buffers=offload_buffers, skip_keys=tuple(listed(skip_keys or ())),
+        mapped={name: file for name, file in sources.mapped.items() if name in layout.tensors},
         preload_module_classes=present_classes(model, preload_module_classes),
         dtypes={name: dtype for name, dtype in sources.dtypes.items() if name in layout.tensors},
     )  # fmt: skip
-    vars(model).pop("hf_device_map", None)
-    if shown is not None:
-        show_map(model, dict(shown))
-    show_hooks(model, placements, main_device)
+    vars(model).pop(DEVICE_MAP, None)
+    _show_hooks(model, placements, main_device)
     return model
 
 
-def show_hooks(
-    model: nn.Module, placements: Mapping[str, Placement], main_device: Where | None = None
-) -> None:
+def _show_hooks(model: nn.Module, placements: Mapping[str, Placement], main_device: Where | None) -> None:
     """Give the modules of a dispatched model the hooks that libraries look for, which do not run.
 
     Each says which device computes the module. `_old_forward` is the forward as the dispatch has made it.
     """
     devices = {name.rpartition(".")[0]: placement.device for name, placement in placements.items()}
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, device in devices.items():
-        if name and hook_of(modules[name]) is None:
-            _show(modules[name], DispatchedHook(device, module=modules[name]))
-    if hook_of(model) is None:
-        first = next(iter(devices.values()), None) if main_device is None else main_device
-        _show(model, DispatchedHook(first, io_same_device=True, module=model))
+    first = next(iter(devices.values()), None) if main_device is None else main_device
+    for name, device in {**devices, "": first}.items():
+        module = modules[name]
+        if hook_of(module) is None:
+            setattr(module, HOOK, DispatchedHook(device, io_same_device=not name, module=module))
+            vars(module).setdefault(OLD_FORWARD, module.forward)
 
 
-def _show(module: nn.Module, hook: DispatchedHook) -> None:
-    setattr(module, HOOK, hook)
-    if OLD_FORWARD not in vars(module):
-        setattr(module, OLD_FORWARD, module.forward)
+def _cover(
+    layout: ModelLayout, device_map: Mapping[str, Where], sources: WeightSources, *, has_folder: bool
+) -> dict[str, Where]:
+    """Return a map without names that the model lacks, in which tensors without a device stay where they are.
 
-
-def _covering(model: nn.Module, device_map: Mapping[str, Where], sources: WeightSources) -> dict[str, Where]:
-    """Return a map without names that the model lacks, in which tensors without a device stay where they are."""
-    layout = ModelLayout.of(model)
+    Raises:
+        ValueError: A weight for the disk is in no file, and there is no folder for one.
+    """
     known = {
         name: device
         for name, device in device_map.items()
@@ -196,35 +216,67 @@ def _covering(model: nn.Module, device_map: Mapping[str, Where], sources: Weight
         name: tensor.device for name, tensor in layout.tensors.items() if nearest_entry(name, known) is None
     }
     covering: dict[str, Where] = {**left, **known, **dict.fromkeys(sources.in_memory, "cpu")}
+    if not has_folder:
+        for name in layout.parameters:
+            if name not in sources.mapped and covering[nearest_entry(name, covering) or ""] == "disk":
+                on_disk = ", ".join(repr(entry) for entry, place in covering.items() if place == "disk")
+                raise ValueError(
+                    f"device_map puts {on_disk} on the disk, and {name!r} is in no file yet: name a folder for such "
+                    "weights, offload_dir=..."
+                )
     if isinstance(device_map, DeviceMap):
         return DeviceMap(covering, window_bytes=device_map.window_bytes)
     return covering
 
 
-def _check_folder(
-    model: nn.Module, device_map: Mapping[str, Where], sources: WeightSources, offload_dir: Folder | None
-) -> None:
-    if offload_dir is not None:
-        return
-    layout = ModelLayout.of(model)
-    written = [
-        name
-        for name in layout.parameters
-        if name not in sources.mapped and device_map.get(nearest_entry(name, device_map) or "") == "disk"
-    ]
-    if written:
-        raise ValueError(
-            f"device_map puts {', '.join(map(repr, names_on(device_map, 'disk')))} on the disk, and {written[0]!r} "
-            "is in no file yet: name a folder for such weights, offload_dir=..."
-        )
-
-
-def _is_packed(model: Any) -> bool:
-    """Return whether bitsandbytes has quantised a model, which then must not be moved."""
-    return any(
-        getattr(model, name, False) for name in ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    )
-
-
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _fill_from_sources(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor] | None,
+    offload_dir: str | PathLike[str] | None,
+    offload_index: Mapping[str, Entry] | None,
+) -> WeightSources:
+    """Give the tensors of a model that have no memory their values.
+
+    Args:
+        model: The model; changed in place.
+        state_dict: Weights in memory.
+        offload_dir: The folder of offloaded weights.
+        offload_index: The index of offloaded weights; None for that of the folder.
+
+    Returns:
+        Where the weights on the disk are.
+    """
+    layout = ModelLayout.of(model)
+    remembered = vars(model).pop(_LOADED, None)
+    sources = remembered if isinstance(remembered, WeightSources) else WeightSources()
+    given = state_dict is not None or offload_index is not None or offload_dir is not None
+    if not given or not any(tensor.is_meta for tensor in layout.tensors.values()):
+        return sources
+    loader = OffloadedWeightsLoader(dict(state_dict or {}), offload_dir, offload_index)
+    for names in layout.aliases:
+        known = next((name for name in names if name in loader.all_keys), None)
+        if known is not None and layout.tensors[known].is_meta:
+            value = _value_of(known, names, loader, sources)
+            new = LoadTarget(known, layout.tensors[known]).replaced_by(value)
+            apply_assignments(model, [Assignment(names, new)])
+    return sources
+
+
+def _value_of(
+    known: str, names: tuple[str, ...], loader: OffloadedWeightsLoader, sources: WeightSources
+) -> Tensor:
+    """Return the values of a tensor; if they are in a file, note it under every name that the tensor has."""
+    if known in loader.state_dict:
+        return loader.state_dict[known].detach()
+    file, stored = loader.file_of(known)
+    value = file.tensor(stored)
+    wanted = loader.index[known].get("dtype")
+    computed = value.dtype if wanted is None else dtype_named(str(wanted))
+    sources.mapped.update(dict.fromkeys(names, file))
+    if computed != value.dtype:
+        sources.dtypes.update(dict.fromkeys(names, computed))
+    return value

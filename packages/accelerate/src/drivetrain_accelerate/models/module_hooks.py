@@ -1,17 +1,21 @@
 """Hooks that run before and after the forward of a module, and see to its weights."""
 
+from contextlib import nullcontext
 from functools import partial, update_wrapper
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models.dispatched import forget_dispatch
+from drivetrain_dispatch import remove_hooks
+from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-HOOK = "_hf_hook"  # the names of the attributes that libraries read
+# The names of the attributes that libraries read.
+HOOK = "_hf_hook"
 OLD_FORWARD = "_old_forward"
+DEVICE_MAP = "hf_device_map"
 
 
 class ModelHook:
@@ -81,14 +85,6 @@ class SequentialHook(ModelHook):
         return module
 
 
-class _Hooked(Protocol):
-    """A module with a hook."""
-
-    _hf_hook: ModelHook
-
-    def _old_forward(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
 def hook_of(module: nn.Module) -> Any:
     """Return the hook of a module; None if it has none."""
     return vars(module).get(HOOK)
@@ -105,11 +101,9 @@ def add_hook_to_module(module: AnyModule, hook: ModelHook, append: bool = False)
     Returns:
         The same module.
     """
-    if append and (present := hook_of(module)) is not None:
+    if (present := hook_of(module)) is not None:
         remove_hook_from_module(module)
-        hook = SequentialHook(present, hook)
-    if hook_of(module) is not None:
-        remove_hook_from_module(module)
+        hook = SequentialHook(present, hook) if append else hook
     if OLD_FORWARD not in vars(module):
         setattr(module, OLD_FORWARD, module.forward)
     changed = cast("AnyModule", hook.init_hook(module))
@@ -141,39 +135,37 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
+def forget_dispatch(module: nn.Module) -> None:
+    """Make the dispatched models in a module ordinary; each keeps its `hf_device_map`, as libraries read it later."""
+    for model in [each for each in module.modules() if is_dispatched(each)]:
+        device_map = vars(model).get(DEVICE_MAP)
+        remove_hooks(model)
+        if device_map is not None:
+            setattr(model, DEVICE_MAP, device_map)
+
+
 def _remove(module: nn.Module) -> None:
-    hook = hook_of(module)
-    if hook is not None:
-        if _is_hooked(vars(module).get("forward")):
-            hook.detach_hook(module)
-        delattr(module, HOOK)
-    if OLD_FORWARD in vars(module):
-        if _is_hooked(vars(module).get("forward")):
-            module.forward = getattr(module, OLD_FORWARD)
-        delattr(module, OLD_FORWARD)
-    _drop_if_same(module)
-
-
-def _drop_if_same(module: nn.Module) -> None:
-    """Take the forward out of a module's own attributes if it is just that of its class."""
-    own = vars(module).get("forward")
-    if getattr(own, "__self__", None) is module and getattr(own, "__func__", None) is type(module).forward:
+    own = vars(module)
+    forward: Any = own.get("forward")
+    is_hooked = isinstance(forward, partial) and cast("partial[Any]", forward).func is _call_with_hook
+    if is_hooked and HOOK in own:
+        own[HOOK].detach_hook(module)
+    own.pop(HOOK, None)
+    old = own.pop(OLD_FORWARD, None)
+    if is_hooked and old is not None:
+        forward = module.forward = old
+    # The forward of the class is none of the module's own attributes.
+    if (
+        getattr(forward, "__self__", None) is module
+        and getattr(forward, "__func__", None) is type(module).forward
+    ):
         del module.forward
-
-
-def _is_hooked(forward: object) -> bool:
-    return isinstance(forward, partial) and cast("partial[Any]", forward).func is _call_with_hook
 
 
 def _call_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module between the methods of its hook."""
-    hooked = cast("_Hooked", module)
-    hook = hooked._hf_hook  # pyright: ignore[reportPrivateUsage] the name is part of the interface
+    hook: ModelHook = getattr(module, HOOK)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    forward = hooked._old_forward  # pyright: ignore[reportPrivateUsage]
-    if hook.no_grad:
-        with torch.no_grad():
-            output = forward(*args, **kwargs)
-    else:
-        output = forward(*args, **kwargs)
+    with torch.no_grad() if hook.no_grad else nullcontext():
+        output = getattr(module, OLD_FORWARD)(*args, **kwargs)
     return hook.post_forward(module, output)

@@ -6,17 +6,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain_accelerate.models.module_tensors import dtype_of
 from drivetrain_accelerate.plugins.enums import CustomDtype
 from drivetrain_dispatch import compute_module_sizes as sizes_of_modules
-from drivetrain_dispatch.model.sizes import enclosing_modules
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules, listed
 
 AnyDtype = str | torch.dtype | CustomDtype
 _BYTES_OF_CUSTOM = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
-_NAMES_OF_UNITS = ("KB", "MB", "GB", "KiB", "MiB", "GiB")
-_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # A part of a model in a list of those to place: a module, or a parameter.
 NamedPart = tuple[str, nn.Module]
 
@@ -31,10 +31,8 @@ def convert_file_size_to_int(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
     if match is None:
-        raise ValueError(
-            f"size={size!r}: give an int of bytes, or a number with a unit: {', '.join(_NAMES_OF_UNITS)}"
-        )
-    factor = _UNITS[match[2].upper()]
+        raise ValueError(f"size={size!r}: give an int of bytes, or a number with a unit: {', '.join(_UNITS)}")
+    factor = next(size for unit, size in _UNITS.items() if unit.upper() == match[2].upper())
     in_bits = match[2].endswith("b") and "i" not in match[2].lower()
     return int(float(match[1]) * factor) // (8 if in_bits else 1)
 
@@ -62,14 +60,13 @@ def compute_module_sizes(
         buffers_only: Whether only buffers count.
     """
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
-    if not buffers_only:
-        return sizes_of_modules(model, dtype=plain, special_sizes=sizes)
-    found: defaultdict[str, int] = defaultdict(int)
     each = sizes_of_modules(model, dtype=plain, special_sizes=sizes)
+    if not buffers_only:
+        return each
+    found: defaultdict[str, int] = defaultdict(int)
     for name, _ in model.named_buffers():
-        for module in enclosing_modules(name):
-            found[module] += each[name]
-        found[name] = each[name]
+        for part in (*enclosing_modules(name), name):
+            found[part] += each[name]
     return dict(found)
 
 
@@ -77,8 +74,7 @@ def planned_sizes(
     model: nn.Module, dtype: Any, special_dtypes: Mapping[str, Any] | None
 ) -> tuple[torch.dtype | None, dict[str, int]]:
     """Return the dtype that torch knows, if it is one, and the bytes of the tensors that get another."""
-    tensors = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
+    tensors = ModelLayout.of(model).tensors
     special = {name: each for name, each in (special_dtypes or {}).items() if name in tensors}
     if isinstance(dtype, CustomDtype):
         floating = {name: dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -117,30 +113,16 @@ def get_max_layer_size(
         module_sizes: The bytes of each name.
         no_split_module_classes: Names of classes that count as one layer.
     """
-    whole = classes_listed(no_split_module_classes)
-    largest, names = 0, list[str]()
-    for name in _layers(modules, whole):
-        size = module_sizes.get(name, 0)
-        if size > largest:
-            largest, names = size, [name]
-        elif size == largest:
-            names.append(name)
-    return largest, names
+    names = list(_layers(modules, listed(no_split_module_classes or ())))
+    largest = max((module_sizes.get(name, 0) for name in names), default=0)
+    return largest, [name for name in names if module_sizes.get(name, 0) == largest]
 
 
-def classes_listed(classes: str | Collection[str] | None) -> Collection[str]:
-    """Return names of classes as a collection; a name alone is one of them."""
-    return (classes,) if isinstance(classes, str) else classes or ()
-
-
-def _layers(parts: Iterable[tuple[str, nn.Module]], whole: Collection[str]) -> Iterable[str]:
+def _layers(parts: Iterable[NamedPart], whole: Collection[str]) -> Iterable[str]:
     """Yield the names of the parts that are not divided."""
-    for name, part in parts:
-        children = list(part.named_children()) if isinstance(part, nn.Module) else []  # pyright: ignore[reportUnnecessaryIsInstance] parameters are among them
-        if not children or type(part).__name__ in whole:
-            yield name
-        else:
-            yield from _layers([(f"{name}.{inner}", child) for inner, child in children], whole)
+    for part in parts:
+        inside = _inside(part, whole)
+        yield from _layers(inside, whole) if inside else (part[0],)
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
@@ -196,7 +178,7 @@ def fallback_allocate(
         The name of the module, the module, and the parts left; both None if nothing fits.
     """
     limit = convert_file_size_to_int(size_limit)
-    whole = classes_listed(no_split_module_classes)
+    whole = listed(no_split_module_classes or ())
     shared = [name for group in tied_parameters or () for name in group]
     for path in _paths([], modules, whole):
         name, part = path[-1]

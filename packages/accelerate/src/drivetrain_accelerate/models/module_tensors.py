@@ -46,13 +46,10 @@ def named_module_tensors(
         remove_non_persistent: Whether buffers that a state dict does not hold are left out.
     """
     yield from module.named_parameters(recurse=recurse)
-    if include_buffers:
-        left_out = (
-            get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set[str]()
-        )
-        for name, buffer in module.named_buffers(recurse=recurse):
-            if name not in left_out:
-                yield name, buffer
+    left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
+    for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
+        if name not in left_out:
+            yield name, buffer
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
@@ -99,7 +96,11 @@ def set_module_tensor_to_device(
     """
     owner, _, name = tensor_name.rpartition(".")
     module = module.get_submodule(owner) if owner else module
-    old = _tensor_of(module, name)
+    old: Tensor | None = {**getattr(module, BUFFERS), **getattr(module, PARAMETERS)}.get(name)
+    if old is None:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter or buffer {name!r}: see named_parameters()"
+        )
     place = place_of(device)
     place = torch.device("meta") if place == "disk" else place
     if value is not None and value.shape != old.shape and not is_quantized(old):
@@ -111,22 +112,17 @@ def set_module_tensor_to_device(
         raise ValueError(f"{tensor_name} has no values on the meta device: give value=... to put on {device}")
     if value is None and old.device == place:
         return
-    tied = _noted(tied_params_map, value if value is not None else old, place)
-    if tied is not None:
-        _put(module, name, tied)
-        return
-    new = _moved(old, value, dtype_of(dtype), place, non_blocking=non_blocking)
-    new = _wrapped(old, new, fp16_statistics)
-    _note(tied_params_map, value if value is not None else old, new)
-    _put(module, name, new)
-
-
-def _tensor_of(module: nn.Module, name: str) -> Tensor:
-    for attribute in (PARAMETERS, BUFFERS):
-        held: dict[str, Tensor | None] = getattr(module, attribute)
-        if (tensor := held.get(name)) is not None:
-            return tensor
-    raise ValueError(f"{type(module).__name__} has no parameter or buffer {name!r}: see named_parameters()")
+    source = old if value is None else value
+    copies = None
+    if tied_params_map is not None and not source.is_meta and place.type != "meta":
+        copies = tied_params_map.get(source.data_ptr())
+    new = None if copies is None else copies.get(place)
+    if new is None:
+        new = _moved(old, value, dtype_of(dtype), place, non_blocking=non_blocking)
+        new = _wrapped(old, new, fp16_statistics)
+        if copies is not None:
+            copies[new.device] = new
+    put_tensor(module, name, new)
 
 
 def _moved(
@@ -157,20 +153,10 @@ def _wrapped(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:
     return made(new, requires_grad=trains, **attributes)
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a module's own parameter or buffer."""
     held: dict[str, Any] = getattr(module, PARAMETERS)
     (held if name in held else getattr(module, BUFFERS))[name] = tensor
-
-
-def _noted(copies: TiedCopies | None, source: Tensor, place: torch.device) -> Tensor | None:
-    if copies is None or source.is_meta or place.type == "meta":
-        return None
-    return copies.get(source.data_ptr(), {}).get(place)
-
-
-def _note(copies: TiedCopies | None, source: Tensor, new: Tensor) -> None:
-    if copies is not None and not source.is_meta and source.data_ptr() in copies and not new.is_meta:
-        copies[source.data_ptr()][new.device] = new
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:

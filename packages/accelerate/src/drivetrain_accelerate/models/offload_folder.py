@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drivetrain_accelerate.models.module_tensors import set_module_tensor_to_device
 from drivetrain_weights import MappedFile, WeightFilesError
 from drivetrain_weights.regular_file import read_json
 from drivetrain_weights.safetensors_layout import bytes_of
@@ -205,6 +206,24 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: dict[str, Entry] | None, offload_folder: str | PathLike[str]
+) -> None:
+    """Read the weights of an offload folder into a model, in host memory.
+
+    Args:
+        model: The model; changed in place.
+        index: The index of the weights to read.
+        offload_folder: The folder that holds the weights.
+    """
+    if not index:
+        return
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in index:
+        value: Any = weights[name]
+        set_module_tensor_to_device(model, name, "cpu", value=value)
 
 
 def extract_submodules_state_dict(

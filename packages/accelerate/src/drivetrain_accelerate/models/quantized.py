@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models.device_maps import get_balanced_memory, get_max_memory, present_classes
+from drivetrain_accelerate.models.device_maps import plan_budgets, present_classes
 from drivetrain_accelerate.models.model_dispatch import dispatch_model
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_accelerate.models.tied_weights import find_tied_parameters
@@ -62,8 +62,7 @@ def load_and_quantize_model(
         ValueError: The model is on the meta device and `weights_location` is missing.
     """
     config = bnb_quantization_config
-    kept = config.skip_modules if config.skip_modules is not None else get_keys_to_not_convert(model)
-    quantization = _quantization(config, [*kept, *(config.keep_in_fp32_modules or ())])
+    quantization = _quantization(model, config, config.keep_in_fp32_modules or ())
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if is_empty and weights_location is None:
         raise ValueError(
@@ -74,9 +73,10 @@ def load_and_quantize_model(
         _pack_in_memory(model, config, quantization, chosen)
         dispatch_model(model, chosen, offload_dir=offload_folder)
     else:
+        known = {part for name, _ in model.named_modules() for part in name.split(".")}
         load_and_dispatch(
             model, Path(weights_location), chosen, dtype=config.torch_dtype, quantization=quantization, strict=False,
-            keep_in_fp32_modules=_present(model, config.keep_in_fp32_modules),
+            keep_in_fp32_modules=[name for name in config.keep_in_fp32_modules or () if name in known],
             offload_folder=None if offload_folder is None else Path(offload_folder),
         )  # fmt: skip
     shown: Any = model
@@ -85,19 +85,18 @@ def load_and_quantize_model(
     return model
 
 
-def _quantization(config: QuantizationConfig, kept: Collection[str]) -> BitsAndBytes8Bit | BitsAndBytes4Bit:
+def _quantization(
+    model: nn.Module, config: QuantizationConfig, in_fp32: Collection[str] = ()
+) -> BitsAndBytes8Bit | BitsAndBytes4Bit:
+    named = config.skip_modules if config.skip_modules is not None else get_keys_to_not_convert(model)
     if config.load_in_8bit:
-        return BitsAndBytes8Bit(threshold=config.llm_int8_threshold, skip_modules=tuple(kept))
+        return BitsAndBytes8Bit(threshold=config.llm_int8_threshold, skip_modules=(*named, *in_fp32))
     return BitsAndBytes4Bit(
-        quant_type=config.bnb_4bit_quant_type, double_quant=config.bnb_4bit_use_double_quant,
-        compute_dtype=config.bnb_4bit_compute_dtype, skip_modules=tuple(kept),
-    )  # fmt: skip
-
-
-def _present(model: nn.Module, names: Collection[str] | None) -> list[str]:
-    """Return the names among some that a module of the model has, at any depth."""
-    known = {part for name, _ in model.named_modules() for part in name.split(".")}
-    return [name for name in names or () if name in known]
+        quant_type=config.bnb_4bit_quant_type,
+        double_quant=config.bnb_4bit_use_double_quant,
+        compute_dtype=config.bnb_4bit_compute_dtype,
+        skip_modules=(*named, *in_fp32),
+    )
 
 
 def _pack_in_memory(
@@ -114,8 +113,7 @@ def _pack_in_memory(
             weight = module.weight.detach().to(config.torch_dtype).to(place)
             layer = quantization.layer(module, quantization.pack(weight))
             if layer is not None:
-                owner, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, layer)
+                model.set_submodule(name, layer)
     in_fp32 = config.keep_in_fp32_modules or ()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
@@ -150,16 +148,9 @@ def get_quantized_model_device_map(
     if not isinstance(device_map, str):
         return dict(device_map)
     config = bnb_quantization_config
-    kept = config.skip_modules if config.skip_modules is not None else get_keys_to_not_convert(model)
-    sizes = quantized_sizes(model, _quantization(config, kept), dtype=config.torch_dtype)
     whole = present_classes(model, no_split_module_classes)
-    budgets: dict[Where, int | str] = {
-        **(
-            get_max_memory(max_memory)
-            if device_map == "sequential"
-            else get_balanced_memory(model, max_memory, whole, low_zero=device_map == "balanced_low_0")
-        )
-    }
+    budgets: dict[Where, int | str] = {**plan_budgets(device_map, model, max_memory, whole)}
+    sizes = quantized_sizes(model, _quantization(model, config), dtype=config.torch_dtype)
     return infer_auto_device_map(
         model, budgets, dtype=config.torch_dtype, special_sizes=sizes, no_split_module_classes=whole
     )
@@ -182,8 +173,7 @@ def replace_with_bnb_layers(
     for name, module in list(model.named_modules()):
         full = ".".join([*(current_key_name or ()), name])
         if name and isinstance(module, nn.Linear) and not _is_kept(full, modules_to_not_convert or ()):
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, _bnb_layer(module, bnb_quantization_config))
+            model.set_submodule(name, _bnb_layer(module, bnb_quantization_config))
     return model
 
 

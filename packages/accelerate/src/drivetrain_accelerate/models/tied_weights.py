@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain_accelerate.compat import tied_weights_keys
+from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments
 from drivetrain_dispatch.model.sizes import nearest_entry
 from drivetrain_weights import find_tied_parameters as find_groups
 from drivetrain_weights.errors import TiedParametersError
@@ -42,10 +43,8 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
                 f"tied_params: {shapes}: tensors of one shape can be one; leave others out"
             )
         kept.append(next((named[name] for name in group if not named[name].is_meta), None))
-    for group, tensor in zip(tied_params, kept, strict=True):
-        for name in group if tensor is not None else ():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, tensor)
+    groups = zip(tied_params, kept, strict=True)
+    apply_assignments(model, [Assignment(tuple(group), each) for group, each in groups if each is not None])
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:

@@ -23,7 +23,11 @@ class CpuOffload(ModelHook):
         self, execution_device: Where | None = None, prev_module_hook: "UserCpuOffloadHook | None" = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = _current() if execution_device is None else execution_device
+        if execution_device is None and (
+            found := torch.accelerator.current_accelerator(check_available=True)
+        ):
+            execution_device = torch.device(found.type, torch.accelerator.current_device_index())
+        self.execution_device: Where = "cpu" if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the model to the host."""
@@ -80,12 +84,3 @@ def cpu_offload_with_hook(
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
-
-
-def _current() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        torch.device("cpu")
-        if found is None
-        else torch.device(found.type, torch.accelerator.current_device_index())
-    )

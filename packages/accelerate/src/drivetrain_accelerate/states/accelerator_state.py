@@ -75,9 +75,9 @@ class AcceleratorState(PartialState):
         is_in_settings = add_unsaid_plugins(
             plugins, num_processes=ranks.num_processes, is_main=ranks.is_main_process
         )
-        dimensions = plugins["parallelism_config"]
-        is_alone = dimensions is None or ranks.num_processes == 1
-        mesh = None if is_alone else dimensions.get_device_mesh(ranks.device.type)
+        dimensions, mesh = plugins["parallelism_config"], None
+        if dimensions is not None and ranks.num_processes > 1:
+            mesh = dimensions.get_device_mesh(ranks.device.type)
         self.__dict__.update(PartialState._shared_state)
         self.is_sharding_in_settings = is_in_settings
         self.said_precision = mixed_precision

@@ -143,15 +143,13 @@ def send_to_device(
     def again(value: Any) -> Any:
         return send_to_device(value, device, non_blocking, skipped)
 
-    if (
-        not isinstance(tensor, type)
-        and hasattr(tensor, "to")
-        and not (isinstance(tensor, Mapping) and skipped)
-    ):
+    can_move = not isinstance(tensor, type) and hasattr(tensor, "to")
+    if can_move and not (skipped and isinstance(tensor, Mapping)):
+        moves: Any = tensor
         try:
-            return tensor.to(device, non_blocking=non_blocking)
+            return moves.to(device, non_blocking=non_blocking)
         except TypeError:  # the `to` of a class of the program's own takes the device alone
-            return tensor.to(device)
+            return moves.to(device)
     if isinstance(tensor, (tuple, list, Mapping)):
         return _with_items(tensor, again, skipped)
     if is_dataclass(tensor) and not isinstance(tensor, type) and is_strict():
