@@ -85,9 +85,20 @@ def test_layers_are_replaced_but_for_those_named(plain: Model) -> None:
     assert quantized.get_parameter_device(plain) == torch.device("cpu")
 
 
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_replaced_layer_packs_its_weight_as_the_options_say(plain: Model, kind: str, double: bool) -> None:
+    config = Config(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
+    layer: Any = quantized.replace_with_bnb_layers(plain, config).body[0].to("cpu")
+    assert (layer.weight.quant_state.quant_type, layer.weight.quant_state.nested) == (kind, double)
+    assert not any(each.requires_grad for each in layer.parameters())
+
+
 def test_a_map_is_planned_by_packed_sizes(plain: Model) -> None:
     config = Config(load_in_4bit=True)
     budgets: Any = {"cpu": 60_000}
     assert quantized.get_quantized_model_device_map(plain, config, "sequential", budgets) == {"": "cpu"}
     assert quantized.get_quantized_model_device_map(plain, config, {"": "cpu"}) == {"": "cpu"}
     assert set(quantized.get_quantized_model_device_map(plain, config)) == {""}
+    with pytest.raises(ValueError, match="device_map='other': give a map, or one of 'auto'"):
+        quantized.get_quantized_model_device_map(plain, config, "other")

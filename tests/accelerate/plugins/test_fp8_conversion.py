@@ -5,6 +5,7 @@ from torch import nn
 
 from drivetrain_accelerate.plugins import torchao_conversion as ours
 from drivetrain_accelerate.plugins import transformer_engine_conversion
+from drivetrain_accelerate.plugins.enums import FP8BackendType
 from drivetrain_accelerate.plugins.fp8_recipes import AORecipeKwargs
 from drivetrain_precision import PrecisionError
 
@@ -47,6 +48,7 @@ def test_the_default_options_train_on_one_process_which_gathers_nothing() -> Non
     from accelerate_sides import OURS
 
     with OURS.accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()]) as accelerator:
+        assert accelerator.fp8_backend == FP8BackendType.AO
         assert ours.has_ao_layers(accelerator.prepare(model()))
 
 

@@ -60,7 +60,9 @@ def prepared(accelerator: Accelerator) -> tuple[nn.Module, Any]:
 
 
 def test_the_plan_tells_the_layers_at_once_and_the_products_after_the_first_step() -> None:
-    with make(TorchaoRecipe(scaling="rowwise")) as accelerator:
+    recipe = TorchaoRecipe(scaling="rowwise")
+    with make(recipe) as accelerator:
+        assert accelerator.fp8_recipe == recipe
         model, optimizer = prepared(accelerator)
         assert accelerator.plan.facts["fp8 layers"] == "1 of 3 linear layers in torchao_rowwise"
         assert accelerator.plan.facts["precision"] == "fp8"
@@ -134,6 +136,7 @@ def test_bf16_instead_is_told_in_the_plan_with_its_reason() -> None:
         assert type(accelerator.unwrap_model(model)[2]) is nn.Linear
         row = next(row for row in accelerator.plan.rows if row.setting == "run.mixed_precision")
         assert (row.asked, row.applied) == ("fp8", "bf16")
+        assert accelerator.fp8_recipe is None
         assert row.reason.startswith("fp8_fallback: recipe 'torchao_nvfp4': it needs a Blackwell")
 
 

@@ -34,6 +34,7 @@ from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_par
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
 from drivetrain_accelerate.training.loss_scale import LossScaleView, check_scaler
+from drivetrain_precision import TransformerEngineRecipe
 from drivetrain_state import best_device_kind
 
 NOT_SAID = object()
@@ -240,8 +241,8 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         """The library that computes in fp8."""
         if self.mixed_precision != "fp8":
             return FP8BackendType.NO
-        recipe = self.inner.plan.facts.get("fp8 layers", "")
-        return FP8BackendType.TE if " in te_" in recipe else FP8BackendType.AO
+        is_engine = isinstance(self.inner.fp8_recipe, TransformerEngineRecipe)
+        return FP8BackendType.TE if is_engine else FP8BackendType.AO
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -170,37 +170,29 @@ def replace_with_bnb_layers(
         modules_to_not_convert: Names of modules that stay.
         current_key_name: The names of the modules around the model.
     """
+    quantization = _quantization(model, bnb_quantization_config)
     for name, module in list(model.named_modules()):
         full = ".".join([*(current_key_name or ()), name])
         if name and isinstance(module, nn.Linear) and not _is_kept(full, modules_to_not_convert or ()):
-            model.set_submodule(name, _bnb_layer(module, bnb_quantization_config))
+            layer = quantization.layer(module, _unpacked(module.weight, bnb_quantization_config))
+            assert layer is not None  # bitsandbytes' layers replace torch's
+            model.set_submodule(name, layer.requires_grad_(False))
     return model
 
 
-def _bnb_layer(linear: nn.Linear, config: QuantizationConfig) -> nn.Module:
+def _unpacked(weight: nn.Parameter, config: QuantizationConfig) -> nn.Parameter:
+    """Return a weight that bitsandbytes packs when it moves."""
     import bitsandbytes
 
-    library: Any = bitsandbytes
-    bias: Any = linear.bias  # None in a layer without
-    sizes = (linear.in_features, linear.out_features)
+    library: Any = bitsandbytes.nn
     if config.load_in_8bit:
-        layer = library.nn.Linear8bitLt(
-            *sizes,
-            bias is not None,
-            has_fp16_weights=False,
-            threshold=config.llm_int8_threshold,
-            device="meta",
-        )
-    else:
-        layer = library.nn.Linear4bit(
-            *sizes, bias is not None, config.bnb_4bit_compute_dtype, quant_type=config.bnb_4bit_quant_type,
-            compress_statistics=config.bnb_4bit_use_double_quant, device="meta",
-        )  # fmt: skip
-    made: Any = type(layer.weight)
-    layer.weight = made(linear.weight.data, requires_grad=False)
-    layer.bias = bias
-    layer.requires_grad_(False)
-    return cast("nn.Module", layer)
+        return library.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
+    return library.Params4bit(
+        weight.data,
+        requires_grad=False,
+        quant_type=config.bnb_4bit_quant_type,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+    )
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:

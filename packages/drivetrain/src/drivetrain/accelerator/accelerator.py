@@ -147,6 +147,11 @@ class Accelerator(
         """The precision in use, such as "bf16"."""
         return self._parts.policy.mode
 
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """The recipe by which linear layers compute in fp8; None in other precisions."""
+        return self._parts.policy.recipe
+
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, schedulers and loaders. Called on all ranks with the same kinds of objects.
 
