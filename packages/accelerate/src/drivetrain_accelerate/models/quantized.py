@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_accelerate.models.device_maps import plan_budgets, present_classes
 from drivetrain_accelerate.models.model_dispatch import dispatch_model
@@ -180,7 +180,7 @@ def replace_with_bnb_layers(
     return model
 
 
-def _unpacked(weight: nn.Parameter, config: QuantizationConfig) -> nn.Parameter:
+def _unpacked(weight: Tensor, config: QuantizationConfig) -> nn.Parameter:
     """Return a weight that bitsandbytes packs when it moves."""
     import bitsandbytes
 

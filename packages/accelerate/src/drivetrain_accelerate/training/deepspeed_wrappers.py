@@ -38,9 +38,6 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         optimizer: The optimizer of DeepSpeed.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine does so in its step."""
 
@@ -60,9 +57,6 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         scheduler: The schedule of learning rates.
         optimizers: The optimizer of the schedule, or several.
     """
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as in Accelerate
         """Do nothing: the schedule has advanced with its optimizer."""

@@ -13,6 +13,18 @@ from drivetrain_backends import PreparedOptimizer
 _POSITION = "data_position"  # the entry of an optimizer's saved state
 
 
+def _of_inner(name: str, doc: str) -> Any:
+    """Return a property that is an attribute of the user's optimizer."""
+
+    def read(stepped: "AcceleratedOptimizer") -> Any:
+        return getattr(stepped.optimizer, name)
+
+    def write(stepped: "AcceleratedOptimizer", value: Any) -> None:
+        setattr(stepped.optimizer, name, value)
+
+    return property(read, write, doc=doc)
+
+
 class AcceleratedOptimizer(Optimizer):
     """The user's optimizer, with its groups and state, stepped by drivetrain.
 
@@ -47,34 +59,9 @@ class AcceleratedOptimizer(Optimizer):
         """True if the run that prepared it has forgotten it: it may be prepared again."""
         return isinstance(self._prepared, PreparedOptimizer) and self._prepared.is_released
 
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The state by parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The parameter groups; learning rates are read and set here."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, param_groups: list[dict[str, Any]]
-    ) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The defaults of a new parameter group."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    state = _of_inner("state", "The state by parameter.")
+    param_groups = _of_inner("param_groups", "The parameter groups; learning rates are read and set here.")
+    defaults = _of_inner("defaults", "The defaults of a new parameter group.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the user's optimizer."""
