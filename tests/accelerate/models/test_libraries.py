@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +15,7 @@ TESTS = Path(__file__).parents[2]
 needs_device = pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
 
 
-def assert_runs(command: Sequence[str]) -> None:
+def assert_runs(*command: str) -> None:
     path = os.pathsep.join(map(str, (TESTS, TESTS / "accelerate")))
     environment = {**os.environ, "PYTHONPATH": path}
     finished = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -26,9 +25,7 @@ def assert_runs(command: Sequence[str]) -> None:
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="wants transformers")
 def test_models_of_transformers_compute_as_without_a_map(python: str, tmp_path: Path) -> None:
-    assert_runs(
-        [python, "-m", "drivetrain_accelerate", str(PROGRAMS / "with_transformers.py"), str(tmp_path)]
-    )
+    assert_runs(python, "-m", "drivetrain_accelerate", str(PROGRAMS / "with_transformers.py"), str(tmp_path))
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="wants peft")
@@ -36,7 +33,7 @@ def test_models_of_transformers_compute_as_without_a_map(python: str, tmp_path: 
 @pytest.mark.timeout(400)  # the device is compiled first
 @pytest.mark.slow
 def test_adapters_of_peft_go_on_a_dispatched_base(where: str, python: str, tmp_path: Path) -> None:
-    assert_runs([python, str(PROGRAMS / "with_peft.py"), str(tmp_path), *([where] if where == "npu" else [])])
+    assert_runs(python, str(PROGRAMS / "with_peft.py"), str(tmp_path), *([where] if where == "npu" else []))
 
 
 @pytest.mark.costly
@@ -45,4 +42,4 @@ def test_adapters_of_peft_go_on_a_dispatched_base(where: str, python: str, tmp_p
 @pytest.mark.skipif(find_spec("diffusers") is None, reason="wants diffusers")
 @pytest.mark.slow
 def test_pipelines_of_diffusers_give_the_same_images(python: str, tmp_path: Path) -> None:
-    assert_runs([python, str(PROGRAMS / "with_diffusers.py"), str(tmp_path)])
+    assert_runs(python, str(PROGRAMS / "with_diffusers.py"), str(tmp_path))

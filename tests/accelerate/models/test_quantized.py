@@ -1,7 +1,7 @@
 """Models that bitsandbytes quantises."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +16,16 @@ from optional_modules import skip_without
 skip_without("bitsandbytes")
 
 
-@dataclass
-class Config:
-    """The attributes of a `BnbQuantizationConfig`."""
+# The attributes of a `BnbQuantizationConfig`.
+DEFAULTS: dict[str, Any] = {
+    "load_in_8bit": False, "load_in_4bit": False, "llm_int8_threshold": 6.0, "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": torch.float32, "torch_dtype": torch.float32,
+    "skip_modules": None, "keep_in_fp32_modules": [],
+}  # fmt: skip
 
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    llm_int8_threshold: float = 6.0
-    bnb_4bit_quant_type: Any = "nf4"
-    bnb_4bit_use_double_quant: bool = False
-    bnb_4bit_compute_dtype: Any = torch.float32
-    torch_dtype: torch.dtype = torch.float32
-    skip_modules: list[str] | None = None
-    keep_in_fp32_modules: list[str] = field(default_factory=list)
+
+def config_of(**said: Any) -> Any:
+    return SimpleNamespace(**{**DEFAULTS, **said})
 
 
 class Model(nn.Module):
@@ -52,7 +49,7 @@ def plain() -> Model:
 def test_a_model_is_quantised_while_it_is_loaded_or_in_memory(
     plain: Model, bits: int, loaded: bool, tmp_path: Path
 ) -> None:
-    config = Config(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    config = config_of(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
     x = torch.randn(3, 64)
     expected = plain(x)
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
@@ -72,13 +69,13 @@ def test_a_model_without_memory_needs_weights() -> None:
     with init_empty_weights():
         model = Model()
     with pytest.raises(ValueError, match="give weights_location"):
-        quantized.load_and_quantize_model(model, Config(load_in_4bit=True))
+        quantized.load_and_quantize_model(model, config_of(load_in_4bit=True))
 
 
 def test_layers_are_replaced_but_for_those_named(plain: Model) -> None:
     theirs: Any = pytest.importorskip("accelerate.utils.bnb")
     assert quantized.get_keys_to_not_convert(plain) == theirs.get_keys_to_not_convert(plain)
-    quantized.replace_with_bnb_layers(plain, Config(load_in_4bit=True), ["head", "0"])
+    quantized.replace_with_bnb_layers(plain, config_of(load_in_4bit=True), ["head", "0"])
     assert [type(each).__name__ for each in (plain.body[0], plain.body[2], plain.head)] == [
         "Linear", "Linear4bit", "Linear",
     ]  # fmt: skip
@@ -88,14 +85,14 @@ def test_layers_are_replaced_but_for_those_named(plain: Model) -> None:
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_a_replaced_layer_packs_its_weight_as_the_options_say(plain: Model, kind: str, double: bool) -> None:
-    config = Config(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
+    config = config_of(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
     layer: Any = quantized.replace_with_bnb_layers(plain, config).body[0].to("cpu")
     assert (layer.weight.quant_state.quant_type, layer.weight.quant_state.nested) == (kind, double)
     assert not any(each.requires_grad for each in layer.parameters())
 
 
 def test_a_map_is_planned_by_packed_sizes(plain: Model) -> None:
-    config = Config(load_in_4bit=True)
+    config = config_of(load_in_4bit=True)
     budgets: Any = {"cpu": 60_000}
     assert quantized.get_quantized_model_device_map(plain, config, "sequential", budgets) == {"": "cpu"}
     assert quantized.get_quantized_model_device_map(plain, config, {"": "cpu"}) == {"": "cpu"}
