@@ -42,6 +42,11 @@ class DispatchedHook(AlignDevicesHook):
             self.original_devices = {name: tensor.device for name, tensor in named_module_tensors(module)}
 
     @property
+    def is_shown(self) -> bool:
+        """True if it belongs to a module of a dispatched model, in whose forwards it does not run."""
+        return self._module is not None
+
+    @property
     def offload(self) -> bool:  # type: ignore[override] so that it is no attribute that a new hook is made with
         """True if the module's weights are elsewhere than where it computes; they are fetched for its forward."""
         module = None if self._module is None else self._module()

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from drivetrain_accelerate.interface.replaced import in_use
 from drivetrain_accelerate.models.device_maps import check_device_map, present_classes
 from drivetrain_accelerate.models.dispatched_hook import DispatchedHook
-from drivetrain_accelerate.models.module_hooks import DEVICE_MAP, HOOK, OLD_FORWARD, forget_dispatch, hook_of
+from drivetrain_accelerate.models.module_hooks import (
+    DEVICE_MAP,
+    HOOK,
+    OLD_FORWARD,
+    forget_dispatch,
+    hook_of,
+    remove_hook_from_module,
+)
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_accelerate.models.offload_folder import Entry, OffloadedWeightsLoader, dtype_named
 from drivetrain_dispatch import DeviceMap
@@ -82,7 +89,7 @@ def dispatch_model(
         ValueError: The map does not cover the model, or weights are for the disk and nothing says where.
     """
     in_use("accelerate.big_modeling.check_device_map", check_device_map)(model, device_map)
-    forget_dispatch(model)
+    _forget(model)
     sources = _fill_from_sources(model, state_dict, offload_dir, offload_index)
     places = {place_of(device) for device in device_map.values()}
     # bitsandbytes' weights must not be moved.
@@ -122,7 +129,7 @@ def cpu_offload(
         The same model.
     """
     device = _device_of(model) if execution_device is None else execution_device
-    forget_dispatch(model)
+    _forget(model)
     sources = _fill_from_sources(model, state_dict, None, None)
     return _dispatch(
         model, {"": "cpu"}, sources, main_device=device, offload_buffers=offload_buffers,
@@ -150,7 +157,7 @@ def disk_offload(
         The same model.
     """
     device = _device_of(model) if execution_device is None else execution_device
-    forget_dispatch(model)
+    _forget(model)
     sources = _fill_from_sources(model, None, offload_dir, None)
     return _dispatch(
         model, {"": "disk"}, sources, main_device=torch.device("cpu") if device.type == "meta" else device,
@@ -182,6 +189,14 @@ def _dispatch(
     vars(model).pop(DEVICE_MAP, None)
     _show_hooks(model, placements, main_device)
     return model
+
+
+def _forget(model: nn.Module) -> None:
+    """Make a dispatched model ordinary, and take the hooks away that showed libraries its devices."""
+    forget_dispatch(model)
+    for module in model.modules():
+        if isinstance(hook := hook_of(module), DispatchedHook) and hook.is_shown:
+            remove_hook_from_module(module)
 
 
 def _show_hooks(model: nn.Module, placements: Mapping[str, Placement], main_device: Where | None) -> None:
