@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -51,3 +52,15 @@ def said(call: Callable[[], Any]) -> Any:
         return call()
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def assert_alike(real: Callable[..., Any], mine: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Check that two functions return what shows the same, or raise an error of the same class."""
+    shown: list[str] = []
+    for function in (real, mine):
+        try:
+            value = function(*deepcopy(args), **kwargs)  # transformers' encodings move themselves in place
+            shown.append(f"{type(value).__name__} {value!r}")
+        except (TypeError, ValueError, AttributeError) as error:
+            shown.append(type(error).__name__)
+    assert shown[0] == shown[1]

@@ -1,6 +1,8 @@
 """Files of sharded models, written and read here and by the installed Accelerate."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,33 +48,37 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def exchanged(folder: str, kind: str, direction: str) -> tuple[list[float], list[float]]:
-    """Train, write, read in the other package, and train there; return the weights of both after the same steps."""
-    plugin = {
-        Accelerator: SimpleNamespace(state_dict_type=kind),
-        RealAccelerator: FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind),
-    }
-    classes: list[Any] = [Accelerator, RealAccelerator]
-    writer, reader = classes if direction == "ours to real" else classes[::-1]
-    found: list[Any] = []
-    for place, kind_of in enumerate((writer, reader)):
-        accelerator = kind_of(cpu=True)
-        module: Any = ours if kind_of is Accelerator else real
-        model, optimizer = prepared(accelerator, seed=place)
-        given = plugin[kind_of]
-        if place == 0:
-            step(accelerator, model, optimizer)
-            module.save_fsdp_model(given, accelerator, model, folder, 1)
-            module.save_fsdp_optimizer(given, accelerator, optimizer, model, folder, 1)
-        else:
-            module.load_fsdp_model(given, accelerator, model, folder, 1)
-            module.load_fsdp_optimizer(given, accelerator, optimizer, model, folder, 1)
-        step(accelerator, model, optimizer)
-        found.append(weights(model))
-        accelerator.wait_for_everyone()
-        state = accelerator.state
+@contextmanager
+def run_of(kind: Any) -> Generator[Any]:
+    accelerator = kind(cpu=True)
+    state: Any = accelerator.state
+    try:
+        yield accelerator
+    finally:
         accelerator.end_training()
         type(state)._reset_state(reset_partial_state=True)
+
+
+def exchanged(folder: str, kind: str, direction: str) -> tuple[list[float], list[float]]:
+    """Train, write, read in the other package, and train there; return the weights of both after the same steps."""
+    sides: list[Any] = [
+        (Accelerator, ours, SimpleNamespace(state_dict_type=kind)),
+        (RealAccelerator, real, FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)),
+    ]
+    found: list[Any] = []
+    for way, side in zip(
+        ("save", "load"), sides if direction == "ours to real" else sides[::-1], strict=True
+    ):
+        kind_of, module, plugin = side
+        with run_of(kind_of) as accelerator:
+            model, optimizer = prepared(accelerator, seed=len(found))
+            if way == "save":
+                step(accelerator, model, optimizer)
+            getattr(module, f"{way}_fsdp_model")(plugin, accelerator, model, folder, 1)
+            getattr(module, f"{way}_fsdp_optimizer")(plugin, accelerator, optimizer, model, folder, 1)
+            step(accelerator, model, optimizer)
+            found.append(weights(model))
+            accelerator.wait_for_everyone()
     return found[0], found[1]
 
 
@@ -84,33 +90,25 @@ def test_files_are_exchanged_with_the_real_one(
 ) -> None:
     mine, theirs = exchanged(str(tmp_path), kind, direction)
     assert mine == pytest.approx(theirs, rel=1e-6)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == (
-        {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}
-        if kind == FULL
-        else {"pytorch_model_fsdp_1", "optimizer_1"}
-    )
+    end = ".bin" if kind == FULL else ""
+    assert sorted(os.listdir(tmp_path)) == [f"optimizer_1{end}", f"pytorch_model_fsdp_1{end}"]
 
 
 def errors_of_failing_writes(folder: Path) -> list[str]:
     """Let the main process fail in each function in which it writes or reads alone; return the kinds of errors."""
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = prepared(accelerator, seed=0)
-    plugin = SimpleNamespace(state_dict_type=FULL)
-    calls: list[Callable[[], Any]] = [
-        lambda: merge_fsdp_weights(str(folder / "none"), str(folder / "merged")),
-        lambda: accelerator.save_model(model, folder / "file", safe_serialization=False),
-        lambda: ours.save_fsdp_model(plugin, accelerator, model, str(folder)),
-        lambda: ours.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder)),
-    ]
-    found: list[str] = []
-    for call in calls:
-        with pytest.raises((OSError, RuntimeError), match=r"\w") as raised:
-            call()
-        found.append(type(raised.value).__name__)
-    state = accelerator.state
-    accelerator.end_training()
-    type(state)._reset_state(reset_partial_state=True)
+    plugin, found = SimpleNamespace(state_dict_type=FULL), list[str]()
+    with run_of(Accelerator) as accelerator:
+        model, optimizer = prepared(accelerator, seed=0)
+        calls: list[Callable[[], Any]] = [
+            lambda: merge_fsdp_weights(str(folder / "none"), str(folder / "merged")),
+            lambda: accelerator.save_model(model, folder / "file", safe_serialization=False),
+            lambda: ours.save_fsdp_model(plugin, accelerator, model, str(folder)),
+            lambda: ours.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder)),
+        ]
+        for call in calls:
+            with pytest.raises((OSError, RuntimeError), match=r"\w") as raised:
+                call()
+            found.append(type(raised.value).__name__)
     return found
 
 
@@ -160,12 +158,8 @@ def test_sharded_models_are_written_and_read(tmp_path: Path, run_ranks: Any, kin
     for mine, other in run_ranks(on_shards, str(tmp_path), kind):
         assert other == pytest.approx(mine, rel=1e-6)
     if kind == FULL:
-        assert torch.load(tmp_path / "pytorch_model_fsdp.bin").keys() == {
-            "0.weight",
-            "0.bias",
-            "1.weight",
-            "1.bias",
-        }
+        names = {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert torch.load(tmp_path / "pytorch_model_fsdp.bin").keys() == names
         return
     from safetensors.torch import load_file
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -24,28 +24,18 @@ def read(prepare: Any, size: int, batch_size: int, *, drop_last: bool, **options
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_a_process_reads_what_it_reads_with_the_real_one(
     size: int, batch_size: int, processes: int, drop_last: bool, split: bool, even: bool
 ) -> None:
     batch_size = batch_size * processes if split else batch_size
-    by_process = [
+    options: dict[str, Any] = {"num_processes": processes, "split_batches": split, "even_batches": even}
+    mine, theirs = (
         [
-            read(
-                prepare,
-                size,
-                batch_size,
-                drop_last=drop_last,
-                num_processes=processes,
-                process_index=process,
-                split_batches=split,
-                even_batches=even,
-            )
+            read(prepare, size, batch_size, drop_last=drop_last, process_index=process, **options)
             for process in range(processes)
         ]
         for prepare in (prepare_data_loader, real.prepare_data_loader)
-    ]
-    mine, theirs = by_process
+    )
     if even or drop_last:
         assert mine == theirs
         return

@@ -3,6 +3,7 @@
 import pickle
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ Stateful: Any = torchdata.StatefulDataLoader
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 NUMBERS: Any = list(range(14))
+WORKERS = pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 
 
 class Stream(IterableDataset[int]):
@@ -38,11 +40,10 @@ class Stream(IterableDataset[int]):
         return iter(NUMBERS)
 
 
-class StandingStream(IterableDataset[int]):
+class StandingStream(Stream):
     """Numbers, with a state."""
 
-    def __init__(self) -> None:
-        self.at = 0
+    at = 0
 
     def __iter__(self) -> Iterator[int]:
         while self.at < len(NUMBERS):
@@ -60,8 +61,7 @@ class StandingStream(IterableDataset[int]):
 class Counting(Dataset[torch.Tensor]):
     """Indices, with the number of samples that were read, which is its state."""
 
-    def __init__(self) -> None:
-        self.num_read = 0
+    num_read = 0
 
     def __len__(self) -> int:
         return len(NUMBERS)
@@ -71,26 +71,20 @@ class Counting(Dataset[torch.Tensor]):
         return torch.tensor([index, self.num_read])
 
     def state_dict(self) -> dict[str, int]:
-        return {"num_read": self.num_read}
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_read = state["num_read"]
+        vars(self).update(state)
 
 
 def prepared(dataset: Any, **options: Any) -> Any:
     return prepare_data_loader(DataLoader(dataset, **options), use_stateful_dataloader=True)
 
 
-def shard(dataset: Any, **options: Any) -> Any:
-    return DataLoaderShard(dataset, use_stateful_dataloader=True, **options)
-
-
-def dispatcher(dataset: Any, **options: Any) -> Any:
-    return DataLoaderDispatcher(dataset, use_stateful_dataloader=True, **options)
-
-
-def skipping(dataset: Any, **options: Any) -> Any:
-    return SkipDataLoader(dataset, use_stateful_dataloader=True, **options)
+shard, dispatcher, skipping = (
+    partial(kind, use_stateful_dataloader=True)
+    for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
+)
 
 
 def read(loader: Any, keep: int | None = None) -> Any:
@@ -104,7 +98,7 @@ def read(loader: Any, keep: int | None = None) -> Any:
     return found if keep is None else (found, state)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@WORKERS
 @pytest.mark.parametrize("build", [shard, dispatcher, skipping])
 def test_a_loader_of_a_program_is_torchdatas_with_its_states(build: Any, num_workers: int) -> None:
     def options() -> dict[str, Any]:
@@ -119,7 +113,7 @@ def test_a_loader_of_a_program_is_torchdatas_with_its_states(build: Any, num_wor
     assert loader.state_dict()["_iterator_finished"]
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@WORKERS
 @pytest.mark.parametrize("dataset", [NUMBERS, Stream, StandingStream, Counting])
 @pytest.mark.parametrize("build", [prepared, shard, dispatcher])
 def test_states_go_between_a_loader_and_torchdatas(build: Any, dataset: Any, num_workers: int) -> None:
@@ -135,10 +129,9 @@ def test_states_go_between_a_loader_and_torchdatas(build: Any, dataset: Any, num
         assert read(loader) == batches[2:], (giver, taker)
         if dataset is not Counting:
             assert read(loader) == batches
-    loader = make(build)
-    ended = read(loader) and loader.state_dict()
-    again = make(build)
-    again.load_state_dict(ended)
+    loader, again = make(build), make(build)
+    read(loader)
+    again.load_state_dict(loader.state_dict())
     assert len(read(again)) == len(batches)
 
 
@@ -227,18 +220,15 @@ def states_on_a_rank() -> list[str]:
     wrong: list[str] = []
     for dispatch, (name, dataset) in product((False, True), {"numbers": NUMBERS, "stream": Stream()}.items()):
         config: dict[str, Any] = {"use_stateful_dataloader": True, "dispatch_batches": dispatch}
-        with OURS.accelerator(
-            dataloader_config=OURS("accelerate.utils.DataLoaderConfiguration")(**config)
-        ) as accelerator:
+        options = OURS("accelerate.utils.DataLoaderConfiguration")(**config)
+        with OURS.accelerator(dataloader_config=options) as accelerator:
             plain = DataLoader(dataset, batch_size=2)
             batches, state = read(accelerator.prepare(plain), keep=2)
             again = accelerator.prepare(plain)
             again.load_state_dict(state)
             fresh = accelerator.prepare(plain)
             gathered = [accelerator.gather_for_metrics(batch).tolist() for batch in fresh]
-            num = (
-                len(batches) if name == "numbers" else len(batches) - 1
-            )  # what fills a tail of a stream may differ
+            num = len(batches) - (name == "stream")  # what fills a tail of a stream may differ
             checks = {
                 "class": isinstance(again, Stateful),
                 "resumed": read(again)[: num - 2] == batches[2:num],
@@ -263,20 +253,22 @@ def test_states_of_several_processes(run_ranks: Any) -> None:
     assert run_ranks(states_on_a_rank) == [[], []]
 
 
-def test_a_loader_that_the_program_builds_of_torchdatas_kind_has_its_states() -> None:
+def test_a_loader_that_the_program_builds_of_torchdatas_kind_is_read() -> None:
     for side in (THEIRS, OURS):
         with side.accelerator() as accelerator:
             loader = accelerator.prepare(Stateful(NUMBERS, batch_size=4))
-            assert read(loader) == [NUMBERS[at : at + 4] for at in range(0, 14, 4)]
+            assert list(chain.from_iterable(read(loader))) == NUMBERS
 
 
-def test_what_is_no_state_of_the_loader_is_refused() -> None:
+def test_what_is_no_state_and_a_loader_that_reads_in_its_own_way_are_refused() -> None:
     loader = prepared(NUMBERS, batch_size=4)
     with pytest.raises(DataStateError, match=r"no state of torchdata's StatefulDataLoader: it has \['epoch'"):
         loader.load_state_dict({"epoch": 1})
     _, state = read(loader, keep=1)
     with pytest.raises(DataStateError, match="saved with num_workers=0 and this loader has 1"):
         prepared(NUMBERS, batch_size=4, num_workers=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="use_stateful_dataloader=True: Reversed reads in a way of its own"):
+        prepare_data_loader(Reversed(NUMBERS), use_stateful_dataloader=True)
 
 
 class Reversed(DataLoader[Any]):
@@ -284,15 +276,9 @@ class Reversed(DataLoader[Any]):
         return reversed(list(super().__iter__()))
 
 
-def test_a_loader_that_reads_in_its_own_way_is_refused() -> None:
-    with pytest.raises(ValueError, match="use_stateful_dataloader=True: Reversed reads in a way of its own"):
-        prepare_data_loader(Reversed(NUMBERS), use_stateful_dataloader=True)
-
-
 def test_torchdata_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchdata", None)
+    said = r"use_stateful_dataloader=True: torchdata 0\.8 or newer is not"
     for build in (prepared, shard, dispatcher):
-        with pytest.raises(
-            ImportError, match=r"use_stateful_dataloader=True: torchdata 0\.8 or newer is not"
-        ):
+        with pytest.raises(ImportError, match=said):
             build(NUMBERS)

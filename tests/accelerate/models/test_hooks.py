@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("hooks", [pytest.param(ours, id="ours"), pytest.p
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     rest = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    parts = OrderedDict(first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), rest=rest)
+    parts: Any = OrderedDict(first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), rest=rest)
     return nn.Sequential(parts).eval()
 
 

@@ -17,9 +17,9 @@ def test_a_reset_of_the_accelerators_state_leaves_the_ranks(side: Side) -> None:
     with side.accelerator(mixed_precision="bf16") as accelerator:
         kept = ranks()
         accelerator.state._reset_state()
-        assert (kept.is_main_process, accelerator.is_main_process, accelerator.is_local_main_process) == (
-            True,
-        ) * 3
+        assert kept.is_main_process
+        assert accelerator.is_main_process
+        assert accelerator.is_local_main_process
         assert (kept.initialized, ranks().device) == (True, torch.device("cpu"))
         accelerator.wait_for_everyone()
         with pytest.raises(AttributeError, match="mixed_precision"):
@@ -37,11 +37,8 @@ def test_a_reset_of_the_accelerators_state_leaves_the_ranks(side: Side) -> None:
 def test_ranks_and_device_are_told_after_a_reset_where_the_real_one_tells_none() -> None:
     with OURS.accelerator() as accelerator:
         accelerator.state._reset_state()
-        assert (accelerator.num_processes, accelerator.process_index, accelerator.device.type) == (
-            1,
-            0,
-            "cpu",
-        )
+        assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
+        assert accelerator.device.type == "cpu"
         assert torch.equal(accelerator.gather(torch.ones(1)), torch.ones(1))
         assert "Num processes: 1" in repr(OURS("accelerate.PartialState")())
 
@@ -62,10 +59,6 @@ def test_a_reset_of_the_gradients_state_ends_with_the_next_view() -> None:
         gradients = side("accelerate.state.GradientState")
         with side.accelerator(gradient_accumulation_steps=2) as accelerator:
             accelerator.gradient_state._reset_state()
-            after = [
-                gradients().sync_gradients,
-                accelerator.sync_gradients,
-                gradients().num_steps,
-            ]
+            after = gradients().sync_gradients, accelerator.sync_gradients, gradients().num_steps
             found.append((after, gradients().dataloader_references))
     assert found[0] == found[1]

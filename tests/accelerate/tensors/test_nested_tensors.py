@@ -3,7 +3,6 @@
 import pickle
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import MutableMapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,9 @@ import torch
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
+from accelerate_sides import assert_alike
 from drivetrain_accelerate.tensors import nested_tensors, shapes
+from drivetrain_accelerate.tensors.nested_tensors import recursively_apply, send_to_device
 
 real: Any = pytest.importorskip("accelerate.utils.operations")
 
@@ -64,102 +65,87 @@ NESTED = {
 }
 
 
-def shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"
-
-
-def assert_both(name: str, ours: Any, *args: Any, **kwargs: Any) -> None:
-    """Check that Accelerate's function and ours return the same, or raise an error of the same class."""
-    results: list[str] = []
-    for function in (getattr(real, name), ours):
-        try:
-            # Transformers' encodings move themselves in place.
-            results.append(shown(function(*deepcopy(args), **kwargs)))
-        except (TypeError, ValueError, AttributeError) as error:
-            results.append(type(error).__name__)
-    assert results[0] == results[1]
+def assert_both(function: Any, *args: Any, **kwargs: Any) -> None:
+    assert_alike(getattr(real, function.__name__), function, *args, **kwargs)
 
 
 @pytest.mark.parametrize("data", NESTED.values(), ids=NESTED.keys())
 def test_functions_of_nested_data_return_what_accelerate_returns(data: Any) -> None:
-    assert_both("recursively_apply", nested_tensors.recursively_apply, lambda leaf: leaf + 1, data)
-    assert_both(
-        "recursively_apply", nested_tensors.recursively_apply, torch.clone, data, error_on_other_type=True
-    )
-    assert_both("send_to_device", nested_tensors.send_to_device, data, "meta")
-    assert_both("send_to_device", nested_tensors.send_to_device, data, "cpu", non_blocking=True)
-    assert_both("find_device", nested_tensors.find_device, data)
-    assert_both("get_data_structure", shapes.get_data_structure, data)
-    assert_both("get_shape", shapes.get_shape, data)
-    assert_both("listify", shapes.listify, data)
-    assert_both("convert_to_fp32", shapes.convert_to_fp32, data)
+    assert_both(recursively_apply, torch.clone, data, error_on_other_type=True)
+    assert_both(recursively_apply, plus_one, data)
+    assert_both(send_to_device, data, "meta")
+    assert_both(send_to_device, data, "cpu", non_blocking=True)
+    for function in (nested_tensors.find_device, shapes.get_data_structure, shapes.get_shape, shapes.listify):
+        assert_both(function, data)
+    assert_both(shapes.convert_to_fp32, data)
+
+
+def plus_one(leaf: Any, more: Any = 1, further: Any = 0) -> Any:
+    return leaf + more + further
+
+
+def is_int(leaf: Any) -> bool:
+    return isinstance(leaf, int)
 
 
 def test_arguments_and_the_test_of_leaves_are_handed_on() -> None:
-    def add(leaf: Any, other: Any, more: Any = 0) -> Any:
-        return leaf + other + more
-
     data = [tensor(1), (2, "x")]
-    assert_both("recursively_apply", nested_tensors.recursively_apply, add, data, 5, more=7)
-    assert_both(
-        "recursively_apply",
-        nested_tensors.recursively_apply,
-        add,
-        data,
-        5,
-        test_type=lambda leaf: isinstance(leaf, int),
-    )
+    assert_both(recursively_apply, plus_one, data, 5, further=7)
+    assert_both(recursively_apply, plus_one, data, 5, test_type=is_int)
 
 
 @pytest.mark.parametrize("skip_keys", ["a", ["a", "c"], ("a",), None])
 def test_skipped_keys_stay_where_they_are(skip_keys: Any) -> None:
     data = {"a": tensor([1.0]), "b": [{"a": tensor(1), "c": tensor(1)}], "d": Plain(), "e": NonBlocking()}
-    assert_both("send_to_device", nested_tensors.send_to_device, data, "meta", True, skip_keys)
+    assert_both(send_to_device, data, "meta", True, skip_keys)
 
 
 def test_keys_of_an_encoding_are_skipped_too() -> None:
     data = BatchEncoding({"a": tensor([1]), "b": tensor([2])})
-    sent = nested_tensors.send_to_device(data, "meta", skip_keys="b")
+    sent = send_to_device(data, "meta", skip_keys="b")
     assert (type(sent), sent["a"].device.type, sent["b"].device.type) == (BatchEncoding, "meta", "cpu")
     assert data["a"].device.type == "cpu"
 
 
 def test_dataclasses_are_walked_and_kept_where_nothing_changes() -> None:
     sample = Sample([tensor([1.0])], "a note")
-    sent = nested_tensors.send_to_device(sample, "meta")
+    sent = send_to_device(sample, "meta")
     assert (sent.values[0].device.type, sent.note, sample.values[0].device.type) == ("meta", "a note", "cpu")
     plain = Sample("nothing", "here")
-    assert nested_tensors.recursively_apply(torch.clone, plain) is plain
+    assert recursively_apply(torch.clone, plain) is plain
 
 
 def test_a_default_factory_is_kept() -> None:
-    found = nested_tensors.recursively_apply(torch.neg, defaultdict(list, a=tensor(1)))
+    found = recursively_apply(torch.neg, defaultdict(list, a=tensor(1)))
     assert found == {"a": tensor(-1)}
     assert found["new"] == []
 
 
+class Own(MutableMapping[str, Any]):
+    """A mapping of the program's own, which is made of another one."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = dict(held)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
 def test_a_mapping_of_the_programs_own_is_not_changed() -> None:
-    class Own(MutableMapping[str, Any]):
-        def __init__(self, items: Any) -> None:
-            self.items_ = dict(items)
-
-        def __getitem__(self, key: str) -> Any:
-            return self.items_[key]
-
-        def __setitem__(self, key: str, value: Any) -> None:
-            self.items_[key] = value
-
-        def __delitem__(self, key: str) -> None:
-            del self.items_[key]
-
-        def __iter__(self) -> Any:
-            return iter(self.items_)
-
-        def __len__(self) -> int:
-            return len(self.items_)
-
     own = Own({"a": tensor(1)})
-    assert nested_tensors.recursively_apply(torch.neg, own)["a"] == -1
+    assert recursively_apply(torch.neg, own)["a"] == -1
     assert own["a"] == 1
 
 
@@ -170,7 +156,7 @@ def test_outputs_are_converted_and_the_function_knows_what_it_wraps() -> None:
     wrapped: Any = shapes.convert_outputs_to_fp32(forward)
     theirs: Any = real.convert_outputs_to_fp32(forward)
     half = tensor([1.5], dtype=torch.float16)
-    assert shown(wrapped(half)) == shown(theirs(half))
+    assert_alike(theirs, wrapped, half)
     assert wrapped.__wrapped__.__wrapped__ is theirs.__wrapped__.__wrapped__ is forward
     with pytest.raises(pickle.PicklingError, match="keep_fp32_wrapper=False"):
         pickle.dumps(shapes.ConvertOutputsToFp32(forward))

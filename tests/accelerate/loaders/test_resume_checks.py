@@ -1,6 +1,7 @@
-"""Programs that save an optimizer's state alone, and skip the batches that they have counted."""
+"""Programs that count batches by themselves, and skip them after a resume or pass over them in a loop."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate_resumed_loops import trained_after_resume
 from accelerate_sides import OURS
 from drivetrain_data import DataStateError
 
@@ -47,9 +49,10 @@ def test_batches_of_another_size_have_to_be_those_that_were_read() -> None:
     )
 
 
-@pytest.mark.parametrize("num_skipped", [2, 3, 4])
-def test_batches_of_the_same_size_are_counted_by_the_program(num_skipped: int) -> None:
-    assert first_after(state_after(3), num_skipped, batch_size=4) == num_skipped * 4
+def test_batches_of_the_same_size_are_counted_by_the_program() -> None:
+    state = state_after(3)
+    for num_skipped in (2, 3, 4):
+        assert first_after(state, num_skipped, batch_size=4) == num_skipped * 4
 
 
 def test_a_state_is_compared_once() -> None:
@@ -61,19 +64,39 @@ def test_a_state_is_compared_once() -> None:
         assert next(iter(accelerator.skip_first_batches(loader, 1)))[0] == 2
 
 
-@pytest.mark.parametrize(("epoch", "is_told"), [(0, True), (1, False), (2, False), (3, True)])
-def test_an_epoch_that_was_counted_in_other_steps_is_told(
-    epoch: int, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_epoch_that_was_counted_in_other_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
     state = state_after(6, epoch=1)
-    with OURS.accelerator() as accelerator, caplog.at_level(logging.WARNING):
-        optimizer, loader = prepared(accelerator, 2)
-        optimizer.load_state_dict(state)
-        loader.set_epoch(epoch)
-    assert ("the optimizer's state was saved in epoch 1" in caplog.text) is is_told
+    for epoch, is_told in ((0, True), (1, False), (2, False), (3, True)):
+        with OURS.accelerator() as accelerator, caplog.at_level(logging.WARNING):
+            optimizer, loader = prepared(accelerator, 2)
+            optimizer.load_state_dict(state)
+            loader.set_epoch(epoch)
+        assert ("the optimizer's state was saved in epoch 1" in caplog.text) is is_told, epoch
+        caplog.clear()
 
 
 def test_a_state_saved_outside_a_loop_says_nothing_of_data() -> None:
     with OURS.accelerator() as accelerator:
         optimizer, _ = prepared(accelerator, 2)
         assert sorted(optimizer.state_dict()) == ["param_groups", "state"]
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+@pytest.mark.default_cases("1")
+def test_a_loop_that_passes_over_others_goes_on(tmp_path: Path, skip: int) -> None:
+    found = trained_after_resume(OURS, tmp_path, num_batches=6, skip=skip, num_epochs=2)
+    assert found == [*range(3 + skip, 6), *range(6)]
+
+
+@pytest.mark.parametrize("num_batches", [5, 6, 7])
+@pytest.mark.default_cases("6")
+def test_what_would_train_nothing_is_an_error_however_little_is_left(
+    tmp_path: Path, num_batches: int
+) -> None:
+    said = r"passed over before the first backward.*Leave out the program's own"
+    with pytest.raises(DataStateError, match=said):
+        trained_after_resume(OURS, tmp_path, num_batches=num_batches, skip=3, num_epochs=2)
+
+
+def test_a_loop_that_trains_may_pass_over_later_ones(tmp_path: Path) -> None:
+    assert trained_after_resume(OURS, tmp_path, num_batches=12, skip=0)[-1] == 11
