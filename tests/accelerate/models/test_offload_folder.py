@@ -71,7 +71,7 @@ def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WeightFilesError, match="shorter than the 16 bytes"):
         ours.load_offloaded_weight(tmp_path / "a.dat", {"dtype": "float32", "shape": [4]})
     with pytest.raises(WeightFilesError, match="dtype 'float3', which this torch does not have"):
-        ours.dtype_named("float3")
+        ours.find_dtype("float3")
 
 
 def test_the_part_of_some_modules() -> None:

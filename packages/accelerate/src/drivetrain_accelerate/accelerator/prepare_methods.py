@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from drivetrain_accelerate.accelerator.held_objects import HeldObjects, trains
 from drivetrain_accelerate.accelerator.whole_models import whole_state
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
-from drivetrain_accelerate.loaders.prepared_loader import kind_of, refuse_slicing
+from drivetrain_accelerate.loaders.prepared_loader import choose_kind, refuse_slicing
 from drivetrain_accelerate.loaders.standalone import skip_first_batches
-from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
+from drivetrain_accelerate.loaders.torchdata_loader import make_stateful
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
@@ -99,10 +99,10 @@ class PrepareMethods(HeldObjects):
         if isinstance(data_loader, DataLoaderAdapter):
             return data_loader
         if self.options.data.use_stateful_dataloader:
-            data_loader = as_stateful(data_loader)
+            data_loader = make_stateful(data_loader)
         fills = self.options.data.even_batches and self.state.num_processes > 1
         sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
-        kind = kind_of(data_loader, sharded, is_dispatched=self.options.data.dispatch_batches)
+        kind = choose_kind(data_loader, sharded, is_dispatched=self.options.data.dispatch_batches)
         prepared = kind.over(data_loader, sharded, self.state.device)
         self._dataloaders.append(prepared)
         return prepared

@@ -63,11 +63,11 @@ def save_accelerator_state(
     folder.mkdir(parents=True, exist_ok=True)
     stem, end = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
     for number, state in enumerate(model_states):
-        place = folder / numbered_file(stem, number, end)
+        place = numbered_file(folder, stem, number, end)
         save(state, place, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
     for name, several in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
         for number, each in enumerate(several):
-            save(each.state_dict(), folder / numbered_file(name, number, "bin"), save_on_each_node)
+            save(each.state_dict(), numbered_file(folder, name, number), save_on_each_node)
     if scaler is not None:
         save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
     torch.save({"step": step, **_generators()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
@@ -112,19 +112,17 @@ def load_accelerator_state(
         raise ValueError(f"map_location={map_location!r}: say cpu, on_device or None")
     folder, options = Path(input_dir), load_kwargs or {}
     for number, model in enumerate(models):
-        safe = folder / numbered_file(SAFE_MODEL_NAME, number, "safetensors")
+        safe = numbered_file(folder, SAFE_MODEL_NAME, number, "safetensors")
         if safe.exists():
             MappedFile(safe)  # which checks the file; the library takes the last of two tensors of one name
             load_model(model, safe, **load_model_func_kwargs)
         else:
-            weights = load(folder / numbered_file(MODEL_NAME, number, "bin"), map_location="cpu", **options)
+            weights = load(numbered_file(folder, MODEL_NAME, number), map_location="cpu", **options)
             model.load_state_dict(weights, **load_model_func_kwargs)
     for name, several in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
         for number, each in enumerate(several):
             # An optimizer moves its state to its parameters' devices.
-            each.load_state_dict(
-                load(folder / numbered_file(name, number, "bin"), map_location="cpu", **options)
-            )
+            each.load_state_dict(load(numbered_file(folder, name, number), map_location="cpu", **options))
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     generators = folder / f"{RNG_STATE_NAME}_{process_index}.pkl"
@@ -216,9 +214,9 @@ def _check_whole(accelerator: "Accelerator") -> None:
         )
 
 
-def numbered_file(stem: str, number: int, end: str) -> str:
-    """Return the name of the file of one of several objects; the first one's has no number."""
-    return f"{stem}{f'_{number}' if number else ''}.{end}"
+def numbered_file(folder: Path, stem: str, number: int, end: str = "bin") -> Path:
+    """Return the file of one of several objects; the first one's has no number."""
+    return folder / f"{stem}{f'_{number}' if number else ''}.{end}"
 
 
 def _generators() -> dict[str, Any]:

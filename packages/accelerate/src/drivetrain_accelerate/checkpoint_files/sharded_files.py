@@ -12,7 +12,7 @@ from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of
 from drivetrain_accelerate.checkpoint_files.run_files import numbered_file
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from drivetrain_accelerate.training.stepped_optimizer import take_position, with_position
+from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position
 from drivetrain_backends import Prepared, full_model, full_state_dict, load_full_state_dict
 from drivetrain_state.collectives.collective_errors import on_main
 
@@ -53,7 +53,7 @@ def save_fsdp_model(
 
     if layout_of(fsdp_plugin) == FULL:
         weights = full_model(prepared, context)
-        path = Path(output_dir) / numbered_file(FSDP_MODEL_NAME, model_index, "bin")
+        path = numbered_file(Path(output_dir), FSDP_MODEL_NAME, model_index)
         _write_full(accelerator, lambda: chosen(weights), path, call="save_fsdp_model")
     else:
         parts = {"model": chosen(prepared.state_dict()["model"])}
@@ -92,7 +92,7 @@ def load_fsdp_model(
     if layout_of(fsdp_plugin) == FULL:
         read: dict[str, Tensor] | None = None
         if accelerator.is_main_process:
-            path = Path(input_dir) / numbered_file(FSDP_MODEL_NAME, model_index, "bin")
+            path = numbered_file(Path(input_dir), FSDP_MODEL_NAME, model_index)
             read = load(path, map_location="cpu", mmap=True)
         if adapter_only:
             whole = full_model(prepared, context)
@@ -134,11 +134,11 @@ def save_fsdp_optimizer(
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
     state = prepared.state_dict()["optimizers"][_place(prepared, optimizer)]
     if layout_of(fsdp_plugin) == FULL:
-        whole = with_position(full_state_dict(state, keep=accelerator.is_main_process))
-        path = Path(output_dir) / numbered_file(OPTIMIZER_NAME, optimizer_index, "bin")
+        whole = add_position(full_state_dict(state, keep=accelerator.is_main_process))
+        path = numbered_file(Path(output_dir), OPTIMIZER_NAME, optimizer_index)
         _write_full(accelerator, lambda: whole, path, call="save_fsdp_optimizer")
     else:
-        parts = {"optimizer": with_position(state)}
+        parts = {"optimizer": add_position(state)}
         write_divided(parts, Path(output_dir) / f"{OPTIMIZER_NAME}_{optimizer_index}", context)
 
 
@@ -175,7 +175,7 @@ def load_fsdp_optimizer(
     own = {name: each for name, each in model_state.items() if isinstance(each, Tensor)}
     place, folder = _place(prepared, optimizer), Path(input_dir)
     if layout_of(fsdp_plugin) == FULL:
-        path = folder / numbered_file(OPTIMIZER_NAME, optimizer_index, "bin")
+        path = numbered_file(folder, OPTIMIZER_NAME, optimizer_index)
         saved = load(path, map_location="cpu", mmap=True)
     else:
         saved = read_divided(folder / f"{OPTIMIZER_NAME}_{optimizer_index}", context, like=own)["optimizer"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard, SkipBatchSampler
-from drivetrain_accelerate.loaders.torchdata_loader import built
+from drivetrain_accelerate.loaders.torchdata_loader import build_loader
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader, skip_first_batches
 from drivetrain_data.skipping_view import SkippedBatches
@@ -86,7 +86,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
-        base = built(use_stateful_dataloader, dataset, **kwargs)
+        base = build_loader(use_stateful_dataloader, dataset, **kwargs)
         self._set(base, shard_loader(base, Shard(0, 1)))
 
     @classmethod

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
-from drivetrain_accelerate.loaders.resume_checks import PassedBatches, check_epoch, passed_batches
-from drivetrain_accelerate.loaders.torchdata_loader import built
+from drivetrain_accelerate.loaders.resume_checks import PassedBatches, check_epoch, count_passed_batches
+from drivetrain_accelerate.loaders.torchdata_loader import build_loader
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, own_seed, shard_loader
 from drivetrain_data.settings import UnevenPolicy
@@ -53,7 +53,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         del _drop_last, torch_device_mesh
-        base = built(use_stateful_dataloader, dataset, **kwargs)
+        base = build_loader(use_stateful_dataloader, dataset, **kwargs)
         sharded = shard_loader(
             base, Shard(0, 1), device=device, seed=_seed_of(base, None), non_blocking=_non_blocking
         )
@@ -66,7 +66,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         try:
             self._draw()
-            self.passed_batches = passed_batches(self) or self.passed_batches
+            self.passed_batches = count_passed_batches(self) or self.passed_batches
             is_resumed = sharded_of(self.sharded).is_resumed  # what a loader skips lies behind its state
             for batch in sharded_of(self.sharded) if is_resumed else self.sharded:
                 if self.passed_batches is not None:
@@ -167,7 +167,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     ) -> None:
         del torch_device_mesh
         refuse_slicing(slice_fn, "DataLoaderDispatcher(slice_fn")
-        base, device = built(use_stateful_dataloader, dataset, **kwargs), PartialState().device
+        base, device = build_loader(use_stateful_dataloader, dataset, **kwargs), PartialState().device
         sharded = shard_for_process(
             base,
             device=device,
@@ -205,7 +205,7 @@ class SkipDataLoader(DataLoaderShard):
         )
 
 
-def kind_of(
+def choose_kind(
     base: Any, sharded: ShardedLoader[Any], *, is_dispatched: bool | None, is_placed: bool = True
 ) -> type[DataLoaderShard]:
     """Return the class of a prepared loader: a dispatcher where one process reads for all.

@@ -107,7 +107,7 @@ class PassedBatches:
             )
 
 
-def passed_batches(loader: DataLoaderAdapter) -> PassedBatches | None:
+def count_passed_batches(loader: DataLoaderAdapter) -> PassedBatches | None:
     """Return the count for a loop that begins; None if it does not go on in an epoch, or the program has skipped."""
     sharded = sharded_of(loader.sharded)
     if not sharded.is_resumed or isinstance(loader.sharded, SkippedBatches):

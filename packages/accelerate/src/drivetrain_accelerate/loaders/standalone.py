@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, sharded_of
 from drivetrain_accelerate.loaders.prepared_loader import (
     DataLoaderShard,
-    kind_of,
+    choose_kind,
     refuse_slicing,
     shard_for_process,
 )
 from drivetrain_accelerate.loaders.resume_checks import check_skipped
-from drivetrain_accelerate.loaders.torchdata_loader import as_stateful
+from drivetrain_accelerate.loaders.torchdata_loader import make_stateful
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import ResumedLoaderError, Shard, shard_loader
@@ -67,7 +67,7 @@ def prepare_data_loader(
     refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader
-    dataloader = as_stateful(dataloader) if use_stateful_dataloader else dataloader
+    dataloader = make_stateful(dataloader) if use_stateful_dataloader else dataloader
     place = (device or PartialState().device) if put_on_device else None
     sharded = shard_for_process(
         dataloader,
@@ -80,7 +80,7 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         data_seed=data_seed,
     )
-    kind = kind_of(dataloader, sharded, is_dispatched=dispatch_batches, is_placed=put_on_device)
+    kind = choose_kind(dataloader, sharded, is_dispatched=dispatch_batches, is_placed=put_on_device)
     return kind.over(dataloader, sharded, place)
 
 

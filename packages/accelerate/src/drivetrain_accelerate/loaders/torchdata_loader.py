@@ -8,7 +8,7 @@ from drivetrain_accelerate.libraries.availability import is_torchdata_stateful_d
 from drivetrain_data.sources.torch_loader import is_stock, rebuild
 
 
-def stateful_kind() -> type[DataLoader[Any]]:
+def find_stateful_kind() -> type[DataLoader[Any]]:
     """Return torchdata's class.
 
     Raises:
@@ -24,14 +24,14 @@ def stateful_kind() -> type[DataLoader[Any]]:
     return StatefulDataLoader
 
 
-def as_stateful(loader: Any) -> DataLoader[Any]:
+def make_stateful(loader: Any) -> DataLoader[Any]:
     """Return torchdata's loader with the data and options of torch's.
 
     Raises:
         ImportError: torchdata is not installed, or too old.
         ValueError: The loader reads in a way of its own.
     """
-    kind = stateful_kind()
+    kind = find_stateful_kind()
     if isinstance(loader, kind):
         return loader
     if not is_stock(loader):
@@ -47,6 +47,6 @@ def as_stateful(loader: Any) -> DataLoader[Any]:
     return rebuild(loader, loader.dataset, loader.generator, kind, **layout)
 
 
-def built(use_stateful_dataloader: bool, dataset: Any, **options: Any) -> DataLoader[Any]:
+def build_loader(use_stateful_dataloader: bool, dataset: Any, **options: Any) -> DataLoader[Any]:
     """Return a loader of torchdata's kind if it is asked for, else of torch's."""
-    return (stateful_kind() if use_stateful_dataloader else DataLoader)(dataset, **options)
+    return (find_stateful_kind() if use_stateful_dataloader else DataLoader)(dataset, **options)

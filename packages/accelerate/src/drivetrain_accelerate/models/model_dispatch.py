@@ -21,7 +21,7 @@ from drivetrain_accelerate.models.module_hooks import (
     remove_hook_from_module,
 )
 from drivetrain_accelerate.models.module_tensors import Where
-from drivetrain_accelerate.models.offload_folder import Entry, OffloadedWeightsLoader, dtype_named
+from drivetrain_accelerate.models.offload_folder import Entry, OffloadedWeightsLoader, find_dtype
 from drivetrain_dispatch import DeviceMap
 from drivetrain_dispatch import dispatch_model as dispatch
 from drivetrain_dispatch.loading.load_target import Assignment, LoadTarget, apply_assignments
@@ -290,7 +290,7 @@ def _value_of(
     file, stored = loader.file_of(known)
     value = file.tensor(stored)
     wanted = loader.index[known].get("dtype")
-    computed = value.dtype if wanted is None else dtype_named(str(wanted))
+    computed = value.dtype if wanted is None else find_dtype(str(wanted))
     sources.mapped.update(dict.fromkeys(names, file))
     if computed != value.dtype:
         sources.dtypes.update(dict.fromkeys(names, computed))

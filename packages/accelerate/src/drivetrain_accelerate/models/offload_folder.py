@@ -37,7 +37,7 @@ class ValuesFile(MappedFile):
         super().__init__(path)
 
     def _map(self, path: Path) -> dict[str, Tensor]:
-        dtype, shape = dtype_named(self._entry["dtype"]), tuple(self._entry["shape"])
+        dtype, shape = find_dtype(self._entry["dtype"]), tuple(self._entry["shape"])
         values = torch.empty(shape, dtype=dtype, device="meta")
         if path.stat().st_size < values.nbytes:
             raise WeightFilesError(
@@ -50,7 +50,7 @@ class ValuesFile(MappedFile):
         return {self._name: torch.frombuffer(pages, dtype=dtype, count=values.numel()).view(shape)}
 
 
-def dtype_named(name: str) -> torch.dtype:
+def find_dtype(name: str) -> torch.dtype:
     """Return the dtype that an index names, such as "bfloat16".
 
     Raises:
@@ -187,7 +187,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         file, name = self.file_of(key)
         weight = file.tensor(name)
         wanted = self.index[key].get("dtype")
-        weight = weight if wanted is None else weight.to(dtype_named(str(wanted)))
+        weight = weight if wanted is None else weight.to(find_dtype(str(wanted)))
         return weight if self.device is None else weight.to(self.device)
 
     def file_of(self, key: str) -> tuple[MappedFile, str]:

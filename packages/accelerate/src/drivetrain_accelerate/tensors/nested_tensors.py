@@ -161,10 +161,10 @@ def send_to_device(
 
 def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor; None if there is none."""
-    return next((tensor.device for tensor in leaves(data)), None)
+    return next((tensor.device for tensor in list_tensors(data)), None)
 
 
-def leaves(data: Any) -> list[torch.Tensor]:
+def list_tensors(data: Any) -> list[torch.Tensor]:
     """Return the tensors of nested data, in order."""
     found: list[torch.Tensor] = []
 

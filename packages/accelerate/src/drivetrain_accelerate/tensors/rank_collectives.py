@@ -14,7 +14,7 @@ from torch import nn
 from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.strictness import is_strict
-from drivetrain_accelerate.tensors.nested_tensors import leaves, recursively_apply
+from drivetrain_accelerate.tensors.nested_tensors import list_tensors, recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
 from drivetrain_state import Context, LeafError, RankLogger
 from drivetrain_state.collectives import operations
@@ -202,7 +202,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     context = current_context()
     recursively_apply(_check_paddable, tensor, pad_index, error_on_other_type=True)
-    tensors = leaves(tensor)
+    tensors = list_tensors(tensor)
     if any(leaf.is_nested for leaf in tensors):
         warn(
             "a tensor of torch's nested kind has no one size to pad to: it is left as it is",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain_accelerate.states.partial_state import current_context
-from drivetrain_accelerate.tensors.nested_tensors import leaves
+from drivetrain_accelerate.tensors.nested_tensors import list_tensors
 from drivetrain_state import CollectiveMismatchError, Context
 from drivetrain_state.collectives import operations
 from drivetrain_state.collectives.agreement import CollectiveCall, describe_call
@@ -74,7 +74,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         context = current_context()
         if context.settings.debug and context.topology.world_size > 1:
             tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if other := sorted({leaf.device.type for leaf in leaves(tensor)} - {context.device.type}):
+            if other := sorted({leaf.device.type for leaf in list_tensors(tensor)} - {context.device.type}):
                 raise DistributedOperationException(
                     f"{operation} got a tensor on {other[0]}, while this process computes on {context.device.type}: "
                     "move it there first"

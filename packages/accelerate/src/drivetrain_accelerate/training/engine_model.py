@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain import Accelerator
 from drivetrain.saving.divided import as_in, mark_replicas
 from drivetrain.saving.resume import frozen_names
-from drivetrain_accelerate.training.stepped_optimizer import take_position, with_position
+from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position
 from drivetrain_backends import Prepared
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, NoCheckpointError
 
@@ -103,7 +103,7 @@ class EngineMethods:
         model = state.pop("model")
         left_out = frozen_names(prepared) if exclude_frozen_parameters else frozenset[str]()
         beside = {
-            "optimizer": with_position({}),
+            "optimizer": add_position({}),
             "client_state": dict(client_state or {}),
             "schedules": [each.state_dict() for each in self.schedules],
         }

@@ -69,7 +69,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the user's optimizer, with the place of the loop that it is saved in."""
-        return with_position(self._prepared.state_dict())
+        return add_position(self._prepared.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict into the user's optimizer."""
@@ -167,7 +167,7 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 # Programs such as transformers' Trainer save the optimizer's state and their own number of steps, and skip batches
 # when they resume. Where a batch has become larger or smaller, these are other samples than those that were read.
-def with_position(state: dict[str, Any]) -> dict[str, Any]:
+def add_position(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict of an optimizer with the place of the innermost loop, if a loader is being read."""
     position = GradientState().data_position
     return state if position is None else {**state, _POSITION: position}
