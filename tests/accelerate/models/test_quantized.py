@@ -1,7 +1,7 @@
 """Models that bitsandbytes quantises."""
 
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,21 +11,18 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.models import quantized
 from drivetrain_accelerate.models.load_weights import init_empty_weights
+from drivetrain_accelerate.plugins.quantization_config import BnbQuantizationConfig
 from optional_modules import skip_without
 
 skip_without("bitsandbytes")
 
 
-# The attributes of a `BnbQuantizationConfig`.
-DEFAULTS: dict[str, Any] = {
-    "load_in_8bit": False, "load_in_4bit": False, "llm_int8_threshold": 6.0, "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": torch.float32, "torch_dtype": torch.float32,
-    "skip_modules": None, "keep_in_fp32_modules": [],
-}  # fmt: skip
-
-
-def config_of(**said: Any) -> Any:
-    return SimpleNamespace(**{**DEFAULTS, **said})
+config_of = partial(
+    BnbQuantizationConfig,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_compute_dtype=torch.float32,
+    torch_dtype=torch.float32,
+)
 
 
 class Model(nn.Module):

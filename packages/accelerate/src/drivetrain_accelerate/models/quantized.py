@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from drivetrain_accelerate.models.device_maps import plan_budgets, present_class
 from drivetrain_accelerate.models.model_dispatch import dispatch_model
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_accelerate.models.tied_weights import find_tied_parameters
+from drivetrain_accelerate.plugins.quantization_config import BnbQuantizationConfig
 from drivetrain_dispatch import BitsAndBytes4Bit, BitsAndBytes8Bit, infer_auto_device_map, quantized_sizes
 from drivetrain_dispatch import load_checkpoint_and_dispatch as load_and_dispatch
 from drivetrain_dispatch.planning.device_map import place_of
@@ -19,23 +20,9 @@ from drivetrain_dispatch.planning.device_map import place_of
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
-class QuantizationConfig(Protocol):
-    """The fields that are read of a `BnbQuantizationConfig`."""
-
-    load_in_8bit: bool
-    load_in_4bit: bool
-    llm_int8_threshold: float
-    bnb_4bit_quant_type: Any
-    bnb_4bit_use_double_quant: bool
-    bnb_4bit_compute_dtype: Any
-    torch_dtype: torch.dtype
-    skip_modules: list[str] | None
-    keep_in_fp32_modules: list[str] | None
-
-
 def load_and_quantize_model(
     model: AnyModule,
-    bnb_quantization_config: QuantizationConfig,
+    bnb_quantization_config: BnbQuantizationConfig,
     weights_location: str | PathLike[str] | None = None,
     device_map: dict[str, int | str | torch.device] | None = None,
     no_split_module_classes: list[str] | None = None,
@@ -86,7 +73,7 @@ def load_and_quantize_model(
 
 
 def _quantization(
-    model: nn.Module, config: QuantizationConfig, in_fp32: Collection[str] = ()
+    model: nn.Module, config: BnbQuantizationConfig, in_fp32: Collection[str] = ()
 ) -> BitsAndBytes8Bit | BitsAndBytes4Bit:
     named = config.skip_modules if config.skip_modules is not None else get_keys_to_not_convert(model)
     if config.load_in_8bit:
@@ -101,7 +88,7 @@ def _quantization(
 
 def _pack_in_memory(
     model: nn.Module,
-    config: QuantizationConfig,
+    config: BnbQuantizationConfig,
     quantization: BitsAndBytes8Bit | BitsAndBytes4Bit,
     device_map: dict[str, Any],
 ) -> None:
@@ -127,7 +114,7 @@ def _is_kept(name: str, kept: Collection[str]) -> bool:
 
 def get_quantized_model_device_map(
     model: nn.Module,
-    bnb_quantization_config: QuantizationConfig,
+    bnb_quantization_config: BnbQuantizationConfig,
     device_map: str | dict[str, int | str | torch.device] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     no_split_module_classes: list[str] | None = None,
@@ -158,7 +145,7 @@ def get_quantized_model_device_map(
 
 def replace_with_bnb_layers(
     model: AnyModule,
-    bnb_quantization_config: QuantizationConfig,
+    bnb_quantization_config: BnbQuantizationConfig,
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> AnyModule:
@@ -180,7 +167,7 @@ def replace_with_bnb_layers(
     return model
 
 
-def _unpacked(weight: Tensor, config: QuantizationConfig) -> nn.Parameter:
+def _unpacked(weight: Tensor, config: BnbQuantizationConfig) -> nn.Parameter:
     """Return a weight that bitsandbytes packs when it moves."""
     import bitsandbytes
 
