@@ -13,12 +13,7 @@ _DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch
 
 
 def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
-    """Return the fields of the section as the engine has them, for the effective plan.
-
-    Args:
-        engine: The DeepSpeed engine.
-        settings: The `deepspeed` section; a field that it leaves open becomes a `AutoValue`.
-    """
+    """Return the section's fields as the engine has them; an `AutoValue` where the section left one open."""
     zero = applied_zero(engine)
     found: dict[str, object] = {
         "stage": int(engine.zero_optimization_stage()),

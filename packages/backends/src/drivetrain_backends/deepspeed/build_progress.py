@@ -23,10 +23,6 @@ def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generato
 
     After `_LONGEST_COMPILATION` seconds, and while the block waits for a lock that nobody here holds, it stops, so
     that a hang is still detected.
-
-    Args:
-        context: The ranks; the first of each node speaks.
-        every_seconds: The time between two looks.
     """
     done, thread_id = Event(), get_ident()
 

@@ -22,11 +22,7 @@ from drivetrain_precision import Policy, PrecisionError
 
 
 def check_device(policy: Policy) -> None:
-    """Refuse a precision that DeepSpeed does not support on this device, although torch does.
-
-    Raises:
-        PrecisionError: DeepSpeed does not support the precision.
-    """
+    """Refuse a precision that DeepSpeed does not support on this device, although torch does."""
     device = accelerator()
     able = {"fp16": device.is_fp16_supported(), "bf16": device.is_bf16_supported()}
     if not able.get(policy.mode_beside_recipe, True):
@@ -41,9 +37,6 @@ def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
     """Refuse modules that an engine cannot train: wrappers, modules without values, and writes of one rank.
 
     Stage 3 reads the attributes of the given modules (0.19), which a torch.compile wrapper does not have.
-
-    Raises:
-        ValueError: The model is or has such a module; the message names it.
     """
     check_not_lazy(model)
     if stage == 3 or num_ranks > 1:
@@ -67,11 +60,7 @@ def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse optimizers that would silently lose state or groups by partitioning.
-
-    Raises:
-        EngineConfigError: The optimizer is one of them.
-    """
+    """Refuse optimizers that would silently lose state or groups by partitioning."""
     name = type(optimizer).__name__
     if stage and isinstance(optimizer, torch.optim.Adagrad):
         raise EngineConfigError(
@@ -88,17 +77,7 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
 def check_parameters(
     model: nn.Module, optimizer: Optimizer | None, stage: int, *, is_kept: bool = True
 ) -> None:
-    """Refuse parameters that a DeepSpeed engine (0.19) cannot train or hold.
-
-    Args:
-        model: A model for which an engine is to be started.
-        optimizer: The optimizer that trains the model; None for an untrained model.
-        stage: The stage of ZeRO.
-        is_kept: Whether parameters keep their dtype, as they do without mixed precision.
-
-    Raises:
-        ValueError: The model has such parameters; the message names them.
-    """
+    """Refuse parameters that an engine (0.19) cannot train or hold; without mixed precision they keep their dtype."""
     names = parameter_names({"": model})
     if packed := [name for p, name in names.items() if is_wrapper(p)]:
         raise ValueError(
@@ -180,9 +159,6 @@ def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, de
     """Refuse to keep fp32 weights on an NVMe drive if the engine would round them to bf16.
 
     It does so on a device without fp16, such as the CPU, when it partitions a full model.
-
-    Raises:
-        ValueError: The rounding would change the result.
     """
     on_drive = zero.get("offload_param", {}).get("device") == "nvme"
     whole = not all(map(is_divided, model.parameters()))
@@ -194,11 +170,7 @@ def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, de
 
 
 def check_dtypes(policy: Policy) -> None:
-    """Refuse dtypes that an engine does not apply.
-
-    Raises:
-        PrecisionError: The run says such dtypes; the message names them, and what an engine does.
-    """
+    """Refuse dtypes that an engine does not apply."""
     said = policy.dtypes.said()
     if refused := [name for name in said if name not in ("reduce_dtype", "output_dtype")]:
         listed = ", ".join(f"precision.{name}={said[name]!r}" for name in refused)

@@ -80,14 +80,9 @@ def has_master(parameter: Any) -> bool:
 
 
 def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | None:
-    """Return the index of the first element of this rank's part of a master in stages 1 and 2, and the part.
+    """Return this rank's part of a master, or of the optimizer state `key`, in stages 1 and 2, and where it begins.
 
-    Args:
-        parameter: A parameter with a master.
-        key: The key of an optimizer state in place of the master.
-
-    Returns:
-        None if this rank's partition holds no element of the parameter.
+    None if this rank's partition holds no element of the parameter.
     """
     mapping = parameter._hp_mapping
     return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
@@ -214,13 +209,7 @@ def flat_groups(optimizer: Any) -> FlatGroups:
 
 
 def master_of(optimizer: Any, index: int, parameter: Tensor) -> Tensor:
-    """Return this rank's flat master for a parameter, even if it holds none of its elements.
-
-    Args:
-        optimizer: The optimizer of an engine of stage 1 to 3.
-        index: The parameter's group.
-        parameter: A trained parameter.
-    """
+    """Return this rank's flat master for a parameter, even if it holds none of its elements."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3 splits a group into several
         place, *_ = optimizer.grad_position[optimizer.get_param_id(parameter)]
         return optimizer.fp32_partitioned_groups_flat[place]

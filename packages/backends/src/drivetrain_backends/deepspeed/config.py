@@ -76,13 +76,9 @@ class Key:
 def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]:
     """Return the full configuration of an engine, nested as DeepSpeed reads it.
 
-    Args:
-        settings: The `deepspeed` section.
-        run: The properties of the run.
-
     Raises:
         EngineConfigError: The given configuration has a key that DeepSpeed does not know, contradicts the run, or
-            asks for something the engine cannot do correctly; the message names both values.
+            asks for something the engine cannot do correctly.
     """
     given, where = read_given(settings.config)
     check_keys(given, where)
@@ -104,11 +100,7 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
 
 
 def read_given(config: Mapping[str, Any] | Path | None) -> tuple[dict[str, Any], str]:
-    """Return a given configuration, and its name for messages.
-
-    Raises:
-        EngineConfigError: The file is missing or no regular one, or holds no JSON object or too deep a one.
-    """
+    """Return a given configuration, and its name for messages."""
     if config is None:
         return {}, "deepspeed.config"
     if not isinstance(config, Path):
@@ -275,11 +267,7 @@ def _asked(settings: DeepSpeedSettings, name: str, default: object) -> Key:
 
 
 def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
-    """Return the dtype in which ranks add up gradients, which the section or the run says.
-
-    Raises:
-        EngineConfigError: Both say it, and differ.
-    """
+    """Return the dtype in which ranks add up gradients, which the section or the run says."""
     own = settings.communication_data_type
     if run.reduce is None:
         return _asked(settings, "communication_data_type", "fp32")

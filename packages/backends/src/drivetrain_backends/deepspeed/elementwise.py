@@ -113,13 +113,7 @@ def _check(optimizer: Optimizer, stage: int, device: torch.device, num_parts: in
 
 
 def parts_of(config: Mapping[str, Any], optimizer: Optimizer, context: Context) -> dict[str, Any]:
-    """Return the device and number of an engine's flat parts per rank, as arguments of `check_elementwise`.
-
-    Args:
-        config: The configuration of the engine.
-        optimizer: The user's optimizer.
-        context: The ranks and the device.
-    """
+    """Return the device and number of an engine's flat parts per rank, as arguments of `check_elementwise`."""
     zero = config["zero_optimization"]
     on_cpu = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     largest = max(sum(num_elements(p) for p in group["params"]) for group in optimizer.param_groups)
@@ -140,12 +134,7 @@ def _check_own(optimizer: Optimizer, message: str) -> None:
 
 
 def _try(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int) -> None:
-    """Step copies of an optimizer in both layouts, in the widest dtype that it supports.
-
-    Raises:
-        _UnlikeError: The two layouts gave different values.
-        _UnmovedError: The layouts agree, but a tensor did not move.
-    """
+    """Step copies of an optimizer in both layouts, in the widest dtype that it supports."""
     shapes = [_shapes_of(group["params"]) for group in optimizer.param_groups]
     dtypes = iter(_DTYPES)
     on = [] if device.type == "cpu" else [device]
@@ -288,11 +277,7 @@ def _hold_against(
     parts: Sequence[Sequence[Sequence[Tensor]]],
     dtype: torch.dtype,
 ) -> None:
-    """Compare the results of the two layouts.
-
-    Raises:
-        _UnlikeError: The results differ by more than rounding.
-    """
+    """Compare the results of the two layouts."""
     of_update, of_value = _DTYPES[dtype]
     for index, group in enumerate(whole):
         row = torch.cat([part.detach() for own in parts for part in own[index]])
@@ -314,11 +299,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 def _check_moved(
     whole: Sequence[Sequence[Tensor]], moved: Sequence[Sequence[float]], dtype: torch.dtype
 ) -> None:
-    """Refuse a trial whose movements are within rounding.
-
-    Raises:
-        _UnmovedError: The movements of a tensor are within rounding in all steps.
-    """
+    """Refuse a trial whose movements are within rounding."""
     _, of_value = _DTYPES[dtype]
     for group, distances in zip(whole, moved, strict=True):
         for parameter, distance in zip(group, distances, strict=True):

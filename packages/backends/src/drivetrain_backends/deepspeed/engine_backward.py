@@ -67,11 +67,7 @@ class _TrainedModel:
             parameter.grad = None
 
     def check_unedited(self) -> None:
-        """Refuse gradients that changed since the last backward: the engine has reduced them or will do so.
-
-        Raises:
-            AccumulationError: The gradients have changed.
-        """
+        """Refuse gradients that changed since the last backward: the engine has reduced them or will do so."""
         if self.left is not None and self.left != _fingerprint(self.parameters):
             raise AccumulationError(
                 f"the gradients of {type(self.engine.module).__name__} were changed, set or dropped by hand since "
@@ -86,11 +82,7 @@ class _TrainedModel:
         return [float(next(norms)) if p.is_floating_point() else 0.0 for p in self.parameters]
 
     def check_unwritten(self, before: list[float]) -> None:
-        """Refuse parameters that the first backward has written.
-
-        Raises:
-            AccumulationError: There are such parameters.
-        """
+        """Refuse parameters that the first backward has written."""
         self.is_watched = False
         if odd := [n for n, old, new in zip(self.names, before, self.values(), strict=True) if old != new]:
             raise AccumulationError(
@@ -106,13 +98,7 @@ class _TrainedModel:
 
 
 class EngineReducer:
-    """A reducer that runs backwards through the models' engines, one at a time; see `GradientReducer`.
-
-    Args:
-        window: The accumulation window.
-        scaler: The loss scale, for fp16.
-        progress: The record that is told when ranks average gradients after a backward.
-    """
+    """A reducer that runs backwards through the models' engines, one at a time; see `GradientReducer`."""
 
     is_joined = False
 
@@ -126,12 +112,7 @@ class EngineReducer:
         self._running: nn.Module | None = None
 
     def add(self, engine: Any, names: Mapping[Tensor, str]) -> ReducedGradients:
-        """Register an engine under the model it trains.
-
-        Args:
-            engine: The DeepSpeed engine.
-            names: The name of each parameter of the model.
-        """
+        """Register an engine under the model it trains."""
         added = _TrainedModel(
             engine=engine,
             gradients=gradients_of(engine),
@@ -160,11 +141,7 @@ class EngineReducer:
             removed.forget()
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
-        """Run the engine's backward; see `GradientReducer.backward`.
-
-        Raises:
-            AccumulationError: The loss trains several models, or one without an engine; or the graph is to be kept.
-        """
+        """Run the engine's backward; see `GradientReducer.backward`."""
         if options.said:
             raise AccumulationError(
                 f"backward({options.said}): DeepSpeed's engine moves the gradients of all parameters after each; "
@@ -211,11 +188,7 @@ class EngineReducer:
         self._models[model].explain = explain
 
     def check_outside_backward(self, model: nn.Module) -> None:
-        """Refuse a step, or a drop of gradients, by a hook of the backward that makes them.
-
-        Raises:
-            AccumulationError: The model's backward is running.
-        """
+        """Refuse a step, or a drop of gradients, by a hook of the backward that makes them."""
         if self._running is model:
             raise AccumulationError(
                 f"the optimizer of {type(model).__name__} was called by a hook of its backward, before its DeepSpeed "
@@ -248,11 +221,7 @@ class EngineReducer:
         self._models[model].forget()
 
     def notice(self, model: nn.Module) -> None:
-        """Refuse a backward that reaches an engine other than the running one.
-
-        Raises:
-            AccumulationError: The backward reaches such an engine.
-        """
+        """Refuse a backward that reaches an engine other than the running one."""
         if self._running is model:
             return
         reached = self._told(model)
@@ -287,11 +256,7 @@ def _fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _refuse_unfrozen(name: str) -> None:
-    """Refuse a gradient of a parameter that was frozen when its engine was built.
-
-    Raises:
-        UnreducedGradientError: Raised by every call; the message names the parameter.
-    """
+    """Refuse a gradient of a parameter that was frozen when its engine was built."""
     raise UnreducedGradientError(
         f"{name} was frozen when prepare() built its DeepSpeed engine, which neither averages nor steps it. Set "
         "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"

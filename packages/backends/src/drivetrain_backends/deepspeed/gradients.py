@@ -18,9 +18,6 @@ class ReducedGradients:
     This class is for stage 1 in bf16, whose gradients are flat fp32 buffers beside the bf16 parameters, and the base
     of those for the other stages.
 
-    Args:
-        engine: The DeepSpeed engine.
-
     Attributes:
         in_backward: Whether the backward that closes a window makes the gradients ready for the step, so that no
             other backward may follow.
@@ -95,9 +92,6 @@ class PartitionedGradients(ReducedGradients):
     """The gradients of ZeRO stages 1 to 3: each rank's partition, which the step divides by the loss scale.
 
     A correction is folded into that division, so that it needs no pass over the gradients.
-
-    Args:
-        engine: The DeepSpeed engine.
     """
 
     def __init__(self, engine: Any) -> None:

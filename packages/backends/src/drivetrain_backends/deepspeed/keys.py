@@ -162,15 +162,7 @@ _ZERO = frozenset(
 
 
 def check_keys(given: Mapping[str, Any], where: str) -> None:
-    """Refuse keys that DeepSpeed does not read.
-
-    Args:
-        given: The nested configuration.
-        where: The name of the configuration in messages.
-
-    Raises:
-        EngineConfigError: A key is unknown; the message suggests a similar one.
-    """
+    """Refuse keys that DeepSpeed does not read."""
     _check(given, {*_ENGINE, *_ASIDE, "zero_optimization"}, where, "")
     for name, allowed in _ENGINE.items():
         if allowed is not None and isinstance(section := given.get(name), Mapping):

@@ -14,11 +14,8 @@ class EngineModel(ModuleProxy):
     """A wrapper whose forward runs through the engine while the model is trained, and around it while it is frozen.
 
     A frozen model that a loss merely passes through, such as a discriminator in the generator's step, must bypass its
-    engine, which would take the passing gradients for its own.
-
-    Args:
-        engine: The DeepSpeed engine.
-        on_gradient: A callback that gets the user's module when a backward reaches an output of the engine.
+    engine, which would take the passing gradients for its own. `on_gradient` gets the user's module when a backward
+    reaches an output of the engine.
 
     Attributes:
         module: The user's module.

@@ -12,19 +12,11 @@ class PartitionedOptimizer(PreparedOptimizer):
     """An optimizer whose parameters DeepSpeed has partitioned: it accepts no more groups, and cannot be copied."""
 
     def check_copyable(self) -> NoReturn:
-        """Refuse to copy, because an engine has partitioned the parameters; see `PreparedOptimizer.check_copyable`.
-
-        Raises:
-            TypeError: Raised by every call.
-        """
+        """Refuse to copy, because an engine has partitioned the parameters."""
         raise TypeError(uncopyable(self.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refuse a new group, because DeepSpeed (0.19) builds its lists of groups when the engine starts.
-
-        Raises:
-            RuntimeError: Raised by every call; nothing was changed.
-        """
+        """Refuse a new group, because DeepSpeed (0.19) builds its lists of groups when the engine starts."""
         raise RuntimeError(
             f"add_param_group() with {len(param_group.get('params', ()))} parameters after prepare(): ZeRO stages 1 "
             "to 3 partition the groups that the optimizer has when prepare() starts its engine. Add the group before "
@@ -33,12 +25,7 @@ class PartitionedOptimizer(PreparedOptimizer):
 
 
 def share_groups(source: Optimizer, other: Optimizer) -> None:
-    """Make two optimizers share the groups and state of `source` from now on, also after one loads a state.
-
-    Args:
-        source: The optimizer that DeepSpeed built.
-        other: The user's optimizer, which schedulers and the loop hold.
-    """
+    """Make two optimizers share the groups and state of `source` from now on, also after one loads a state."""
 
     def follow(one: Optimizer, loaded: Optimizer) -> None:
         one.param_groups, one.state = loaded.param_groups, loaded.state

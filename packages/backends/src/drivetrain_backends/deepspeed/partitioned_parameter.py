@@ -125,11 +125,7 @@ class EmptyParameter(nn.Parameter):
 
 
 def guard(parameters: Mapping[Any, str] | Iterable[Any]) -> None:
-    """Give divided parameters the class that fits their status, from now on.
-
-    Args:
-        parameters: The parameters; with their names for errors, if they are known.
-    """
+    """Give divided parameters, if known with their names for errors, the class of their status from now on."""
     for parameter in parameters:
         if isinstance(parameters, Mapping):
             parameter.__dict__["full_name"] = parameters[parameter]
@@ -214,11 +210,7 @@ def _of_full_shape(
 
 
 def _refuse(parameter: Any, what: str) -> NoReturn:
-    """Refuse what needs the values of a divided parameter.
-
-    Raises:
-        UnshardedParameterError: Raised by every call; the message names the parameter.
-    """
+    """Refuse what needs the values of a divided parameter."""
     name = parameter.__dict__.get("full_name", "a parameter")
     raise UnshardedParameterError(
         f"{what} of {name}, of shape {tuple(compat.full_shape(parameter))}: DeepSpeed's "

@@ -23,15 +23,8 @@ from drivetrain_backends.deepspeed.compat import (
 class PartitionedTensor:
     """A tensor of which each rank holds a range of elements, gathered on demand.
 
-    Args:
-        shape: The shape of the full tensor.
-        dtype: The dtype of the full tensor.
-        gather: A function that returns the full tensor. Called on all ranks.
-        own: A function that returns the index of this rank's first element, and its elements.
-
-    Attributes:
-        shape: The shape of the full tensor.
-        dtype: The dtype of the full tensor.
+    `gather` returns the full tensor, called on all ranks; `own` the index of this rank's first element, and its
+    elements.
     """
 
     def __init__(
@@ -84,9 +77,8 @@ def own_range(parameter: Any) -> tuple[int, int]:
 def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
     """Return the index of this rank's first element of a parameter, and its elements, of shape (n,).
 
-    Args:
-        parameter: A parameter of a partitioned engine.
-        key: The key of an optimizer state; None for the master, or in stage 3 for a parameter without one.
+    They are those of the optimizer state `key`; without a key of the master, or in stage 3 of a parameter without
+    one.
     """
     start, stop = own_range(parameter)
     if not is_divided(parameter):
@@ -106,11 +98,7 @@ def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
 
 
 def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None = None) -> None:
-    """Copy this rank's elements into its partition of a parameter's master or optimizer state.
-
-    Raises:
-        ValueError: The elements are not those that this rank holds now.
-    """
+    """Copy this rank's elements into its partition of a parameter's master or optimizer state."""
     own_start, own_stop = own_range(parameter)
     own_number = own_stop - own_start
     if (start, elements.numel()) != (own_start, own_number) and elements.numel() + own_number:
@@ -142,12 +130,7 @@ def write_whole(parameter: Any, value: Tensor, key: str | None = None) -> None:
 
 
 def whole_of_parts(value: Any, parameter: Any) -> Tensor:
-    """Return the full fp32 tensor from each rank's range of elements. Called on all ranks.
-
-    Args:
-        value: A value with `shape` and `flat_range()`, partitioned like the parameter.
-        parameter: A parameter of a partitioned engine.
-    """
+    """Return the full fp32 tensor from each rank's range of elements. Called on all ranks."""
     start, elements = value.flat_range()
     own = torch.zeros(value.shape, device=parameter.device).flatten()
     own[start : start + elements.numel()] = elements

@@ -14,16 +14,7 @@ _ELSEWHERE = {
 
 
 def check_possible(flat: Mapping[str, Any], mode: str, world_size: int) -> None:
-    """Refuse a configuration that DeepSpeed would not apply, or not correctly.
-
-    Args:
-        flat: The configuration by dotted names, including the keys of the run.
-        mode: The precision: "no", "fp16" or "bf16".
-        world_size: The number of ranks of the engine.
-
-    Raises:
-        EngineConfigError: A value is not allowed; the message gives it and the allowed values.
-    """
+    """Refuse a configuration that DeepSpeed would not apply, or not correctly."""
     stage = flat["zero_optimization.stage"]
     if stage not in _STAGES:
         raise EngineConfigError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")

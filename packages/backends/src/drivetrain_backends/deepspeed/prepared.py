@@ -28,16 +28,6 @@ from drivetrain_state import Context, ProgressMark
 class DeepSpeedPrepared(TorchPrepared):
     """A model with its optimizer, trained by an engine.
 
-    Args:
-        model: The module that the user calls.
-        context: The ranks and the device.
-        tracker: The gradient state that the backend's models share.
-        reducer: The reducer that runs the engines' backwards.
-        gradients: The engine's reduced gradients; None for an untrained model.
-        names: The name of each parameter.
-        groups: The parameter names of each of the optimizer's groups.
-        checkpointed: The modules that recompute their activations.
-
     Attributes:
         engine: The DeepSpeed engine.
     """
@@ -216,12 +206,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self._written.forget()
 
     def explain(self, error: Exception) -> None:
-        """Raise a better error than the one that a forward or backward of the engine raised, if there is one.
-
-        Raises:
-            AccumulationError: The model was called inside a transform of torch.func.
-            ReplacedParameterError: Parameters were added, replaced or converted since `prepare`.
-        """
+        """Raise a better error than the one that a forward or backward of the engine raised, if there is one."""
         name = type(self.unwrap()).__name__
         self._known.look()
         self._check_dtypes()
@@ -235,20 +220,12 @@ class DeepSpeedPrepared(TorchPrepared):
             )
 
     def _check_dtypes(self) -> None:
-        """Refuse parameters that were converted since `prepare`.
-
-        Raises:
-            ReplacedParameterError: There are such parameters; the message names them.
-        """
+        """Refuse parameters that were converted since `prepare`."""
         if odd := [n for p, n in self._parameter_names.items() if p.dtype != self._dtypes[p]]:
             raise ReplacedParameterError(converted(odd))
 
     def _check_unknown_gradients(self) -> None:
-        """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`.
-
-        Raises:
-            AccumulationError: There are such gradients.
-        """
+        """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`."""
         if any(parameter.grad is not None for parameter in self._trained):
             name = type(self.unwrap()).__name__
             raise AccumulationError(
@@ -257,12 +234,7 @@ class DeepSpeedPrepared(TorchPrepared):
             )
 
     def _is_norm_finite(self, gradients: ReducedGradients) -> bool:
-        """Return whether all gradients are finite, judged by their norm. Called on all ranks.
-
-        Raises:
-            NonFiniteGradientError: A gradient is not finite, and the settings end the run with no smaller loss scale
-                left.
-        """
+        """Return whether all gradients are finite, judged by their norm. Called on all ranks."""
         norm = gradients.norm() if self.group.final.norm is None else self.group.final.norm
         if norm.isfinite().item():
             return True

@@ -21,9 +21,7 @@ from drivetrain_messages import list_some
 class ReachedParameters:
     """A check for the same gradients on all ranks before each reduction, and for all parameters before a step.
 
-    Args:
-        engine: The DeepSpeed engine, whose reductions are watched from now on.
-        names: The name of each trained parameter, in the same order on all ranks.
+    It watches the engine's reductions; `names` are of the trained parameters, in the same order on all ranks.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
@@ -41,11 +39,7 @@ class ReachedParameters:
             self._watch()
 
     def check(self) -> None:
-        """Refuse a step of a window that did not reach every parameter, or in which a parameter is frozen.
-
-        Raises:
-            AccumulationError: The window is one of these; the message names parameters, the same on all ranks.
-        """
+        """Refuse a step of a window that did not reach every parameter, or in which a parameter is frozen."""
         if not self._stage:
             return
         with as_they_are():
@@ -95,11 +89,7 @@ class ReachedParameters:
             self._clear_left_out()
 
     def _refuse_frozen(self) -> None:
-        """Refuse a backward past frozen parameters, for which stage 3 (0.19) reduces others wrongly.
-
-        Raises:
-            AccumulationError: There are such parameters.
-        """
+        """Refuse a backward past frozen parameters, for which stage 3 (0.19) reduces others wrongly."""
         found = self._reached.get(compat.backward_of_window(self._optimizer), set())
         if len(found) == len(self._names):
             return
@@ -160,11 +150,7 @@ class ReachedParameters:
         return [self._names[p] for p, has in zip(parameters, reached.tolist(), strict=True) if not has]
 
     def _refuse_left_out(self, names: list[str]) -> None:
-        """Refuse to step parameters without a gradient.
-
-        Raises:
-            AccumulationError: There are such parameters.
-        """
+        """Refuse to step parameters without a gradient."""
         if names:
             raise AccumulationError(
                 f"{list_some(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "

@@ -41,11 +41,6 @@ from drivetrain_backends.state_dict.optimizer_state import (
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return an engine's state, without gathering it yet. Called on all ranks.
 
-    Args:
-        engine: The DeepSpeed engine.
-        names: The name of each parameter.
-        groups: The parameter names of each of the optimizer's groups.
-
     Returns:
         `{"model": {name: tensor}, "optimizers": [named state]}`, the same on every rank. For a partitioned engine the
         tensors are `PartitionedTensor`s, in fp32 once they are gathered.
@@ -86,17 +81,7 @@ def forget_keyed_state(engine: Any) -> None:
 def load_state(
     engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]], state: Mapping[str, Any]
 ) -> None:
-    """Load a state into an engine, each rank keeping its partition. Called on all ranks.
-
-    Args:
-        engine: The DeepSpeed engine.
-        names: The name of each parameter.
-        groups: The parameter names of each of the optimizer's groups.
-        state: A result of `read_state`, or another backend's state of the same model.
-
-    Raises:
-        ValueError: The state is of another model or of other parameter groups; nothing was loaded.
-    """
+    """Load a state into an engine, each rank keeping its partition. Called on all ranks."""
     if not groups:  # not trained
         _load_model(engine, state["model"])
         return
@@ -187,11 +172,7 @@ def _read_kept(parameter: nn.Parameter, key: str, value: Any) -> Any:
 
 
 def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
-    """Return a parameter's full optimizer state. Called on all ranks.
-
-    Raises:
-        RuntimeError: The engine ended after `state_dict` was called.
-    """
+    """Return a parameter's full optimizer state. Called on all ranks."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     with as_trained(parameter):
@@ -240,11 +221,7 @@ def _whole(value: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
-    """Load parameters and their masters.
-
-    Raises:
-        ValueError: Names or shapes differ from the model's.
-    """
+    """Load parameters and their masters."""
     from deepspeed import zero
 
     module: nn.Module = engine.module

@@ -52,11 +52,6 @@ class WrittenToFlat(WrittenValues):
 
     A rank copies only its own partition, so all ranks must write the same values. The writes to each parameter are
     counted and compared at saves; a write through `.data` is not counted.
-
-    Args:
-        engine: The DeepSpeed engine.
-        names: The name of each trained parameter.
-        context: The ranks whose writes are compared.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:
@@ -90,11 +85,7 @@ class WrittenToFlat(WrittenValues):
         self._versions = _versions(self._names)
 
     def compare(self) -> None:
-        """Compare the counts; see `WrittenValues.compare`.
-
-        Raises:
-            AccumulationError: The counts differ between ranks.
-        """
+        """Compare the counts; see `WrittenValues.compare`."""
         found: list[Counter[str]] = gather_object(self._context, self._num_writes)
         if all(one == found[0] for one in found):
             return
@@ -124,12 +115,7 @@ class WrittenToFlat(WrittenValues):
 
 
 class WrittenOutsideGathered(WrittenValues):
-    """The record for stage 3, where writes outside `gathered(write=True)` reach no master.
-
-    Args:
-        engine: The DeepSpeed engine; its own `load_checkpoint` writes both parameters and masters.
-        names: The name of each trained parameter.
-    """
+    """The record for stage 3, where writes outside `gathered(write=True)` reach no master."""
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
         self._names = names
@@ -145,11 +131,7 @@ class WrittenOutsideGathered(WrittenValues):
         read_as_they_are(engine)
 
     def copy_to_masters(self) -> None:
-        """Refuse writes to parameters; see `WrittenValues.copy_to_masters`.
-
-        Raises:
-            AccumulationError: A parameter was written.
-        """
+        """Refuse writes to parameters; see `WrittenValues.copy_to_masters`."""
         if (versions := _versions(self._names)) == self._versions:
             return
         changed = _changed(self._names, self._versions, versions)
@@ -166,13 +148,7 @@ class WrittenOutsideGathered(WrittenValues):
 
 
 def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -> WrittenValues:
-    """Return the record of writes into an engine's parameters, by the engine's stage.
-
-    Args:
-        engine: The DeepSpeed engine.
-        names: The name of each trained parameter.
-        context: The ranks whose writes are compared.
-    """
+    """Return the record of writes into an engine's parameters, by the engine's stage."""
     if not engine.zero_optimization():
         return WrittenValues()
     return (

@@ -21,12 +21,9 @@ from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
-    """Return the fields of the section as they are in the models; `AutoValue` where the section left them open.
+    """Return the section's fields as they are in the models; an `AutoValue` where the section left one open.
 
-    Args:
-        models: The sharded models.
-        settings: The `fsdp` section.
-        reason: The reason for the chosen strategy; empty if the section sets it.
+    `reason` is that of the chosen strategy; empty if the section sets it.
     """
     models = [model for model in models if len(model.plain) < len(model.parameters)]  # those with shards
     if not models:

@@ -31,11 +31,8 @@ class CollectiveOrder:
     """The order of this rank's collectives, and its comparison with that of the other ranks.
 
     Called on all ranks in the same order. The checksums are exchanged between CPUs in a separate process group, so
-    that they never wait for a device and never match a collective of a block.
-
-    Args:
-        context: The ranks; it has a process group.
-        divisions: The groups of ranks that gather together; each rank is in one of them.
+    that they never wait for a device and never match a collective of a block. `divisions` are the groups of ranks
+    that gather together; each rank is in one of them.
     """
 
     def __init__(self, context: Context, divisions: Sequence[Sequence[int]]) -> None:
@@ -97,14 +94,7 @@ class CollectiveOrder:
                 )
 
     def compare(self, news: int = 0, *, at_step: bool = True) -> list[int]:
-        """Compare with the other ranks before reduced values are used. Called on all ranks.
-
-        Args:
-            news: A number of 63 bits to send along.
-            at_step: Whether an optimizer is about to step.
-
-        Returns:
-            The `news` of all ranks.
+        """Compare with the other ranks before reduced values are used, and return their `news`. Called on all ranks.
 
         Raises:
             CollectiveMismatchError: Ranks ran other blocks, or in another order; the message names the first
@@ -134,20 +124,12 @@ class CollectiveOrder:
         """Compare after a forward whose outputs are used without a step, if all ranks gather together.
 
         Called on all ranks. Ranks of different replicas may run other forwards, and are only compared at steps.
-
-        Raises:
-            CollectiveMismatchError: See `compare`.
         """
         if len(self._divisions) == 1:
             self.compare(at_step=False)
 
     def noting(self, kind: Literal["gather", "reduce", "scale"], what: str) -> Callable[[], None]:
-        """Return a function that records a collective before it runs. Called on all ranks, and so is what it returns.
-
-        Args:
-            kind: Whether it gathers weights, reduces gradients, or computes the scales of weights.
-            what: The weights that it concerns.
-        """
+        """Return a function that records a collective on `what` before it runs. Both are called on all ranks."""
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")
         mark = f"{_DOING[kind]} {what}"

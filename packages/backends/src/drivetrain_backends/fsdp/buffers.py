@@ -13,15 +13,7 @@ _MOST_MODELS = 60  # with a bit each in one integer; models beyond share the las
 
 
 class SharedBuffers:
-    """The buffers of a backend's models, broadcast at a step at which one has changed.
-
-    Args:
-        context: The ranks that share the buffers, and their device.
-        enabled: Whether the buffers follow rank 0's.
-
-    Attributes:
-        is_enabled: Whether the buffers follow rank 0's.
-    """
+    """The buffers of a backend's models, broadcast at a step at which one has changed."""
 
     def __init__(self, context: Context, *, enabled: bool) -> None:
         self._context = context
@@ -42,11 +34,7 @@ class SharedBuffers:
         return bits
 
     def share(self, news: Sequence[int]) -> None:
-        """Broadcast rank 0's buffers of changed models. Called on all ranks.
-
-        Args:
-            news: The results of `news` on each rank.
-        """
+        """Broadcast rank 0's buffers of the models with `news` from any rank. Called on all ranks."""
         for index, buffers in enumerate(self._models):
             bit = 1 << min(index, _MOST_MODELS)
             if any(bits & bit for bits in news):

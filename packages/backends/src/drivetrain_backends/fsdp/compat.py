@@ -80,9 +80,7 @@ def drop_full_gradient(parameter: Any) -> None:
 def gather_as(parameter: Any, form: Callable[[Tensor], Tensor]) -> None:
     """Let the next gather of a parameter that is sharded now be like the first, of its shard in another form.
 
-    Args:
-        parameter: torch's own object for the parameter.
-        form: A function of the shard, which returns a tensor with the same values and storage.
+    `form` returns a tensor with the values and storage of the one it is given.
     """
     parameter.sharded_param._local_tensor = form(parameter.sharded_param._local_tensor)
     parameter._sharded_param_data = form(parameter._sharded_param_data)  # flat, with padding
@@ -198,11 +196,7 @@ def needs_gradient_dtypes(group: Any) -> bool:
 
 
 def give_gradient_dtypes(group: Any) -> bool:
-    """Set the gradient dtypes of a group that had no trainable parameter at its first forward.
-
-    Returns:
-        Whether the dtypes are known now; they are not before the first forward.
-    """
+    """Set the gradient dtypes of a group without a trainable parameter at its first forward; False before that."""
     if not hasattr(group, "_orig_dtype"):
         return False
     if group._orig_dtype is None:

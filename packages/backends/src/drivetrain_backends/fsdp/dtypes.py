@@ -32,11 +32,7 @@ class DtypePlan:
 
 
 def plan_dtypes(settings: FSDPSettings, policy: Policy) -> DtypePlan:
-    """Return the dtypes for the section and the run's precision.
-
-    Raises:
-        PrecisionError: The section's `upcast` contradicts the `param_dtype` of the run.
-    """
+    """Return the dtypes for the section and the run's precision."""
     held = policy.dtypes
     if settings.upcast is not None and held.param is not None and settings.upcast != (held.param not in HALF):
         raise PrecisionError(

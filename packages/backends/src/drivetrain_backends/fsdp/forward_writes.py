@@ -38,14 +38,7 @@ class CountedParameter(nn.Parameter):
 
 
 class ForwardWrites:
-    """The writes of a model's forwards, and of hooks in its backwards; and its steps before a backward.
-
-    Args:
-        sharded: The sharded model.
-
-    Attributes:
-        num_steps: The number of steps that optimizers have taken on the model.
-    """
+    """The writes of a model's forwards, and of hooks in its backwards; and its steps before a backward."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._kind = class_name(sharded.module)
@@ -60,11 +53,7 @@ class ForwardWrites:
             check_before_backward(block, partial(self._refuse_stepped, groups))
 
     def check(self) -> None:
-        """Refuse writes into gathered parameters since the last call.
-
-        Raises:
-            UnshardedParameterError: There were such writes.
-        """
+        """Refuse writes into gathered parameters since the last call."""
         if names := [name for _, writes in self._writes.values() for name in writes.since()]:
             raise UnshardedParameterError(
                 f"{list_some(names)} of {self._kind}: a forward, or a hook in backward, wrote "
@@ -86,11 +75,7 @@ class ForwardWrites:
             self._num_at_forward[group] = self.num_steps
 
     def _refuse_stepped(self, groups: list[Any]) -> None:
-        """Refuse a backward through outputs that were computed before a step.
-
-        Raises:
-            UnshardedParameterError: An optimizer has stepped since the forward.
-        """
+        """Refuse a backward through outputs that were computed before a step."""
         if any(self._num_at_forward.get(group, self.num_steps) != self.num_steps for group in groups):
             raise UnshardedParameterError(
                 f"{self._kind} was stepped between a forward and its backward, as in a hook of the forward: FSDP "

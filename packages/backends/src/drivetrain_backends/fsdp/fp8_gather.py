@@ -24,10 +24,7 @@ from drivetrain_precision.fp8.protocol import gathers_in_fp8
 class Fp8Gather:
     """The weights of a sharded model that are gathered in 8 bits.
 
-    Args:
-        sharded: The sharded model.
-        note: A function that records the all-reduce of the scales before it runs.
-        shares_scales: Whether scales are computed together, by one all-reduce.
+    `note` records the all-reduce of the scales before it runs; without `shares_scales`, each gather computes its own.
     """
 
     def __init__(self, sharded: ShardedModel, *, note: Callable[[], None], shares_scales: bool) -> None:

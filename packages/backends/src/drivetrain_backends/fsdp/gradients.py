@@ -24,13 +24,6 @@ from drivetrain_precision import LossScaler
 class ShardedGradients(ParameterGradients):
     """The gradients that FSDP leaves in `.grad`: shards of the mean over all ranks; full ones of plain parameters.
 
-    Args:
-        scaler: The loss scale, for fp16.
-        device: The device of the process group's tensors.
-        sharded: The backend's sharded models by user module.
-        frozen: The blocks that may be frozen at their first forward.
-        dtype: The dtype in which gradients of plain parameters are summed; None for fp32 or wider.
-
     Attributes:
         holding: The models whose backwards are not reduced at present.
         held: The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
@@ -55,11 +48,7 @@ class ShardedGradients(ParameterGradients):
         self.retained: dict[nn.Module, RetainedModel] = {}
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
-        """Run torch's backward; see `GradientReducer.backward`.
-
-        Raises:
-            AccumulationError: An earlier backward failed midway, or options are given.
-        """
+        """Run torch's backward; see `GradientReducer.backward`."""
         if options.said:
             raise AccumulationError(
                 f"backward({options.said}): FSDP frees the gathered parameters behind one backward, and "
@@ -95,11 +84,7 @@ class ShardedGradients(ParameterGradients):
 
     @torch.no_grad()
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Average plain gradients over the ranks, then unscale and correct all; see `GradientReducer.finalize`.
-
-        Raises:
-            AccumulationError: The window closed without a backward that reduces the gradients held so far.
-        """
+        """Average plain gradients over the ranks, then unscale and correct all; see `GradientReducer.finalize`."""
         for model in models:
             if model in self.held:
                 raise AccumulationError(

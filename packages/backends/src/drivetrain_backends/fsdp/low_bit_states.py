@@ -23,20 +23,13 @@ _CUT, _FIXED = "cut", "fixed"
 def unify_forms(
     optimizer: Optimizer, names: Mapping[Tensor, str], named: dict[str, Any], context: Context
 ) -> int:
-    """Replace states that ranks keep in different forms by their values. Called on all ranks.
-
-    Args:
-        optimizer: The user's optimizer.
-        names: The name of each parameter.
-        named: The optimizer's named state, which is changed.
-        context: The ranks and the device.
+    """Replace the states in `named` that ranks keep in different forms by their values. Called on all ranks.
 
     Returns:
         The number of these states, the same on all ranks.
 
     Raises:
         OptimizerStateError: A state's parts cannot be divided among ranks, and it has no values in floating point.
-            Raised on all ranks.
     """
     if type(optimizer).__module__.startswith("torch.optim"):  # one form, and no message for the others
         return 0

@@ -49,16 +49,7 @@ class MeshShape:
 def plan_mesh(
     settings: FSDPSettings, topology: Topology, parallelism: Mapping[str, int] | None = None
 ) -> MeshShape:
-    """Return the division of the ranks.
-
-    Args:
-        settings: The `fsdp` section.
-        topology: The ranks and the nodes.
-        parallelism: The sizes of the run's own mesh, by axis; None if it has no mesh.
-
-    Raises:
-        ValueError: The strategy does not fit the number of ranks, or contradicts the run's own mesh.
-    """
+    """Return the division of the ranks; `parallelism` are the sizes of the run's own mesh by axis, if it has one."""
     world, given = topology.world_size, _along(parallelism)
     strategy, reason = settings.strategy, ""
     if strategy is None:
@@ -86,11 +77,7 @@ def plan_mesh(
 
 
 def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
-    """Return the sizes of the data and shard axes; None if there is no shard axis, which allows any strategy.
-
-    Raises:
-        ValueError: The mesh has an axis that this backend does not support.
-    """
+    """Return the sizes of the data and shard axes; None if there is no shard axis, which allows any strategy."""
     if parallelism is None:
         return None
     odd = {name: size for name, size in parallelism.items() if name not in _AXES and size > 1}

@@ -52,10 +52,6 @@ def make_room(
 ) -> dict[nn.Module, tuple[str, ...]]:
     """Replace tensors on meta by uninitialised ones; tied tensors stay tied.
 
-    Args:
-        modules: The modules that hold the tensors.
-        new_tensor: A function that allocates the replacement of a tensor.
-
     Returns:
         The attributes of the replaced tensors, for each module that has any.
     """
@@ -75,15 +71,7 @@ def make_room(
 
 
 def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
-    """Refuse modules that certainly cannot fill their tensors.
-
-    Args:
-        model: The model, with modules on the meta device.
-        on_meta: The names of the tensors to fill.
-
-    Raises:
-        ValueError: Neither a module nor the model has a method that fills a tensor; the message names it.
-    """
+    """Refuse a model in which no method certainly fills one of the tensors `on_meta`, given by their names."""
     if any(callable(getattr(module, "_init_weights", None)) for module in model.modules()):
         return
     fillable: set[Tensor] = set()
@@ -105,14 +93,7 @@ def initialise(
 ) -> None:
     """Fill the tensors of `make_room` by each module's own `reset_parameters` and the model's `_init_weights`.
 
-    Args:
-        empty: The attributes to fill, by module.
-        names: The name of each module in the model.
-        around: The model and modules in it that may have an `_init_weights(module)`.
-        seed: The seed, the same on all ranks.
-
-    Raises:
-        ValueError: A module has no method that fills one of its tensors; the message names it.
+    `around` are the modules whose `_init_weights(module)` is called; the seed is the same on all ranks.
     """
     ways = [way for module in around if callable(way := getattr(module, "_init_weights", None))]
     filled: set[Tensor] = set()

@@ -64,15 +64,7 @@ def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedP
 
 
 def check_unconverted(models: Iterable[ShardedModel], error: BaseException | None = None) -> None:
-    """Refuse models whose shards were converted to another dtype, for which FSDP has no memory.
-
-    Args:
-        models: The sharded models.
-        error: The error that led here, if any.
-
-    Raises:
-        UnshardedParameterError: A shard was converted; the message names it.
-    """
+    """Refuse models whose shards were converted to another dtype, for which FSDP has no memory."""
     for sharded in models:
         dtypes = {id(p.sharded_param): p.orig_dtype for p in sharded.divided() if hasattr(p, "orig_dtype")}
         for name, parameter in sharded.parameters.items():

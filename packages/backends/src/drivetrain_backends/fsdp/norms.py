@@ -18,12 +18,8 @@ from drivetrain_backends.state_dict.dtensor import local
 def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of all gradients as one vector, of shape (). Called on all ranks.
 
-    Gradients may be sharded over several meshes; there is one all-reduce for each set of process groups.
-
-    Args:
-        gradients: The full or sharded gradients.
-        norm_type: The order of the norm; infinity for the largest element.
-        device: The device of the process group's tensors.
+    Gradients may be sharded over several meshes; there is one all-reduce for each set of process groups. A
+    `norm_type` of infinity gives the largest element.
     """
     alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:

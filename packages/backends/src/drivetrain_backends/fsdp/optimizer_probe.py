@@ -66,15 +66,7 @@ class _Tiny:
 
 
 def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
-    """Refuse an optimizer whose step on shards differs from its step on full parameters. Called on all ranks.
-
-    Args:
-        optimizer: The user's optimizer, before or after its model is sharded; it is not changed.
-        mesh: The mesh of the shards; the ranks that share a replica are its last axis.
-
-    Raises:
-        ValueError: It raises on shards, steps them differently, or cannot be tried. The message says which.
-    """
+    """Refuse an optimizer whose step on shards differs from its step on full parameters. Called on all ranks."""
     if type(optimizer) in _KNOWN:
         return
     tiny = _stand_ins(optimizer, mesh.size(mesh.ndim - 1))

@@ -16,10 +16,6 @@ def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) ->
     """Replace parameters by their shards, in the groups and in the state of an optimizer.
 
     State of a parameter's shape is sharded like it: each rank keeps its own part of its own state.
-
-    Args:
-        optimizer: The user's optimizer; its groups stay the same objects.
-        successors: The shard of each replaced parameter.
     """
     for group in optimizer.param_groups:
         group["params"] = [successors.get(p, p) for p in group["params"]]

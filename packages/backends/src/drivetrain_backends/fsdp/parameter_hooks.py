@@ -16,12 +16,7 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel
 
 
 class ParameterHooks:
-    """The hooks on a sharded model's parameters.
-
-    Args:
-        sharded: The sharded model whose parameters have the hooks.
-        before: The parameters before they were sharded, by name.
-    """
+    """The hooks on a sharded model's parameters."""
 
     def __init__(self, sharded: ShardedModel, before: Mapping[str, Tensor]) -> None:
         self._carried: dict[Tensor, _Carried] = {}
@@ -41,11 +36,7 @@ class ParameterHooks:
             carried.attach()
 
     def check_carried(self) -> None:
-        """Refuse to step after a backward that ran no hooks, as `loss.backward()` may.
-
-        Raises:
-            UnshardedParameterError: A hook was not moved yet.
-        """
+        """Refuse to step after a backward that ran no hooks, as `loss.backward()` may."""
         waiting = [shard for shard, carried in self._carried.items() if carried.is_waiting]
         if waiting := [*waiting, *self._set_on_shards()]:
             raise UnshardedParameterError(

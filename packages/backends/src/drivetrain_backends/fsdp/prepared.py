@@ -41,18 +41,6 @@ logger = logging.getLogger(__name__)
 class FSDPPrepared(TorchPrepared):
     """A sharded model with its optimizers.
 
-    Args:
-        model: The module that the user calls: the sharded module, or the torch.compile wrapper around it.
-        retained: The sharded model, and what lives as long as it does.
-        context: The ranks and the device.
-        tracker: The gradient state that the backend's models share.
-        all_sharded: The backend's sharded models by user module.
-        successors: The shards of parameters that were listed before `prepare`.
-        guard: The guard that refuses assigned parameters.
-        gradients: The reducer of the backend's gradients.
-        order: The order of the ranks' collectives.
-        buffers: The buffers of the backend's models.
-
     Attributes:
         sharded: The sharded model with its blocks and parameters.
     """
@@ -272,11 +260,7 @@ class FSDPPrepared(TorchPrepared):
         return [self._all_sharded[model] for model in self.group.models]
 
     def _shards_of(self, parameters: list[Tensor] | None) -> list[Tensor]:
-        """Return the shards of parameters, which may have been listed before `prepare` or while gathered.
-
-        Raises:
-            UnshardedParameterError: A parameter belongs to no prepared model.
-        """
+        """Return the shards of parameters, which may have been listed before `prepare` or while gathered."""
         models = self._all_sharded.values()
         known = [sharded.known for sharded in models]
         shards: dict[Tensor, Tensor] = {}

@@ -12,13 +12,7 @@ _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with trainable parameters whose gradients cannot be sharded, or with weights packed in floats.
-
-    Raises:
-        ValueError: A parameter is complex, gets sparse gradients, has a hook that would never run, or is packed in a
-            floating dtype; the message names it; or a module writes into its parameters, or gets them at its first
-            forward.
-    """
+    """Refuse trainable parameters whose gradients cannot be sharded, and weights packed in a floating dtype."""
     check_not_lazy(model)
     check_no_renormalising(model, "FSDP drops what is written into gathered parameters")
     for prefix, module in model.named_modules():

@@ -60,11 +60,7 @@ class RetainedModels:
         return None if found is None else found()
 
     def begin_again(self, models: Iterable[nn.Module]) -> None:
-        """Release what forwards since `close` left gathered in those of the modules that are retained.
-
-        Raises:
-            UnshardedParameterError: A module has other parameters than those that were sharded.
-        """
+        """Release what forwards since `close` left gathered in those of the modules that are retained."""
         for retained in filter(None, map(self.find, models)):
             retained.sharded.reshard()
             retained.sharded.check(thoroughly=True)
@@ -86,22 +82,10 @@ def shard_for_good(
     islands: frozenset[nn.Module],
     order: CollectiveOrder,
 ) -> tuple[RetainedModel, dict[Tensor, nn.Parameter]]:
-    """Shard a model, and set the hooks that its forwards need. Called on all ranks.
-
-    Args:
-        model: The module as the user built it, whose islands compute in fp32 already.
-        plan: The plan of its blocks.
-        sharding: The sharding options of the run.
-        context: The ranks and the device.
-        settings: The `fsdp` section.
-        islands: The modules that stay in fp32.
-        order: The order of the ranks' collectives.
+    """Shard a model, whose islands compute in fp32 already, with the hooks of its forwards. Called on all ranks.
 
     Returns:
         The sharded model, and the parameter in the place of each former one.
-
-    Raises:
-        ValueError: Ranks hold different models, or a module on meta cannot fill itself.
     """
     blocks = [model.get_submodule(name) for name in plan.blocks]
     checkpoint_activations(blocks or [model], settings.activation_checkpointing)

@@ -13,10 +13,6 @@ class Scratch:
 
     If each block allocated and freed its own memory, it would leave a hole between the shards, which allocators fill
     badly: on the CPU, the holes of a model of 400 MiB added up to 275 MiB.
-
-    Args:
-        device: The device on which blocks are materialised.
-        sizes: The bytes that each block needs; see `room_for`.
     """
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:

@@ -62,9 +62,6 @@ def shard_model(
 
     Values come from rank 0; tensors on meta on all ranks are initialised by their modules. The parameters of modules
     that stay in fp32 are not divided: every rank holds them in full.
-
-    Raises:
-        ValueError: Ranks hold different models, or a module on meta cannot fill itself.
     """
     sources = _agree(model)
     names = {module: name for name, module in model.named_modules()}
@@ -108,11 +105,7 @@ def _size_on_meta(modules: list[nn.Module], storage: TensorStorage) -> int:
 
 
 def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: frozenset[nn.Module]) -> None:
-    """Refuse trainable parameters of several dtypes in one block, which `fully_shard` cannot reduce.
-
-    Raises:
-        ValueError: A block has such parameters; the message names two.
-    """
+    """Refuse trainable parameters of several dtypes in one block, which `fully_shard` cannot reduce."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     storage = TensorStorage(model, dtypes, islands)
     for modules in _groups(model, plan).values():
@@ -129,11 +122,7 @@ def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: 
 
 
 def check_sources(model: nn.Module) -> None:
-    """Refuse a model whose values have no origin, before anything is changed. Called on all ranks.
-
-    Raises:
-        ValueError: Ranks hold different models, or a module on meta cannot fill itself.
-    """
+    """Refuse a model whose values have no origin, before anything is changed. Called on all ranks."""
     check_ways(model, _agree(model).initialised)
 
 

@@ -106,13 +106,9 @@ class ShardedModel:
             yield from sharded_parameters(block)
 
     def check(self, *, thoroughly: bool = False) -> None:
-        """Compare the modules' parameters with the sharded ones; none may be gathered.
+        """Refuse parameters that were reassigned since `prepare`; none may be gathered now.
 
-        Args:
-            thoroughly: Whether to look for new parameters too, which takes a walk through all modules.
-
-        Raises:
-            UnshardedParameterError: A parameter was created or reassigned after `prepare`.
+        `thoroughly` refuses new ones too, which takes a walk through all modules.
         """
         for place in self.places:
             if parameters_in(place.module).get(place.attribute) is not place.parameter:

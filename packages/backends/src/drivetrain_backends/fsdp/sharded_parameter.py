@@ -85,14 +85,10 @@ class ShardedParameter(DTensor):
 
 
 class ProgramUse:
-    """The use of sharded parameters by a program's own code, outside the model's forward.
+    """The use of sharded parameters by a program's own code, outside the model's forward, which FSDP gathers for.
 
     An operation that autograd records, or that meets plain tensors, computes with full parameters; their gradients
     are averaged over ranks, as those of the model are. All ranks must run it, in the same order.
-
-    Args:
-        named: The sharded parameters of a model, by name.
-        in_forward: Whether the model is in its forward, which FSDP gathers for.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], in_forward: Callable[[], bool]) -> None:

@@ -12,16 +12,7 @@ from drivetrain_backends.state_dict.dtensor import write
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Copy saved tensors into a sharded model, one at a time. Called on all ranks.
-
-    Args:
-        model: The module, holding its shards.
-        state: The values by name.
-        device: The device of the process group's tensors.
-
-    Raises:
-        ValueError: Names or shapes differ from the model's; nothing was loaded.
-    """
+    """Copy saved tensors into a sharded model, one at a time. Called on all ranks."""
     own = plain_state(model)
     for name in packed_entries(model, own):
         del own[name]
@@ -47,13 +38,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device)
 def divided_like(
     state: Mapping[str, Mapping[str, Any]], own: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's named state, each tensor sharded like its parameter. Called on all ranks.
-
-    Args:
-        state: The values by key, for each parameter name.
-        own: The parameters by name.
-        device: The device of the process group's tensors.
-    """
+    """Return an optimizer's named state, each tensor sharded like its parameter in `own`. Called on all ranks."""
     return {
         name: {key: _divided(value, own.get(name), device) for key, value in kept.items()}
         for name, kept in state.items()

@@ -16,13 +16,7 @@ def is_plain(parameter: Tensor) -> bool:
 
 
 class TensorStorage:
-    """The storage of a model's tensors, which are identified by being the same objects.
-
-    Args:
-        model: The user's module, before it is sharded.
-        dtypes: The dtypes of the run.
-        islands: The modules that stay in fp32.
-    """
+    """The storage of a model's tensors, which are identified by being the same objects."""
 
     def __init__(self, model: nn.Module, dtypes: DtypePlan, islands: frozenset[nn.Module]) -> None:
         self._dtypes = dtypes

@@ -140,10 +140,6 @@ class ReferenceCount:
     It is the total count of the last window; before the first one, the total of the first micro-batch times the
     window's length. An estimate is enough to keep fp16 gradients in range, because the later correction is exact.
 
-    Args:
-        context: The ranks whose counts are summed.
-        window: The accumulation window.
-
     Attributes:
         number: The reference, of shape (); None before the first count.
         last_total: The total of the last closed window, of shape (), which becomes the next reference.

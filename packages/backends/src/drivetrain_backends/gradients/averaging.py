@@ -21,15 +21,11 @@ def average(
     """Average the gradients of full parameters over all ranks. Called on all ranks, with the same parameters.
 
     A gradient that exists on some ranks only counts as zero on the others; one that exists on no rank stays None.
-    Sparse gradients are summed as dense ones. There is no synchronisation with the
-    device unless a parameter has no gradient on this rank.
+    Sparse gradients are summed as dense ones. There is no synchronisation with the device unless a parameter has no
+    gradient on this rank.
 
-    Args:
-        parameters: The parameters, each once.
-        device: The device of the process group's tensors.
-        group: The process group; all ranks by default.
-        bucket_bytes: The approximate size of one all-reduce, in bytes; several run at a time.
-        dtype: The dtype of the sums; None for the gradients' own, or fp32 if that is a half precision.
+    One all-reduce sends about `bucket_bytes`, several run at a time. The sums are in `dtype`; None for the gradients'
+    own, or fp32 if that is a half precision.
     """
     world_size = dist.get_world_size(group)
     sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []

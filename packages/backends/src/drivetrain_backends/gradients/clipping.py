@@ -5,12 +5,7 @@ from numbers import Real
 
 
 def check_clip(norm: object, norm_type: object, value: object) -> None:
-    """Refuse invalid arguments of a clip; an infinite norm is valid and only measures.
-
-    Raises:
-        TypeError: An argument is not a number.
-        ValueError: An argument is not above 0; or both a norm and a value are given, or neither.
-    """
+    """Refuse invalid arguments of a clip; an infinite norm is valid and only measures."""
     if (norm is None) == (value is None):
         raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
     for name, number in (("norm", norm), ("norm_type", norm_type), ("value", value)):

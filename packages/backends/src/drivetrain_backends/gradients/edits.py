@@ -17,12 +17,6 @@ class EditWatch:
 
     Gradients that are still to be corrected (unscaled or normalised) may only be cleared between two windows; others
     may be edited, and replicas then average them.
-
-    Args:
-        models: The users' modules.
-        parameters: The parameters of the models, each once.
-        reducer: The object that runs backwards and reduces their gradients.
-        window: The accumulation window.
     """
 
     def __init__(
@@ -76,11 +70,8 @@ class EditWatch:
     def average(self, *, to_correct: bool, are_empty: bool) -> None:
         """Average gradients that come from no loss of these models, if ranks would otherwise drift apart.
 
-        Called on all ranks.
-
-        Args:
-            to_correct: Whether the gradients of the last losses were to be corrected.
-            are_empty: Whether all gradients of losses were cleared, so that any present ones are from other code.
+        Called on all ranks. With `are_empty`, all gradients of losses were cleared: any present ones are from other
+        code.
         """
         reducer = self._reducer
         if reducer is None or not reducer.averages:
@@ -98,15 +89,8 @@ class EditWatch:
     def check_before_loss(self, *, is_same_window: bool, is_counted: bool) -> bool:
         """Refuse to add to changed gradients that are to be corrected, unless all were cleared between windows.
 
-        Args:
-            is_same_window: Whether the loss belongs to the window of the gradients.
-            is_counted: Whether the loss or an earlier one has a count.
-
         Returns:
             Whether any gradient is left to add to.
-
-        Raises:
-            AccumulationError: The gradients are those of an open window, or have other values.
         """
         edits = self._snapshot.edits()
         is_midway = self._window.num_micro_batches > 1 and is_same_window
@@ -117,20 +101,12 @@ class EditWatch:
         return bool(edits.left)
 
     def check_before_correction(self) -> None:
-        """Refuse changed gradients that are to be corrected; cleared ones are fine.
-
-        Raises:
-            AccumulationError: A gradient is new or has other values.
-        """
+        """Refuse changed gradients that are to be corrected; cleared ones are fine."""
         if edited := self._snapshot.edits().edited:
             raise self._error(edited)
 
     def check_unscaled(self) -> None:
-        """Refuse shards that were scaled without a trace; see `GradientSnapshot.were_scaled`. May synchronise.
-
-        Raises:
-            AccumulationError: The shards have other values.
-        """
+        """Refuse shards that were scaled without a trace; see `GradientSnapshot.were_scaled`. May synchronise."""
         if self._snapshot.were_scaled():
             raise self._error([])
 

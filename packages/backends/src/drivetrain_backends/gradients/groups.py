@@ -12,18 +12,9 @@ from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 def group_models(
     models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], tracker: GradientTracker
 ) -> list[GradientGroup]:
-    """Return groups of models that share a parameter or an optimizer.
+    """Return the group of each model: together with those that share a parameter or an optimizer.
 
-    Args:
-        models: The users' modules.
-        trained_together: The indices of the models that each optimizer trains.
-        tracker: The state that the groups share; a group of it with the same models is kept.
-
-    Returns:
-        The group of each model, in the order of `models`.
-
-    Raises:
-        AccumulationError: The group of models with gradients in use would change.
+    `trained_together` are the indices of the models that each optimizer trains. A group with the same models is kept.
     """
     label = list(range(len(models)))
     holders: dict[Any, int] = {}

@@ -45,14 +45,7 @@ class FirstLosses:
     ) -> None:
         """Refuse a loss whose gradients would not be used, before its backward.
 
-        Args:
-            loss: The loss whose graph is traversed, of shape ().
-            leaves: The leaves of the graphs, for each group of prepared models.
-            is_stepped: Whether prepared optimizers step on the gradients, and not the program by itself.
-
-        Raises:
-            PairingError: The loss reaches only parameters of unprepared models, or a model without a prepared
-                optimizer.
+        `leaves` are those of each group of prepared models. Without `is_stepped`, the program steps by itself.
         """
         self.num_left -= 1
         owners = {id(leaf): group for group, own in leaves.items() for leaf in own}
@@ -104,13 +97,7 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
 
 
 def check_loss(loss: object, count: object) -> None:
-    """Refuse an invalid loss or count. Called for every loss, without synchronising with the device.
-
-    Raises:
-        TypeError: The loss is not a tensor, or the count is neither a number nor a tensor.
-        ValueError: The loss has more than one element or no graph; or the count is negative, not finite, or a tensor
-            with several elements.
-    """
+    """Refuse an invalid loss or count. Called for every loss, without synchronising with the device."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"backward({loss!r}): a loss is a tensor of shape (), not {type(loss).__name__}")
     if loss.numel() != 1:

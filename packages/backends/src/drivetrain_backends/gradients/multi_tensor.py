@@ -31,12 +31,7 @@ def norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
 
 
 def unscale_on_host(gradients: Sequence[Tensor], inverse: Tensor) -> Tensor:
-    """Multiply gradients on the host in place, and return 1.0 if one is not finite, else 0.0; of shape ().
-
-    Args:
-        gradients: The gradients, in the host's memory.
-        inverse: The factor, a tensor of shape () in fp32.
-    """
+    """Multiply gradients on the host in place, and return 1.0 if one is not finite, else 0.0; of shape ()."""
     found = torch.zeros(())
     foreach_unscale(list(gradients), found, inverse)
     return found

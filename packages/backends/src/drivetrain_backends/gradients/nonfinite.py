@@ -21,10 +21,6 @@ def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
 
     Full gradients that are averaged over ranks are the same everywhere, so each rank decides alone. For a sharded
     gradient (a DTensor), ranks agree by an all-reduce of one number.
-
-    Args:
-        context: The ranks that must agree, and their device.
-        gradients: The gradients, of any shapes, dtypes and devices, dense or sparse.
     """
     found = not _all_finite([_local(gradient) for gradient in gradients])
     if any(hasattr(gradient, "to_local") for gradient in gradients):
@@ -41,19 +37,15 @@ def nonfinite_error(
     alone: bool = False,
     layer: str | None = None,
 ) -> NonFiniteGradientError:
-    """Return an error that names the first non-finite gradient and its ranks. Called on all ranks.
+    """Return an error that names the first non-finite gradient and its ranks. Called on all ranks, unless `alone`.
 
     Args:
         context: The ranks that must agree, and their device.
-        gradients: The gradients by parameter name, the same names in the same order on all ranks; a shard if the
-            gradient is sharded, None for a parameter without one.
+        gradients: The gradients or shards by parameter name, the same names in the same order on all ranks.
         step: The optimizer step of the gradients, counted from 1.
         bad_loss: Whether a loss of this rank was not finite.
         alone: Whether other ranks do not make this call, so that there is no gather.
         layer: The first value that was not finite in the model's execution, as a clause; None if it is not known.
-
-    Returns:
-        The error, for the caller to raise.
     """
     names = list(gradients)
     own = next((i for i, g in enumerate(gradients.values()) if _is_bad(g)), len(names))

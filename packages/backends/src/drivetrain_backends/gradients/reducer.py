@@ -50,9 +50,6 @@ class GradientReducer(Protocol):
 class ParameterGradients:
     """The gradients that torch's autograd leaves in `.grad`, in full on every rank, where other code may change them.
 
-    Args:
-        scaler: The loss scale, for fp16.
-
     Attributes:
         scaler: The loss scale, for fp16.
         is_joined: Whether ranks may run out of batches at different steps.

@@ -59,9 +59,6 @@ class GradientSnapshot:
     """A snapshot of the identities and versions of gradients, to detect later changes.
 
     A write through `.grad.data` changes no version and is not detected.
-
-    Args:
-        parameters: The parameters whose gradients are recorded.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:

@@ -71,10 +71,6 @@ _UNCHECKED = FinalGradients()
 class GradientGroup:
     """The gradients of models that share an optimizer or a parameter.
 
-    Args:
-        models: The users' modules, in the order they were prepared.
-        tracker: The state that all groups of a backend share.
-
     Attributes:
         models: The users' modules.
         optimizers: The users' optimizers that train the models.
@@ -176,11 +172,7 @@ class GradientGroup:
             self.record()
 
     def check_ended(self) -> None:
-        """Refuse to go on while a backward runs, as a hook on a parameter would.
-
-        Raises:
-            AccumulationError: A backward is running.
-        """
+        """Refuse to go on while a backward runs, as a hook on a parameter would."""
         if self._tracker.in_backward:
             raise AccumulationError(
                 f"a step or clip of {self._names} while backward() runs, from a hook on a parameter: its gradients "
@@ -279,11 +271,7 @@ class GradientGroup:
         return self._tracker.scaler is not None or context.device.type == "cpu" or context.settings.debug
 
     def _first_losses(self, *, is_counted: bool) -> WindowLosses:
-        """Return the losses before the first one of a window, and forget failed micro-batches of earlier windows.
-
-        Raises:
-            AccumulationError: The loss would be normalised together with gradients that a step used.
-        """
+        """Return the losses before the first one of a window, and forget failed micro-batches of earlier windows."""
         window = self._tracker.window
         self._num_failed = max(self._num_failed, window.num_failed_before)
         if self.stage != "used" or not any(is_nonzero(p.grad) for p in self._held if p.grad is not None):
@@ -293,11 +281,7 @@ class GradientGroup:
         return WindowLosses(adds_to_used=True)
 
     def _accept_or_refuse_edits(self, is_counted: bool) -> bool:
-        """Accept or refuse what other code changed in open gradients; return whether they stay open.
-
-        Raises:
-            AccumulationError: They were changed; see `EditWatch.check_before_loss`.
-        """
+        """Accept or refuse what other code changed in open gradients; return whether they stay open."""
         if not self._edits.found(to_correct=self._is_corrected):
             return True
         if not self._is_corrected:
@@ -309,11 +293,7 @@ class GradientGroup:
         )
 
     def _accept_edits(self) -> None:
-        """Accept changes of gradients that are about to become final.
-
-        Raises:
-            AccumulationError: The changed gradients are to be corrected.
-        """
+        """Accept changes of gradients that are about to become final."""
         if self._is_corrected:
             self._edits.check_before_correction()
         else:

@@ -29,12 +29,6 @@ from drivetrain_state import Context
 class GradientTracker:
     """The state that the groups of one backend share.
 
-    Args:
-        context: The ranks and the device.
-        window: The accumulation window.
-        reducer: The object that runs backwards and reduces their gradients.
-        precision: The limits of skipped steps; the defaults if None.
-
     Attributes:
         context: The ranks and the device.
         window: The accumulation window.
@@ -185,11 +179,7 @@ class GradientTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the loss scale and the reference count of a saved run.
-
-        Raises:
-            ValueError: Only one of the saved run and this one scales its loss.
-        """
+        """Load the loss scale and the reference count of a saved run."""
         if (state["scaler"] is None) != (self.scaler is None):
             saved, here = ("without", "scales") if state["scaler"] is None else ("with", "does not scale")
             raise ValueError(
@@ -202,11 +192,7 @@ class GradientTracker:
         self.reference.number = None if reference is None else reference.to(self.context.device)
 
     def finish_all_of(self, parameters: Sequence[Tensor]) -> list[GradientGroup]:
-        """Make the gradients of parameters final and return their groups. Called on all ranks.
-
-        Returns:
-            The groups that hold at least one of the parameters.
-        """
+        """Make the gradients of parameters final and return the groups that hold any of them. Called on all ranks."""
         found = [group for group in self.groups if group.holds_any(parameters)]
         for group in found:
             group.finish()
@@ -226,11 +212,7 @@ class GradientTracker:
 
 
 def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
-    """Refuse a backward in which parameters were written to.
-
-    Raises:
-        AccumulationError: There were writes; the message names the parameters and their hooks.
-    """
+    """Refuse a backward in which parameters were written to."""
     if written := writes.since():
         hooks = sorted({name for group in groups for p in group.parameters() for name in names_of_hooks(p)})
         raise AccumulationError(
@@ -241,11 +223,7 @@ def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
 
 
 def _check_unreached(final: Sequence[GradientGroup], before: Sequence[GradientVersions]) -> None:
-    """Refuse a backward that reached groups whose gradients are final.
-
-    Raises:
-        AccumulationError: The gradients of a group changed during the backward.
-    """
+    """Refuse a backward that reached groups whose gradients are final."""
     if any(not old.are(versions_of(group.parameters())) for old, group in zip(before, final, strict=True)):
         raise AccumulationError(
             "backward() reached gradients of this window that were clipped already; clip after its last loss"

@@ -18,11 +18,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_batch_norms(model: nn.Module, device: torch.device) -> None:
-    """Refuse layers that cannot be synchronised.
-
-    Raises:
-        ValueError: The device has no SyncBatchNorm, or a layer has its own forward; the message names the layer.
-    """
+    """Refuse layers that cannot be synchronised."""
     for name, module in batch_norms(model):
         where = name or "the model"
         if device.type in _WITHOUT:

@@ -16,16 +16,7 @@ Islands = dict[nn.Module, frozenset[nn.Module]]
 
 
 def plan_islands(models: Iterable[nn.Module], policy: Policy, *, known: Iterable[nn.Module] = ()) -> Islands:
-    """Return the modules that stay in fp32, by model; nothing is changed.
-
-    Args:
-        models: The new models, compiled or not.
-        policy: The run's precision.
-        known: The models that were prepared earlier.
-
-    Raises:
-        PrecisionError: A pattern matches nothing, or all of a model, or one of two modules with tied parameters.
-    """
+    """Return the modules that stay in fp32, by model; nothing is changed. `known` were prepared earlier."""
     models = list(models)
     inner = [unwrap_compiled(model) for model in models]
     found = find_islands(inner, policy.dtypes.keep_fp32, known=map(unwrap_compiled, known))
@@ -37,11 +28,7 @@ def make_islands(
 ) -> None:
     """Make some of a model's modules compute in fp32, and no others.
 
-    Args:
-        model: The user's module, compiled or not.
-        islands: The modules that stay in fp32.
-        device: The device that the model computes on.
-        outside: The dtype that the rest of the model computes in, where autocast does not bring it about.
+    The rest computes in `outside`, where autocast does not bring that about.
     """
     for module in unwrap_compiled(model).modules():
         restore_island(module)
@@ -61,12 +48,7 @@ def updates_of(dtypes: DtypePolicy) -> Bf16Updates | None:
 
 
 def check_updates(optimizers: Sequence[Optimizer], dtypes: DtypePolicy) -> None:
-    """Refuse a rounding that was said and would apply to nothing, and two of the same updates.
-
-    Raises:
-        PrecisionError: No optimizer has a parameter in bf16, and none will be cast to it; or an optimizer of torchao
-            is to round by itself what `weight_update` rounds.
-    """
+    """Refuse a rounding that was said and would apply to nothing, and two of the same updates."""
     for optimizer in optimizers:
         # torchao's, which sees weights in fp32 where another rounding steps it, and then rounds nothing.
         if updates_of(dtypes) is not None and getattr(optimizer, "bf16_stochastic_round", False):

@@ -6,11 +6,7 @@ from torch import nn
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse a model on the meta device, whose tensors cannot be moved to a device.
-
-    Raises:
-        ValueError: A parameter or buffer is on meta; the message names the first.
-    """
+    """Refuse a model on the meta device, whose tensors cannot be moved to a device."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(

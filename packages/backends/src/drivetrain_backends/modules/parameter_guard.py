@@ -21,9 +21,6 @@ class KnownParameters:
 
     A backend looks at some of its steps and before every save. The objects are compared, not their values, so that
     sharding and loading are no changes; their dtypes and devices, where a backend depends on them.
-
-    Args:
-        model: The user's module, with the trained parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,11 +40,7 @@ class KnownParameters:
         return True
 
     def look_at_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse a gradient of a parameter that was frozen at prepare and is held by no optimizer.
-
-        Raises:
-            PairingError: There is such a gradient.
-        """
+        """Refuse a gradient of a parameter that was frozen at prepare and is held by no optimizer."""
         if unfrozen := [p for p in self._frozen if p.requires_grad and p.grad is not None]:
             held = {
                 p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
@@ -60,15 +53,7 @@ class KnownParameters:
                 )
 
     def look_at_forms(self, because: str, *, error: BaseException | None = None) -> None:
-        """Refuse parameters that were converted or moved since the model was prepared.
-
-        Args:
-            because: The reason why they cannot be trained.
-            error: The error that led here, if any.
-
-        Raises:
-            ReplacedParameterError: There are such parameters; the message names them.
-        """
+        """Refuse parameters that were converted or moved since the model was prepared."""
         changed = [form for form in self._forms if form[0].dtype is not form[2] or form[0].device != form[3]]
         if changed:
             p, _, old, where = changed[0]
@@ -84,11 +69,7 @@ class KnownParameters:
             ) from error
 
     def look(self) -> None:
-        """Refuse parameters that were added or removed since the model was prepared.
-
-        Raises:
-            ReplacedParameterError: Parameters were added or removed; the message names them.
-        """
+        """Refuse parameters that were added or removed since the model was prepared."""
         now = list(chain.from_iterable(map(dict[str, Any].values, self._slots)))
         if len(now) == len(self._held) and all(map(is_, now, self._held)):
             return

@@ -8,11 +8,7 @@ from drivetrain_backends.compat import as_they_are, version_of
 
 
 class Writes:
-    """The writes to tensors since a moment. Writes through `.data` are not counted by torch.
-
-    Args:
-        tensors: The tensors by name; None for one that does not exist yet.
-    """
+    """The writes to tensors since a moment, but those through `.data`; None for a tensor that does not exist yet."""
 
     def __init__(self, tensors: Mapping[str, Tensor | None]) -> None:
         self._tensors = tensors
@@ -32,15 +28,7 @@ class Writes:
 
 
 def check_no_renormalising(model: nn.Module, because: str) -> None:
-    """Refuse embeddings whose forward writes into their weights.
-
-    Args:
-        model: The user's module.
-        because: The fate of such writes.
-
-    Raises:
-        ValueError: There is one; the message names it.
-    """
+    """Refuse embeddings whose forward writes into their weights."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
@@ -52,11 +40,7 @@ def check_no_renormalising(model: nn.Module, because: str) -> None:
 
 
 def check_not_lazy(model: nn.Module) -> None:
-    """Refuse parameters that get their shape at the first forward.
-
-    Raises:
-        ValueError: There is one; the message names it.
-    """
+    """Refuse parameters that get their shape at the first forward."""
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(

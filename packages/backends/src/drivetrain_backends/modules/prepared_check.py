@@ -11,11 +11,7 @@ from drivetrain_backends.modules.module_proxy import ModuleProxy
 
 
 def check_new(models: Sequence[nn.Module]) -> None:
-    """Refuse models that are already prepared or wrapped.
-
-    Raises:
-        ValueError: A model is already prepared, or wrapped in DistributedDataParallel.
-    """
+    """Refuse models that are already prepared or wrapped."""
     for model in models:
         inner = unwrap_compiled(model)
         if isinstance(inner, DistributedDataParallel) and not isinstance(inner, ModuleProxy):

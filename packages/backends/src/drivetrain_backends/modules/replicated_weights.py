@@ -15,12 +15,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicatedWeights:
-    """Weights that ranks hold alike, each with the name that an error calls it by.
-
-    Args:
-        named: The weights of this rank, in an order that is the same on all ranks.
-        device: The device of the run.
-    """
+    """Weights that ranks hold alike, in the same order on all ranks, each with the name that an error calls it by."""
 
     def __init__(self, named: Mapping[Tensor, str], device: torch.device) -> None:
         self.tensors = tuple(named)
@@ -54,11 +49,7 @@ class ReplicatedWeights:
         )
 
     def refuse(self, told: str) -> NoReturn:
-        """Raise the error of replicas that differ, with a message that `explain` has returned.
-
-        Raises:
-            DriftedReplicasError: Raised by every call, on the rank that calls it.
-        """
+        """Raise the error of replicas that differ, with a message that `explain` has returned."""
         raise DriftedReplicasError(told)
 
 
@@ -66,10 +57,6 @@ def replicas_of(context: Context, models: Sequence[nn.Module]) -> ReplicatedWeig
     """Return the weights that ranks hold alike; None if there is but one rank, or no weight.
 
     Buffers are left out, because ranks may keep their own.
-
-    Args:
-        context: The ranks and their device.
-        models: The users' modules, with full weights on every rank.
     """
     if context.topology.world_size == 1:
         return None
@@ -81,11 +68,7 @@ def replicas_of(context: Context, models: Sequence[nn.Module]) -> ReplicatedWeig
 
 
 def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
-    """Refuse models whose weights differ across ranks. Called on all ranks; synchronises with the device once.
-
-    Raises:
-        DriftedReplicasError: A weight differs; the message names the first one and its ranks.
-    """
+    """Refuse models whose weights differ across ranks. Called on all ranks; synchronises with the device once."""
     replicas = replicas_of(context, models)
     if replicas is None:
         return

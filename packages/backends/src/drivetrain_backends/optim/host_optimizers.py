@@ -18,9 +18,6 @@ def check_steps_parameters(optimizers: Iterable[Optimizer]) -> None:
 
     It copies each gradient inside backward: before it is averaged over ranks, unscaled, weighted and clipped, so that
     ranks would drift apart and clipping would do nothing, without a word.
-
-    Raises:
-        OptimizerStateError: An optimizer is one of them; the message says what to use in its place.
     """
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "param_d2h_map", None), Mapping):

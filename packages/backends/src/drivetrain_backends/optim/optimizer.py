@@ -44,11 +44,7 @@ class _Released:
     """The stepper of an optimizer whose backend is closed; it refuses every step."""
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Refuse to step.
-
-        Raises:
-            AccumulationError: Raised by every call.
-        """
+        """Refuse to step."""
         raise AccumulationError(
             f"step() of {type(optimizer).__name__} after free_memory(), end_training(), or the prepare() of another "
             "Accelerator that took its model: the backend of its model is closed; prepare() model and optimizer "

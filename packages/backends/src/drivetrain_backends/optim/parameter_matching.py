@@ -10,14 +10,7 @@ from drivetrain_backends.modules.compile import strip_wrapper_prefix
 
 
 def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
-    """Return the models that an optimizer trains.
-
-    Args:
-        optimizer: An optimizer over parameters of one model or several.
-        models: The models to search.
-
-    Returns:
-        The indices of the models that hold at least one of its parameters, in the order of `models`.
+    """Return the indices of the models that hold at least one of an optimizer's parameters.
 
     Raises:
         PairingError: A parameter belongs to none of them; the message gives its shape and position.

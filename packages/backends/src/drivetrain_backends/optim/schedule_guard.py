@@ -50,11 +50,7 @@ class ScheduleGuard:
             self._rates, self._progress = _rates_of(groups), self._progress_now()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse a rate or a schedule that has moved since the open window began.
-
-        Raises:
-            SchedulerError: An unprepared scheduler advances with every micro-batch.
-        """
+        """Refuse a rate or a schedule that has moved since the open window began."""
         if self._rates is None:
             return
         now = _rates_of(optimizer.param_groups)

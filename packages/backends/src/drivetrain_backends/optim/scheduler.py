@@ -162,11 +162,7 @@ def check_numbers(
     *,
     of: str,
 ) -> None:
-    """Refuse a state with a different number of optimizers or schedulers.
-
-    Raises:
-        ValueError: A number differs; the message says which.
-    """
+    """Refuse a state with a different number of optimizers or schedulers."""
     for kind, own in (("optimizers", optimizers), ("schedulers", schedulers)):
         if len(state[kind]) != len(own):
             raise ValueError(

@@ -54,9 +54,6 @@ def set_visible_rates(groups: Iterable[dict[str, Any]]) -> None:
     """Raise the learning rates of a copied optimizer's parameter groups to a size that moves visibly.
 
     A rate that is neither a number nor a tensor, such as the None of an optimizer that finds its own, is kept.
-
-    Args:
-        groups: The parameter groups of a copy; the original's groups must be other objects.
     """
     for group in groups:
         rate, initial = group.get("lr"), group.get("initial_lr")

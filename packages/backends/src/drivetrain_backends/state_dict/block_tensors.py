@@ -47,14 +47,7 @@ class _Layout:
 
 
 class BlockPart:
-    """A part of a sharded state: each rank holds a range of its elements, in the order of the flat tensor.
-
-    Args:
-        tensor: The sharded state, a DTensor.
-        elements: The elements of this rank, of shape (n,).
-        start: The index of the first of them.
-        size: The number of elements on all ranks.
-    """
+    """A part of a sharded state: each rank holds a range of its `size` elements, in the order of the flat tensor."""
 
     def __init__(self, tensor: Any, elements: Tensor, *, start: int, size: int) -> None:
         self.shape = torch.Size((size,))
@@ -91,9 +84,6 @@ def as_stored(value: Any) -> Any:
     """Return a value of a state with tensors that are made of several in their plain form, inside containers too.
 
     A sharded tensor whose shard is no range of whole blocks is returned as it is: other ranks' forms decide.
-
-    Args:
-        value: A value of an optimizer's state.
     """
     if type(value) is Tensor:
         return value
@@ -176,9 +166,6 @@ def is_stored(value: object) -> bool:
 
 class Restored:
     """Restores the states of an optimizer from their plain form, and counts those that came back in another form.
-
-    Args:
-        optimizer: The optimizer that is to take them.
 
     Attributes:
         num_cut: States of which a new shard would cut a block: their values are kept in floating point.
@@ -316,11 +303,7 @@ def _elements(leaf: Any, start: int, stop: int) -> Tensor:
 
 
 def _class_named(name: str) -> Any:
-    """Return a tensor class of an imported module: a checkpoint must not be able to have modules imported.
-
-    Raises:
-        ValueError: No such class is imported.
-    """
+    """Return a tensor class of an imported module: a checkpoint must not be able to have modules imported."""
     module, _, path = name.partition(":")
     kind: Any = sys.modules.get(module)
     for each in path.split("."):

@@ -103,11 +103,7 @@ def _check_prepared(function: str, given: object) -> None:
 
 
 def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
-    """Refuse to write into copies, which would change nothing.
-
-    Raises:
-        TypeError: The backend's state consists of copies.
-    """
+    """Refuse to write into copies, which would change nothing."""
     live = prepared.unwrap().state_dict()
     for name, value in own.items():
         if local(value).data_ptr() != local(live[name]).data_ptr():

@@ -42,27 +42,14 @@ _OTHERS, _BESIDE, _OWN = "others", "beside", "own"
 
 
 def named_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """Return an optimizer's own `state_dict` by parameter names, so that it survives another order or subset.
-
-    Args:
-        optimizer: The user's optimizer.
-        names: The canonical name of each parameter.
-
-    Returns:
-        The state in the form of this module's docstring.
-    """
+    """Return an optimizer's own `state_dict` by parameter names, in the form of this module's docstring."""
     state = name_state(optimizer.state_dict(), named_groups(optimizer, names))
     kept = {key: as_stored(value) for key, value in state.items() if key != "param_groups"}
     return {**state, **kept}
 
 
 def name_state(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return an optimizer's `state_dict` keyed by parameter names.
-
-    Args:
-        own: The state dict that the optimizer returned.
-        names: The parameter names of each of its groups.
-    """
+    """Return an optimizer's `state_dict` keyed by the parameter names of each of its groups."""
     if not _has_torch_shape(own, names):
         return {"state": {}, "param_groups": [{"params": list(group)} for group in names], _OWN: own}
     saved_groups: Sequence[Mapping[str, Any]] = own["param_groups"]
@@ -137,11 +124,7 @@ def _as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
 
 
 def check_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Any]) -> None:
-    """Compare a named state with the optimizer that is to load it.
-
-    Raises:
-        ValueError: Its groups hold other parameters, or it comes from another kind of optimizer.
-    """
+    """Compare a named state with the optimizer that is to load it."""
     mine = name_state(optimizer.state_dict(), named_groups(optimizer, names))
     kind = type(optimizer).__name__
     if (_OWN in mine) != (_OWN in saved):
@@ -177,18 +160,7 @@ def check_groups(
     *,
     only_parameters: bool = False,
 ) -> None:
-    """Compare the parameter groups of an optimizer with saved ones.
-
-    Args:
-        own: The parameter names of each group.
-        saved: The groups of a named state.
-        optimizer: The optimizer that the groups belong to.
-        only_parameters: Whether the saved groups hold no options.
-
-    Raises:
-        ValueError: The groups hold other parameters, or lack options of this kind of optimizer; the message names
-            the first few.
-    """
+    """Compare the parameter groups of an optimizer with saved ones, which hold no options with `only_parameters`."""
     if len(saved) != len(own):
         raise ValueError(
             f"the optimizer has {len(own)} parameter groups, the checkpoint {len(saved)}; build it with the same "
@@ -209,18 +181,10 @@ def check_groups(
 
 
 def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
-    """Refuse an optimizer that keeps state where ranks cannot divide it.
+    """Refuse an optimizer that keeps state where `where` cannot divide it among ranks.
 
     A sharding backend divides the state of each parameter. Of state kept elsewhere it could save at most one rank's
-    part.
-
-    Args:
-        optimizer: The user's optimizer.
-        where: The name of what divides the state, for the message.
-        scalars: Whether numbers and other plain values, which are the same on all ranks, are allowed.
-
-    Raises:
-        OptimizerStateError: The optimizer keeps such state; the message names it.
+    part. With `scalars`, plain values are allowed, which are the same on all ranks.
     """
     places = [
         [f"{g}.{i}" for i, _ in enumerate(group["params"])] for g, group in enumerate(optimizer.param_groups)
@@ -234,11 +198,7 @@ def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
 
 
 def check_unkeyed(optimizer: Optimizer, *, where: str) -> None:
-    """Refuse an optimizer whose `state` has gained entries that belong to no parameter; see `check_divisible`.
-
-    Raises:
-        OptimizerStateError: The optimizer keeps such state; the message names it.
-    """
+    """Refuse an optimizer whose `state` has gained entries that belong to no parameter; see `check_divisible`."""
     keys: list[object] = list(optimizer.state)  # torch types the keys as tensors; a user's class may use any
     if found := [str(key) for key in keys if not isinstance(key, Tensor)]:
         raise _undividable(optimizer, found, where)
@@ -253,11 +213,7 @@ def _undividable(optimizer: Optimizer, found: Sequence[str], where: str) -> Opti
 
 
 def refuse_undivided(saved: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a saved state that holds more than the state of each parameter.
-
-    Raises:
-        ValueError: The saved state holds such entries.
-    """
+    """Refuse a saved state that holds more than the state of each parameter."""
     if extra := [key for key in (_OTHERS, _BESIDE, _OWN) if key in saved]:
         held = [str(key) for kept in extra if kept != _OWN for key in saved[kept]]
         raise ValueError(

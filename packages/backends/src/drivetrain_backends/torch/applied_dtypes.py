@@ -17,12 +17,8 @@ def read_dtypes(
 ) -> dict[str, object]:
     """Return the fields of the `precision` section that say dtypes, as they are in the models.
 
-    All of these fields but `reduce_dtype`, which only the backend knows.
-
-    Args:
-        models: The users' modules as prepared; without any, the values are those that will be applied.
-        policy: The run's precision.
-        updates: The object that steps the optimizers; None if they step by themselves.
+    All of these fields but `reduce_dtype`, which only the backend knows. Without models, the values are those that
+    will be applied.
     """
     dtypes = policy.dtypes
     names = ("param_dtype", "output_dtype", "buffer_dtype", "keep_fp32", "weight_update")

@@ -175,11 +175,7 @@ class TorchBackend:
     def pair(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> list[tuple[Optimizer, nn.Module]]:
-        """Return each optimizer with the first model that it trains, of the new models and the earlier ones.
-
-        Raises:
-            PairingError: See `Backend.prepare`.
-        """
+        """Return each optimizer with the first model that it trains, of the new models and the earlier ones."""
         plain = [*(p.unwrap() for p in self._prepared), *models]
         return [(optimizer, plain[owners(optimizer, plain)[0]]) for optimizer in optimizers]
 
@@ -304,11 +300,7 @@ def loss_scaler(context: Context, policy: Policy) -> LossScaler | None:
 
 
 def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[object]) -> None:
-    """Refuse schedulers whose optimizer is not among the prepared ones.
-
-    Raises:
-        PairingError: The optimizer of a scheduler is not prepared.
-    """
+    """Refuse schedulers whose optimizer is not among the prepared ones."""
     for scheduler in schedulers:
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
             raise PairingError(

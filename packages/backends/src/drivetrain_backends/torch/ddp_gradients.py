@@ -29,12 +29,6 @@ class ReplicatedGradients(ParameterGradients):
     of `mean(a) + b` is `mean(a) + mean(b)`; all gradients of a replica are therefore averaged once more when its
     window closes, if one of its backwards bypassed the reducer.
 
-    Args:
-        context: The ranks and the device.
-        scaler: The loss scale, for fp16.
-        bucket_bytes: The approximate size of one all-reduce, in bytes.
-        dtype: The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
-
     Attributes:
         replicas: The DDP wrappers by user module.
         unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
@@ -64,11 +58,7 @@ class ReplicatedGradients(ParameterGradients):
         self._has_told = False
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
-        """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`.
-
-        Raises:
-            AccumulationError: The gradients are to have a graph, through which DDP cannot average.
-        """
+        """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
         if options.create_graph and self.replicas:
             raise AccumulationError(
                 f"backward({options.said}): DDP averages gradients in place, which a graph of their own forbids; "
@@ -95,12 +85,7 @@ class ReplicatedGradients(ParameterGradients):
             replica.record_backward(versions)
 
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientReducer.finalize`.
-
-        Raises:
-            UnreducedGradientError: A backward was reduced in part; or gradients need averaging while ranks may run
-                out of batches.
-        """
+        """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientReducer.finalize`."""
         if self.averages:
             self._finish_replicas([self.replicas[model] for model in models if model in self.replicas])
         return super().finalize(models, factor)
@@ -136,11 +121,7 @@ class ReplicatedGradients(ParameterGradients):
         self._finish_replicas(replicas)
 
     def check_unreduced(self, optimizer: Optimizer) -> None:
-        """Refuse to step on gradients that are not averaged over ranks.
-
-        Raises:
-            UnreducedGradientError: A parameter that was frozen when its model was prepared has a gradient.
-        """
+        """Refuse to step on gradients that are not averaged over ranks."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self.unreduced:

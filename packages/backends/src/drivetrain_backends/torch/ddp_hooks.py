@@ -53,11 +53,7 @@ def reduce_in_dtype(state: ReduceIn, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def check_hook(settings: DDPSettings, dtypes: DtypePolicy) -> None:
-    """Refuse a communication hook that contradicts the run's reduction.
-
-    Raises:
-        PrecisionError: They say different dtypes.
-    """
+    """Refuse a communication hook that contradicts the dtype of the run's reduction."""
     hook = settings.communication_hook
     if dtypes.reduce is not None and hook != "none" and _COMPRESSED.get(hook) is not dtypes.reduce:
         raise PrecisionError(

@@ -20,13 +20,8 @@ from drivetrain_state import Context
 class ReplicatedPrepared(TorchPrepared):
     """A replica with its optimizers, or a model that is not trained.
 
-    Args:
-        model: The DDP wrapper, or a model that is not trained.
-        context: The ranks and the device.
-        tracker: The gradient state that the backend's models share.
-        gradients: The reducer of the backend's gradients.
-        check_drift_every: The number of steps between two comparisons of weights across ranks, counted for the first
-            optimizer of the group; None compares them at the first step, and at saves.
+    Weights are compared across ranks every `check_drift_every` steps of the group's first optimizer; for None at the
+    first step, and at saves.
     """
 
     def __init__(

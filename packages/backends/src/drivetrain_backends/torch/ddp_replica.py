@@ -23,11 +23,6 @@ class Replica(ModuleProxy, DistributedDataParallel):
     DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. The
     gradients that another backward adds stay local.
 
-    Args:
-        module: The user's module.
-        at_close: Whether the reducer never runs, because gradients are averaged when their window closes.
-        options: The keyword arguments of DistributedDataParallel.
-
     Attributes:
         at_close: Whether gradients are averaged when their window closes.
         is_armed: Whether the reducer waits for a backward.
@@ -109,14 +104,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         return versions_of(self._reduced_parameters)
 
     def record_backward(self, before: GradientVersions) -> None:
-        """Record a backward that has run.
-
-        Args:
-            before: The result of `gradient_versions` before the backward.
-
-        Raises:
-            UnreducedGradientError: DDP has to learn a static graph from this backward, which bypassed the wrapper.
-        """
+        """Record a backward that has run."""
         if before.are(self.gradient_versions()):
             return
         if self.is_armed and self.static_graph and not compat.has_learnt_static_graph(self):
@@ -135,9 +123,6 @@ class Replica(ModuleProxy, DistributedDataParallel):
 
         Torch then delivers a parameter's gradient past the reducer, also once it is converted back. The reducer
         itself refuses a backward that it saw in part, unless it expects that.
-
-        Raises:
-            ReplacedParameterError: The reducer watches a parameter no longer.
         """
         self._num_backwards += 1
         may_be_partial = self.find_unused_parameters or self.static_graph
@@ -153,11 +138,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
             self.known.look_at_forms(_NOT_AVERAGED)
 
     def refuse_converted(self, error: BaseException | None = None) -> None:
-        """Refuse parameters that the reducer watches no longer; see `_check_attached`.
-
-        Args:
-            error: The error that led here, if any.
-        """
+        """Refuse parameters that the reducer watches no longer; see `_check_attached`."""
         self.known.look_at_forms(_NOT_AVERAGED, error=error)
         if not compat.are_attached(self._reduced_parameters, self._attached):
             raise ReplacedParameterError(
@@ -166,11 +147,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
             ) from error
 
     def check_reduced(self) -> None:
-        """Refuse gradients of a backward that reached only some parameters, so that DDP waits for the others.
-
-        Raises:
-            UnreducedGradientError: There are such gradients; the message names the parameters without one.
-        """
+        """Refuse gradients of a backward that reached only some parameters, so that DDP waits for the others."""
         try:
             compat.check_reduced(self)
         except RuntimeError as error:

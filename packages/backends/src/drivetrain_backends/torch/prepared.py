@@ -35,11 +35,6 @@ STEPPED = StepResult(stepped=True, skipped=False)
 class TorchPrepared:
     """A model with its optimizers, trained by torch's autograd.
 
-    Args:
-        model: The module that the user calls: their own module or its wrapper.
-        context: The ranks and the device.
-        tracker: The gradient state that the backend's models share.
-
     Attributes:
         steps_together: Whether all ranks step this model at the same time, so that they may gather an error.
         model: The module that the user calls.
@@ -276,11 +271,7 @@ class TorchPrepared:
             logger.log(logging.WARNING if saves_little else logging.INFO, "%s", states)
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
-        """End the run on non-finite gradients, if its settings say so and no smaller loss scale is left to try.
-
-        Raises:
-            NonFiniteGradientError: The run ends; the message names the first parameter.
-        """
+        """End the run on non-finite gradients, if its settings say so and no smaller loss scale is left to try."""
         groups = [group for group in groups if group.final.overflowed]
         if self._window.nonfinite_gradients != "raise" or not groups:
             return
