@@ -228,3 +228,28 @@ def test_without_pyyaml_a_yaml_file_names_the_extra(tmp_path: Path) -> None:
     assert (
         "YAML needs PyYAML: pip install 'drivetrain-config[yaml]', or write TOML or JSON" in finished.stdout
     )
+
+
+def test_another_programs_file_is_translated_by_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_format.py").write_text(
+        "from dataclasses import replace\n"
+        "def translate(file):\n"
+        "    return replace(file, data={'run': {'seed': file.data['s']}}) if 's' in file.data else None\n"
+    )
+    info = tmp_path / "other_format-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[drivetrain.file_formats]\nother = other_format:translate\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_file(write(tmp_path, "other.json", '{"s": 3}')).data == {"run": {"seed": 3}}
+    assert read_file(write(tmp_path, "ours.json", '{"run": {"seed": 4}}')).data == {"run": {"seed": 4}}
+
+
+def test_an_accelerate_file_names_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "default_config.json", '{"compute_environment": "LOCAL_MACHINE"}')
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where nothing is installed
+    with pytest.raises(ConfigError, match=r"is an Accelerate file: install drivetrain-accelerate"):
+        read_file(path)

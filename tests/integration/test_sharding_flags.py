@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from drivetrain_accelerate.migration.deepspeed_options import DEEPSPEED
+from drivetrain_accelerate.migration.fsdp_options import FSDP
 from drivetrain_config import Layers, resolve
-from drivetrain_config.accelerate_deepspeed import DEEPSPEED
-from drivetrain_config.accelerate_fsdp import FSDP
-from drivetrain_launcher.cli.accelerate_flags import word_of
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.flag_aliases import MEANINGS, RENAMED, refusal
+from drivetrain_launcher.cli.foreign_flags import translator_of
 from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.errors import UsageError
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_way_out(tokens: str, messag
 def test_no_word_is_spelled_or_refused_elsewhere() -> None:
     flags = ["--" + word.replace("_", "-") for family in (FSDP, DEEPSPEED) for word in family.words]
     assert not [flag for flag in flags if flag in RENAMED or flag in MEANINGS or refusal(flag)]
-    assert all(word_of(flag) for flag in flags)
+    assert all(translator_of(flag, ()) for flag in flags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,15 +164,6 @@ def test_a_file_of_settings_stands_under_the_command_line(tmp_path: Path) -> Non
     assert (found.num_processes, found.max_restarts) == (2, 2)
 
 
-def test_accelerates_files_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "default_config.yaml"
-    file.write_text(
-        "compute_environment: LOCAL_MACHINE\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
-    )
-    found = settings(launch("--config", str(file), "train.py"))
-    assert (found.num_processes, found.num_nodes, found.node_rank) == (4, 2, 1)
-
-
 def test_every_flag_has_one_meaning() -> None:
     parser = build_parser("launch", LaunchArguments, "Run it.")
     names = [flag.name for group in parser.groups.values() for flag in group]

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from drivetrain_config.accelerate_file import is_accelerate, translate
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.file_text import parse_json, read_text, too_deep
+from drivetrain_config.installed import entry_points
 from drivetrain_config.kinds import is_too_deep
 from drivetrain_config.yaml_file import Lines, read_yaml
 from drivetrain_messages import suggest
@@ -22,7 +22,7 @@ class Contents:
         path: The path of the file.
         data: The sections by name, not yet checked.
         lines: The lines of sections and fields; empty where the parser does not report them.
-        notices: The notices of Accelerate's options that drivetrain meets in another way, one line each.
+        notices: The notices of another program's options that drivetrain meets in another way, one line each.
     """
 
     path: Path
@@ -37,11 +37,17 @@ class Contents:
         return str(self.path) if line is None else f"{self.path}:{line}"
 
 
+# Returns the sections that another program's file means; None for any other file.
+FileFormat = Callable[[Contents], Contents | None]
+_FORMATS = "drivetrain.file_formats"
+
+
 def read_file(path: Path) -> Contents:
     """Read a settings file.
 
     Args:
-        path: The file, ending in .yaml, .yml, .toml or .json; it holds sections, or is an Accelerate file.
+        path: The file, ending in .yaml, .yml, .toml or .json; it holds sections, or is another program's file that an
+            installed package translates (entry points of the group `drivetrain.file_formats`).
 
     Raises:
         ConfigError: The file does not exist, has an unknown suffix, does not parse, repeats a key, is nested too
@@ -53,10 +59,14 @@ def read_file(path: Path) -> Contents:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: must hold sections, as in `run: {{seed: 1}}`; it holds {_kind(data)}")
     contents = Contents(path=path, data={str(key): value for key, value in data.items()}, lines=lines)
-    if not is_accelerate(contents.data):
-        return contents
-    meant = translate(contents.data, path, lines)
-    return Contents(path=path, data=meant.sections, lines=meant.lines, notices=tuple(meant.notices))
+    for point in entry_points(_FORMATS):
+        translated = cast("FileFormat", point.load())(contents)
+        if translated is not None:
+            return translated
+    marks = [contents.data.get(mark) for mark in ("compute_environment", "distributed_type")]
+    if any(isinstance(mark, str) for mark in marks):
+        raise ConfigError(f"{path} is an Accelerate file: install drivetrain-accelerate, which reads it")
+    return contents
 
 
 def _parse(path: Path) -> tuple[Any, Lines]:

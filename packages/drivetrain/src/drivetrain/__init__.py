@@ -133,7 +133,7 @@ if not TYPE_CHECKING:  # else a type checker would accept any name
 
             return getattr(import_module(_HOMES[name]), name)
         if not name.startswith("_"):
-            from drivetrain.interop.foreign_names import refuse_import
+            from drivetrain.accelerator.foreign_names import refuse_import
 
             refuse_import(name)
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")

@@ -2,11 +2,16 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 pytest.importorskip("drivetrain_backends", reason="backends are not installed beside the launcher")
+
+reads_accelerate = pytest.mark.skipif(
+    find_spec("drivetrain_accelerate") is None, reason="drivetrain-accelerate reads these files"
+)
 
 # Trains a step or two, and shows what the plan says was applied.
 TRAIN = """\
@@ -102,6 +107,7 @@ def applied(drivetrain_with_torch: Callable, script: Callable) -> Callable[..., 
     return launch
 
 
+@reads_accelerate
 def test_an_accelerate_file_for_fsdp_is_what_the_run_gets(applied: Callable) -> None:
     found = applied(SHARDED)
     assert found["run.backend"] == ["fsdp", "run.yaml:3"]
@@ -111,6 +117,7 @@ def test_an_accelerate_file_for_fsdp_is_what_the_run_gets(applied: Callable) -> 
     assert found["fsdp.offload"][0] is False
 
 
+@reads_accelerate
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.slow
 def test_an_accelerate_file_for_deepspeed_is_what_the_run_gets(applied: Callable) -> None:
@@ -193,6 +200,7 @@ def test_a_misspelt_tracker_is_refused_before_a_rank_starts(drivetrain: Callable
     assert "from --log-with on the command line" in done.stderr
 
 
+@reads_accelerate
 @pytest.mark.costly
 def test_ranks_of_an_accelerate_file_say_once_what_it_cannot_set_and_which_class_is_misspelt(
     drivetrain_with_torch: Callable, script: Callable

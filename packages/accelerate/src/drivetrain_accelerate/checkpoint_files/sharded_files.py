@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.saving.foreign_state import match_optimizer, steps_of
 from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of, read_divided, write_divided
 from drivetrain_accelerate.checkpoint_files.run_files import numbered_file
+from drivetrain_accelerate.migration.saved_state import match_optimizer, steps_of
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position

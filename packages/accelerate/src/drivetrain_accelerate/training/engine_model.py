@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
-from drivetrain.saving.divided import as_in, mark_replicas
-from drivetrain.saving.resume import frozen_names
+from drivetrain.extension import as_in, frozen_names, mark_replicas
 from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position
 from drivetrain_backends import Prepared
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, NoCheckpointError

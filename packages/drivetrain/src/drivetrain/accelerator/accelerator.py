@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Never, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from drivetrain.accelerator.batch_sizes import BatchSizes
 from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
 from drivetrain.accelerator.compose import compose
 from drivetrain.accelerator.ended import end
+from drivetrain.accelerator.foreign_names import refuse_arguments, refuse_attribute
 from drivetrain.accelerator.gradients import Gradients, options_of
 from drivetrain.accelerator.half_check import half_check_of
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.sections import read_layers, sections_in_code
 from drivetrain.accelerator.throughput import Measuring
-from drivetrain.interop.foreign_names import ForeignNames, refuse_arguments
 from drivetrain.parts.parts import Parts
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.prepare.preparing import Preparing
@@ -49,7 +49,6 @@ class Accelerator(
     Measuring,
     Preparing,
     BatchSizes,
-    ForeignNames,
 ):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
@@ -127,6 +126,17 @@ class Accelerator(
         self._micro_batch = MicroBatch(window, parts.reading, parts.prepared, check=self._half_check)
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
+
+    if not TYPE_CHECKING:  # else a type checker would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            refuse_attribute(name)
+            return object.__getattribute__(self, name)  # raises the usual AttributeError
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not name.startswith("_") and not hasattr(type(self), name):
+                refuse_attribute(name)
+            object.__setattr__(self, name, value)
 
     def __del__(self) -> None:
         parts: Parts | None = getattr(self, "_parts", None)  # None: the constructor failed

@@ -14,8 +14,9 @@ from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.parts import HasParts, Parts
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.unread_settings import find_unused
-from drivetrain.saving import migration, resume
+from drivetrain.saving import resume
 from drivetrain.saving.hooks import CheckpointHook
+from drivetrain.saving.other_formats import find_other_format
 from drivetrain.saving.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
 from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
@@ -223,9 +224,9 @@ class Saving(HasParts):
             hook.before_load()
         run = replace(self._run_state(), kept=[self._held_as(each) for each in kept_models])
         checkpointer = self._parts.checkpointers.of(input_dir)
-        folder = migration.find(run, checkpointer.directory)
-        if folder is not None:
-            step, became = migration.take_over(run, folder)
+        other = find_other_format(self.context, checkpointer.directory)
+        if other is not None:
+            step, became = other.format.load(run, other.folder)
         else:
             step, path, became = resume.load(run, checkpointer, input_dir)
             self._parts.checkpointers.of(path.parent).continues = True

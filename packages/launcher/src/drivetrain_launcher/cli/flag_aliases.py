@@ -1,7 +1,7 @@
 """The flags of Accelerate and torchrun: translated to drivetrain's, or refused with an alternative.
 
 Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags whose values need
-translation too, such as those for FSDP, DeepSpeed and fp8, are in `accelerate_flags.py`.
+translation too, such as Accelerate's for FSDP, DeepSpeed and fp8, come by `foreign_flags.py`.
 """
 
 from collections.abc import Collection, Mapping

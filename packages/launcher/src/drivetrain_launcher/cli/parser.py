@@ -21,8 +21,8 @@ from typing import Any, get_origin, get_type_hints
 from drivetrain_config import Flag, Layers, environ, flags, sections
 from drivetrain_config.conversion import convert
 from drivetrain_config.found_file import SettingsFile, choose_file
-from drivetrain_launcher.cli.accelerate_flags import add_meanings, word_of
 from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal
+from drivetrain_launcher.cli.foreign_flags import ForeignFlags, add_meanings, translator_of
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.process_counts import settle_process_counts
@@ -141,7 +141,7 @@ class CommandParser:
         """Split a command line into flags with their values, positional arguments, and the rest."""
         given = GivenFlags(repeated=self.repeated)
         plain: list[str] = []
-        words: dict[str, tuple[str, str]] = {}
+        foreign: dict[ForeignFlags, dict[str, str]] = {}
         waiting = list(tokens)
         while waiting and not (self.rest is not None and len(plain) == len(self.positionals)):
             token = waiting.pop(0)
@@ -153,19 +153,20 @@ class CommandParser:
                 sys.stdout.write(self.help_text())
                 raise SystemExit(0)
             written, equals, text = token.partition("=")
-            if (word := self._word_of(written)) is not None:
-                words[word] = (written, text if equals else _next(written, waiting))
+            if (translator := self._translator_of(written)) is not None:
+                value = text if equals else _next(written, waiting)
+                foreign.setdefault(translator, {})[written] = value
             else:
                 self._take(token, waiting, given)
-        add_meanings(words, given)
+        add_meanings(foreign, given)
         return given, plain, waiting
 
-    def _word_of(self, written: str) -> str | None:
-        """Return Accelerate's key of an FSDP or DeepSpeed flag; None for other flags and the command's own."""
+    def _translator_of(self, written: str) -> ForeignFlags | None:
+        """Return what translates another program's flag; None for other flags and the command's own."""
         own = self.flags.get(written.replace("_", "-"))
         if self.layers is None or (own is not None and own.section == _OWN):
             return None
-        return word_of(written, self.flags)
+        return translator_of(written, self.flags)
 
     def _take(self, token: str, waiting: list[str], given: GivenFlags) -> None:
         """Parse one flag, with its value from the waiting tokens, into `given`."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from drivetrain_config.accelerate_words import (
+from drivetrain_accelerate.migration.option_meanings import (
     NO_CHANGE,
     Family,
     Meaning,

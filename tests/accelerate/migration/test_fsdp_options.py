@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain_config.accelerate_fsdp import FSDP
-from drivetrain_config.accelerate_words import CombinedMeaning, read_words
+from drivetrain_accelerate.migration.fsdp_options import FSDP
+from drivetrain_accelerate.migration.option_meanings import CombinedMeaning, read_words
 
 
 def read(**words: Any) -> CombinedMeaning:

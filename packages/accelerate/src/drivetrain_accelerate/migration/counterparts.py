@@ -4,9 +4,8 @@ Errors and the guide (docs/howto/from_accelerate.md) quote these texts word for 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal["argument", "attribute", "name"]
+from drivetrain.accelerator.foreign_names import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,5 +222,5 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
 
 
 def counterpart(kind: Kind, name: str) -> str | None:
-    """Return the counterpart of an Accelerate name; None if the name is unknown."""
-    return next((one.here for one in COUNTERPARTS if name in one.of(kind)), None)
+    """Return the counterpart of an Accelerate name, for drivetrain's messages; None if the name is unknown."""
+    return next((f"Accelerate's; here: {one.here}" for one in COUNTERPARTS if name in one.of(kind)), None)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain_config.accelerate_deepspeed import DEEPSPEED
-from drivetrain_config.accelerate_fp8 import FP8_CONFIG
-from drivetrain_config.accelerate_fsdp import FSDP
-from drivetrain_config.accelerate_words import Family, read_words
-from drivetrain_config.errors import ConfigError
+from drivetrain_accelerate.migration.deepspeed_options import DEEPSPEED
+from drivetrain_accelerate.migration.fp8_options import FP8_CONFIG
+from drivetrain_accelerate.migration.fsdp_options import FSDP
+from drivetrain_accelerate.migration.option_meanings import Family, read_words
+from drivetrain_config import ConfigError
+from drivetrain_config.files import Contents
 from drivetrain_messages import suggest
 
 _MARKS = ("compute_environment", "distributed_type")
@@ -85,15 +86,8 @@ Lines = Mapping[tuple[str, ...], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Translation:
-    """An Accelerate file translated into sections.
-
-    Attributes:
-        sections: The values of fields, by section.
-        lines: The line of each field, by section and field.
-        notices: The notices of options that drivetrain meets in another way, one line each.
-        refused: The keys without a counterpart, each with its place.
-    """
+class _Translation:
+    """The contents so far of a translated file, and the keys without a counterpart, each with its place."""
 
     sections: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     lines: dict[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
@@ -101,23 +95,16 @@ class Translation:
     refused: list[str] = field(default_factory=list[str])
 
 
-def is_accelerate(data: Mapping[str, Any]) -> bool:
-    """Return whether a settings file is Accelerate's, i.e. names an environment or type at its top level."""
-    return any(isinstance(data.get(mark), str) or data.get(mark) is False for mark in _MARKS)
-
-
-def translate(data: Mapping[str, Any], path: Path, lines: Lines) -> Translation:
-    """Translate an Accelerate file into sections.
-
-    Args:
-        data: The contents of the file.
-        path: The path of the file, for messages.
-        lines: The line of each key, by key path.
+def translate(file: Contents) -> Contents | None:
+    """Translate an Accelerate file into sections; return None for any other file.
 
     Raises:
         ConfigError: The file requests something without a counterpart; the message lists every such key.
     """
-    found = Translation()
+    data, path, lines = file.data, file.path, file.lines
+    if not any(isinstance(data.get(mark), str) or data.get(mark) is False for mark in _MARKS):
+        return None
+    found = _Translation()
     for key, value in data.items():
         if key in _FAMILIES and value and (_goes_with_type(key, data) or not _is_off(value)):
             _read_family(found, key, data, path, lines)
@@ -131,7 +118,7 @@ def translate(data: Mapping[str, Any], path: Path, lines: Lines) -> Translation:
             f"{path} is an Accelerate file, and asks for what has no counterpart here: "
             f"{'; '.join(found.refused)}. Take these lines out, or switch them off"
         )
-    return found
+    return Contents(path=path, data=found.sections, lines=found.lines, notices=tuple(found.notices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +138,7 @@ class _Place:
         return name if self.line is None else f"{self.path.name}:{self.line} {name}"
 
 
-def _set(found: Translation, setting: tuple[str, str], meant: Any, place: _Place) -> None:
+def _set(found: _Translation, setting: tuple[str, str], meant: Any, place: _Place) -> None:
     section, name = setting
     fields = found.sections.setdefault(section, {})
     if fields.setdefault(name, meant) != meant:
@@ -164,7 +151,7 @@ def _goes_with_type(key: str, data: Mapping[str, Any]) -> bool:
     return _FAMILIES[key][1] in (None, data.get("distributed_type"))
 
 
-def _read_family(found: Translation, key: str, data: Mapping[str, Any], path: Path, lines: Lines) -> None:
+def _read_family(found: _Translation, key: str, data: Mapping[str, Any], path: Path, lines: Lines) -> None:
     """Read the options of one kind; refuse those of FSDP and DeepSpeed under a type that applies neither."""
     family, kind = _FAMILIES[key]
     given = data[key]

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from drivetrain.saving.foreign_state import match_model, match_optimizer, steps_of
-from drivetrain.saving.registered import Stateful
-from drivetrain.saving.resume import RunState, reseed_generators
+from drivetrain.extension import RunState, Stateful, reseed_generators
+from drivetrain_accelerate.migration.saved_state import match_model, match_optimizer, steps_of
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
-from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data.compat import NUM_YIELDED
 from drivetrain_state import gather_object, load_rng_state
-from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
+from drivetrain_state.collectives.collective_errors import on_each_rank
 
 logger = logging.getLogger(__name__)
 
@@ -41,24 +39,12 @@ class _Registered(NamedTuple):
     evaluated: dict[int, nn.Module]
 
 
-def find(run: RunState, place: Place) -> Path | None:
-    """Return Accelerate's folder at a place, as the main process sees it. Called on all ranks.
-
-    Args:
-        run: The run that resumes.
-        place: A folder of Accelerate's, or the parent of several; a URL holds none.
-
-    Returns:
-        The folder; None if the place holds no Accelerate state, or holds a drivetrain checkpoint.
-    """
-
-    def look() -> Path | None:
-        return find_accelerate_state(place) if isinstance(place, Path) else None
-
-    return on_main(run.context, look, doing=f"the load of {place}")
+def find(place: Path) -> Path | None:
+    """Return Accelerate's folder at a place: itself or the latest in it; None if the place holds none."""
+    return find_accelerate_state(place)
 
 
-def take_over(run: RunState, folder: Path) -> tuple[int, str]:
+def load(run: RunState, folder: Path) -> tuple[int, str]:
     """Load what Accelerate's `save_state` wrote. Called on all ranks.
 
     The main process logs one warning of all that could not be restored exactly.

@@ -1,1 +1,0 @@
-"""Names of Accelerate, and what they are called here."""

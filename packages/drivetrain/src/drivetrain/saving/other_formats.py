@@ -1,0 +1,63 @@
+"""Runs that another library saved: the protocol of a format, and the installed ones."""
+
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+from drivetrain.saving.resume import RunState
+from drivetrain_checkpoint import find_accelerate_state
+from drivetrain_checkpoint.storage.place import Place
+from drivetrain_config.installed import entry_points
+from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_main
+
+
+class RunFormat(Protocol):
+    """A format in which another library saves runs, such as a module with these functions.
+
+    A package registers one as an entry point of the group `drivetrain.run_formats`. `load_state` first calls `find`,
+    on the main process alone, then `load` on all ranks.
+    """
+
+    def find(self, place: Path) -> Path | None:
+        """Return the folder of a saved run in a folder, or the folder itself; None if it holds none."""
+        ...
+
+    def load(self, run: RunState, folder: Path) -> tuple[int, str]:
+        """Load a saved run, or raise before anything is applied. Called on all ranks.
+
+        Returns:
+            The optimizer step of the saved state, and how the random number generators were restored, for the plan.
+        """
+        ...
+
+
+class SavedElsewhere(NamedTuple):
+    """A saved run of another library, and the format that reads it."""
+
+    format: RunFormat
+    folder: Path
+
+
+def find_other_format(context: Context, place: Place) -> SavedElsewhere | None:
+    """Return another library's saved run in a folder; None if there is none. Called on all ranks.
+
+    Raises:
+        ValueError: The run is Accelerate's, and the package that reads it is not installed.
+        OtherRankFailedError: The main process failed; the message holds its error.
+    """
+    formats = {point.name: point for point in entry_points("drivetrain.run_formats")}
+
+    def look() -> tuple[str, Path] | None:
+        if not isinstance(place, Path):
+            return None
+        for name, point in formats.items():
+            if (folder := cast("RunFormat", point.load()).find(place)) is not None:
+                return name, folder
+        if "accelerate" not in formats and (folder := find_accelerate_state(place)) is not None:
+            raise ValueError(
+                f"{folder} was saved by Accelerate: install drivetrain-accelerate, which reads it"
+            )
+        return None
+
+    found = on_main(context, look, doing=f"the load of {place}")
+    return None if found is None else SavedElsewhere(cast("RunFormat", formats[found[0]].load()), found[1])

@@ -1,0 +1,75 @@
+"""Flags of other programs whose value decides their meaning; installed packages translate them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, cast
+
+from drivetrain_config.installed import entry_points
+from drivetrain_launcher.cli.given_flags import GivenFlags
+from drivetrain_launcher.errors import UsageError
+from drivetrain_messages import say
+
+
+class FlagMeanings(Protocol):
+    """The meanings of several flags, each by the flag as written."""
+
+    @property
+    def settings(self) -> Mapping[tuple[str, str], tuple[str, Any]]:
+        """The flag and its value in drivetrain, by section and field."""
+        ...
+
+    @property
+    def notices(self) -> Mapping[str, str]:
+        """The notices of flags that drivetrain meets in another way."""
+        ...
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """The reasons for which flags cannot be honoured, and the ways out."""
+        ...
+
+
+class ForeignFlags(Protocol):
+    """The translation of another program's flags, such as a module with these functions.
+
+    A package registers one as an entry point of the group `drivetrain.foreign_flags`.
+    """
+
+    def takes(self, flag: str, known: Collection[str]) -> bool:
+        """Return whether a flag, as written up to an `=`, is one of these; `known` are drivetrain's own flags."""
+        ...
+
+    def read(self, given: Mapping[str, str]) -> FlagMeanings:
+        """Return the meaning of flags, given with their values."""
+        ...
+
+
+def translator_of(flag: str, known: Collection[str]) -> ForeignFlags | None:
+    """Return the translation that takes a flag; None if there is none, as for a flag with one meaning alone."""
+    loaded = (cast("ForeignFlags", point.load()) for point in entry_points("drivetrain.foreign_flags"))
+    return next((each for each in loaded if each.takes(flag, known)), None)
+
+
+def add_meanings(written: Mapping[ForeignFlags, Mapping[str, str]], given: GivenFlags) -> None:
+    """Add the settings that foreign flags mean to `given`, and report those that are realised differently.
+
+    Args:
+        written: The flags as written with their values, by translation.
+        given: The other flags with their values; updated in place.
+
+    Raises:
+        UsageError: Flags are unsupported or contradict others; the message lists all of them.
+    """
+    refused: list[str] = []
+    for translation, values in written.items():
+        meanings = translation.read(values)
+        refused += [f"{flag} {values[flag]}: {reason}" for flag, reason in meanings.refused.items()]
+        for (section, field), (flag, value) in meanings.settings.items():
+            shown = f"{flag} {values[flag]}"
+            if (other := given.contradiction(section, field, value)) is not None:
+                refused.append(f"{shown}: contradicts {other}; keep one of the two")
+            else:
+                given.put(section, field, value, written=shown)
+        for flag, text in meanings.notices.items():
+            say(f"{flag} {values[flag]}: {text}")
+    if refused:
+        raise UsageError("; ".join(refused))
