@@ -11,11 +11,7 @@ _FORM = 'give a map from names to devices, such as {"": "cpu"}'
 
 
 def check_dtype(argument: str, dtype: object) -> None:
-    """Check that an argument is a `torch.dtype`.
-
-    Raises:
-        ValueError: The argument is not a `torch.dtype`.
-    """
+    """Check that an argument is a `torch.dtype`."""
     if isinstance(dtype, torch.dtype):
         return
     meant = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
@@ -24,16 +20,7 @@ def check_dtype(argument: str, dtype: object) -> None:
 
 
 def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
-    """Check that layers can compute in a dtype: float8 and float4 are storage formats only.
-
-    Args:
-        argument: The name of the argument in the error.
-        dtype: The dtype to check.
-        instead: The alternative that the error suggests.
-
-    Raises:
-        ValueError: The dtype is a storage format only.
-    """
+    """Check that layers can compute in a dtype: float8 and float4 are storage formats only."""
     if str(dtype).startswith(("torch.float8", "torch.float4")):
         raise ValueError(
             f"{argument}={dtype}: no layer computes in it, weights are only stored so: {instead}"
@@ -41,15 +28,7 @@ def check_computed(argument: str, dtype: torch.dtype, instead: str) -> None:
 
 
 def check_map(device_map: object, otherwise: str = "") -> None:
-    """Check that a device map is a mapping from names to devices.
-
-    Args:
-        device_map: The argument of the user.
-        otherwise: The other values that the error says are accepted.
-
-    Raises:
-        DeviceMapError: The argument is not a mapping, or a key is not a string.
-    """
+    """Check that a device map is a mapping from names to devices."""
     if isinstance(device_map, Mapping):
         names = [name for name in cast("Mapping[object, object]", device_map) if not isinstance(name, str)]
         if names:
@@ -65,11 +44,7 @@ def check_map(device_map: object, otherwise: str = "") -> None:
 
 
 def check_budgets(max_memory: object) -> None:
-    """Check that `max_memory` is a mapping from devices to sizes.
-
-    Raises:
-        ValueError: `max_memory` is not a mapping.
-    """
+    """Check that `max_memory` is a mapping from devices to sizes."""
     if not isinstance(max_memory, Mapping):
         raise ValueError(
             f'max_memory={max_memory!r}: give a size for each device, such as {{0: "20GB", "cpu": "60GB"}}'

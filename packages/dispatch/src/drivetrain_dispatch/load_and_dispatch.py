@@ -97,11 +97,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _layout_of(model: nn.Module, dtype: torch.dtype | None, in_fp32: Collection[str]) -> ModelLayout:
-    """Return the layout of a model, with the dtypes that its tensors get.
-
-    Raises:
-        ValueError: No layer computes in the dtype, or no module has a name in `in_fp32`.
-    """
+    """Return the layout of a model, with the dtypes that its tensors get."""
     check_load_dtype(dtype)
     layout = ModelLayout.of(model, dtype=dtype)
     special: dict[str, torch.dtype] = {}

@@ -111,13 +111,7 @@ Build = Callable[[Path, torch.dtype | None, Any, Mapping[str, Any]], nn.Module]
 
 
 def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
-    """Check the folder and the dtype of a model, and return the folder.
-
-    Raises:
-        TypeError: A folder is not a path.
-        ValueError: The folder holds no model, its weights are packed in an unsupported format, or no layer computes
-            in the dtype.
-    """
+    """Check the folder and the dtype of a model, and return the folder."""
     for argument, given in (("folder", folder), ("offload_folder", offload_folder)):
         if not isinstance(given, str | PathLike) and (given is not None or argument == "folder"):
             raise TypeError(f"{argument}={given!r}: give the path of a folder; the model class comes first")
@@ -157,11 +151,7 @@ def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
 
 
 def _builder(model_class: Any) -> Build:
-    """Return the function that builds a model of a class.
-
-    Raises:
-        TypeError: The class is from another library.
-    """
+    """Return the function that builds a model of a class."""
     known = isinstance(model_class, type) and {base.__module__.split(".")[0] for base in model_class.__mro__}
     for method in ("from_config", "_from_config"):  # of Auto classes, of model classes
         if known and "transformers" in known and hasattr(model_class, method):
@@ -242,15 +232,7 @@ def _from_diffusers(
 
 
 def _check_options(options: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of a model's extra options.
-
-    Args:
-        options: The names that the user gave.
-        known: The names that the model accepts.
-
-    Raises:
-        TypeError: A name is unknown.
-    """
+    """Check the names of a model's extra options."""
     for name in options:
         if name in known:
             continue

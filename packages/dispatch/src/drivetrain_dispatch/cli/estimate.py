@@ -75,13 +75,7 @@ class EstimateArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeEstimate:
-    """The estimate of one way to train.
-
-    Attributes:
-        mode: The way to train.
-        memory: The memory of one rank; None if it cannot be told.
-        why_not: The reason, if it cannot be told.
-    """
+    """The estimate of one way to train, or the reason why there is none."""
 
     mode: TrainingMode
     memory: RankMemory | None = None

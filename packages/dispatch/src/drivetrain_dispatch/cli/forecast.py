@@ -17,10 +17,8 @@ class DeviceUse:
 
     Attributes:
         budget_bytes: The memory budget; None for no limit.
-        weight_bytes: The bytes of weights that stay there, and of buffers.
         moving_bytes: The transfer window, for weights that are fetched at use.
         kept_bytes: The bytes that a forward leaves for later ones, such as keys and values.
-        activation_bytes: The bytes of activations at their peak.
     """
 
     budget_bytes: int | None
@@ -37,14 +35,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A plan for generation, with its memory and time.
-
-    Attributes:
-        device_map: The device of each module; its times are those of one token.
-        holdings: The memory of each device at its peak.
-        prefill_seconds: The seconds of the forward over the prompt.
-        token_seconds: The seconds of the forward for each token after the prompt.
-    """
+    """A plan for generation, with the memory of each device at its peak; the map's times are those of one token."""
 
     device_map: DeviceMap
     holdings: Mapping[Device, DeviceUse]
@@ -61,13 +52,6 @@ def forecast(
     token: Mapping[str, BlockCost],
 ) -> Forecast:
     """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token.
-
-    Args:
-        blocks: The blocks of the model, in the order of the forward.
-        budgets: The memory budget of each device, in bytes.
-        rates: The rates of weight transfers.
-        prefill: The cost of each block in the forward over the prompt.
-        token: The cost of each block in the forward for one token, with the prompt in the cache.
 
     Raises:
         DeviceMapError: The model does not fit the budgets.

@@ -18,15 +18,7 @@ _CACHES = ("past_key_values", "cache_params", "state")  # names of the state tha
 
 
 def read_config(folder: Path) -> tuple[Any, Any]:
-    """Return the library transformers, and the configuration in a folder.
-
-    Args:
-        folder: A folder with a `config.json`, or that file.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: The folder has no configuration, or that of a checkpoint that is quantised already.
-    """
+    """Return the library transformers, and the configuration in a folder, or in a `config.json`."""
     if folder.name == _CONFIG and folder.is_file():
         folder = folder.parent
     if not (folder / _CONFIG).is_file():
@@ -52,14 +44,7 @@ def read_config(folder: Path) -> tuple[Any, Any]:
 def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """Build the language model that a folder describes, without memory; its weights need not be there.
 
-    Args:
-        folder: A folder with a `config.json`, or that file.
-        dtype: The dtype of floating-point tensors; None takes the configuration's, or float32 if it has none.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: The folder has no configuration, or not that of a model that generates text, or that of a
-            checkpoint that is quantised already.
+    Without a dtype its tensors have the configuration's, or float32.
     """
     transformers, config = read_config(folder)
     try:
@@ -90,11 +75,7 @@ def most_tokens(model: nn.Module) -> int | None:
 
 
 def check_length(model: nn.Module, num_tokens: int) -> None:
-    """Check that a model takes so many tokens.
-
-    Raises:
-        ValueError: They are too many.
-    """
+    """Check that a model takes so many tokens."""
     most = most_tokens(model)
     if most is not None and num_tokens > most:
         raise ValueError(
@@ -116,16 +97,7 @@ def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, A
 
 
 def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
-    """Return the arguments of the forward for the token after a prompt: the token, and the cache of the prompt.
-
-    Args:
-        model: A model on the meta device.
-        batch_size: The number of prompts.
-        num_tokens: The number of tokens in each prompt.
-
-    Raises:
-        CostError: The model returns no cache.
-    """
+    """Return the arguments of the forward for the token after a prompt: the token, and the cache of the prompt."""
     with torch.no_grad():
         result = model(**prompt_of(model, batch_size, num_tokens))
     caches = {name: cache for name in _CACHES if (cache := getattr(result, name, None)) is not None}
@@ -138,11 +110,7 @@ def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str,
 
 
 def _check_not_quantised(config: Path) -> None:
-    """Check that a configuration describes weights in full precision.
-
-    Raises:
-        ValueError: The weights are packed already.
-    """
+    """Check that a configuration describes weights in full precision."""
     found = read_json(config)
     said = found.get("quantization_config") if isinstance(found, dict) else None
     if said:

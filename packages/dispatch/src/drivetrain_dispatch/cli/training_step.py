@@ -28,17 +28,8 @@ def build_to_train(
 ) -> nn.Module:
     """Build the model that a folder's config.json describes, in training mode, on the meta device.
 
-    Its class is the one that the configuration names, else the one for language models.
-
-    Args:
-        folder: A folder with a `config.json`, or that file.
-        dtype: The dtype of floating-point weights; None for that of the configuration, or float32.
-        lora_rank: The rank of adapters to train on all linear layers, by peft; None trains the model itself.
-        recompute: Whether activations are computed again in the backward.
-
-    Raises:
-        ImportError: transformers is not installed, or peft for adapters.
-        ValueError: The folder has no configuration of a model, or the model cannot do what is asked.
+    Its class is the one that the configuration names, else the one for language models. With a `lora_rank`, adapters
+    on all linear layers are trained in place of the model.
     """
     transformers, config = read_config(folder)
     named = getattr(config, "dtype", None)
@@ -77,17 +68,7 @@ def _with_adapters(model: nn.Module, rank: int, *, recompute: bool) -> nn.Module
 
 
 def training_inputs(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Tensor]:
-    """Return the arguments of a forward in training: samples of shape (batch_size, ...), and labels.
-
-    Args:
-        model: A model of transformers, or an adapted one.
-        batch_size: The number of samples.
-        num_tokens: The number of tokens of a sample, for models that take tokens.
-
-    Raises:
-        CostError: The model takes neither tokens nor pictures.
-        ValueError: A sample is too long for the model.
-    """
+    """Return the arguments of a forward in training: samples of shape (batch_size, ...), and labels."""
     inner = getattr(model, "base_model", model)
     inner = getattr(inner, "model", inner) if inner is not model and hasattr(model, "peft_config") else model
     takes = signature(inner.forward).parameters

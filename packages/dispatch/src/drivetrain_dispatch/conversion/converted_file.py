@@ -25,14 +25,6 @@ def write_converted_file(
 
     The file's name contains a hash of the tensors' recipes and of the sizes and times of the checkpoint's files.
     The file is never deleted here. Tensors are written one after the other, into the file's pages.
-
-    Args:
-        tensors: The tensors to write, and maybe others, by name.
-        dtypes: The dtype of each tensor to write, by name.
-        folder: The folder of the file, created if it is missing.
-
-    Raises:
-        WeightFilesError: The file could not be written; no part of it is left behind.
     """
     recipes = "\n".join(f"{name} {dtypes[name]} {tensors[name].recipe()}" for name in sorted(dtypes))
     path = folder / f"converted-{hashlib.sha256(recipes.encode()).hexdigest()[:16]}.safetensors"

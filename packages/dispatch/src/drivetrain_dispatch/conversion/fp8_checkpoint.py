@@ -21,14 +21,9 @@ class Fp8Weights(NamedTuple):
 
 
 def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> Fp8Weights:
-    """Find the fp8 weights that have scales.
+    """Find the fp8 weights that have scales: those of `NAME` are called `NAME_scale_inv`.
 
-    Args:
-        tensors: The checkpoint's tensors by name. The scales of `NAME` are called `NAME_scale_inv`.
-        wanted: The names of the model's tensors; scales among them belong to the model and are not applied.
-
-    Raises:
-        WeightFilesError: The shape of scales does not match the weight's blocks, or only some weights have scales.
+    Scales among the model's own tensors (`wanted`) are not applied.
     """
     found = Fp8Weights({}, {})
     for name, tensor in tensors.items():
@@ -67,10 +62,6 @@ def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
 
     They match if every tensor that the weight is joined from begins at a block's boundary: two stacked matrices of
     64 rows, for example, would be one block with two scales.
-
-    Args:
-        values: A weight of the model, converted from a checkpoint's fp8 weights.
-        scales: The result of the same conversion applied to the scales.
     """
     if values.dim() < 2 or tuple(scales.shape) != grid_of(values.shape):
         return False

@@ -24,12 +24,7 @@ _JOINS = _STACKS | _CONCATENATIONS
 
 
 class TensorInFile(NamedTuple):
-    """A tensor that is stored in a file.
-
-    Attributes:
-        file: The file that stores the tensor.
-        name: The tensor's name in the file.
-    """
+    """A tensor that is stored in a file."""
 
     file: MappedFile
     name: str
@@ -39,9 +34,6 @@ class Operation(NamedTuple):
     """A recorded call that makes a tensor from others.
 
     Attributes:
-        func: The function that is called.
-        args: The positional arguments, with lazy tensors among them.
-        kwargs: The keyword arguments, with lazy tensors among them.
         position: The index of the tensor in the function's result; None if the result is a tensor.
     """
 
@@ -55,11 +47,7 @@ Origin: TypeAlias = TensorInFile | Operation
 
 
 class LazyTensor(Tensor):
-    """A tensor on the meta device that records how to make its values.
-
-    Attributes:
-        origin: The stored tensor that it represents, or the operation that makes it.
-    """
+    """A tensor on the meta device that records how to make its values."""
 
     origin: Origin
 
@@ -71,23 +59,15 @@ class LazyTensor(Tensor):
 
     @classmethod
     def made_by(cls, func: Callable[..., Any], *args: Any, **kwargs: Any) -> "LazyTensor":
-        """Create the lazy tensor that a function makes from its arguments, with lazy tensors among them.
+        """Create the lazy tensor that a function makes from arguments with lazy tensors among them.
 
-        Args:
-            func: A function that returns a tensor. It is called now on the meta device, and later with values.
-            args: The positional arguments of the function.
-            kwargs: The keyword arguments of the function.
+        The function is called now on the meta device, and later with values.
         """
         return _lazy(func(*_map(args, _plain), **_map(kwargs, _plain)), Operation(func, args, kwargs, None))
 
     @classmethod
     def computed(cls, like: Tensor, compute: Callable[[], Tensor]) -> "LazyTensor":
-        """Create the lazy tensor of values that no file stores.
-
-        Args:
-            like: A tensor with the shape and dtype of the values.
-            compute: A function that returns the values.
-        """
+        """Create the lazy tensor of values that `compute` returns, of the shape and dtype of `like`."""
         return _lazy(torch.empty_like(like, device="meta"), Operation(compute, (), {}, None))
 
     @classmethod
@@ -122,14 +102,7 @@ class LazyTensor(Tensor):
         return result if index is None else result[index]
 
     def read_into(self, target: Tensor) -> None:
-        """Read the values into a tensor, with at most one of the tensors that they are joined from in memory.
-
-        Args:
-            target: A tensor of the same shape, with any device, dtype and strides.
-
-        Raises:
-            WeightFilesError: A file is truncated.
-        """
+        """Read the values into a tensor of any device, dtype and strides, one of the joined tensors at a time."""
         parts = sorted(self.parts(target), key=lambda pair: pair[0].position())
         buffer: Tensor | None = None
         for lazy, part in parts:
@@ -144,11 +117,7 @@ class LazyTensor(Tensor):
         return isinstance(self.origin, TensorInFile) and self.origin.file.divisible(self.origin.name)
 
     def read_piece(self, target: Tensor, *, start: int, buffer: Tensor) -> None:
-        """Read elements from `start` on into contiguous memory; a tensor that is not divisible is read as a whole.
-
-        Raises:
-            WeightFilesError: A file is truncated.
-        """
+        """Read elements from `start` on into contiguous memory; a tensor that is not divisible is read as a whole."""
         if isinstance(self.origin, TensorInFile):
             self.origin.file.copy(self.origin.name, target, start=start, buffer=buffer)
         else:

@@ -23,16 +23,9 @@ _COMPUTED_TABLES = ("inv_freq", "position_ids")
 
 
 def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a checkpoint's tensors with the names and shapes of a transformers model.
+    """Return a checkpoint's tensors with the names and shapes of a transformers model; of another, as they are.
 
     Unexpected tensors that the model's class allows are dropped. Other tensors that the model lacks keep their names.
-
-    Args:
-        layout: The layout of the model to load; for a model of another library the tensors stay unconverted.
-        tensors: The tensors by the checkpoint's names.
-
-    Raises:
-        WeightFilesError: The conversion tables do not fit the checkpoint.
     """
     model = layout.model
     tables = _tables(model)

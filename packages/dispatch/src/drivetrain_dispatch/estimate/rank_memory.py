@@ -8,13 +8,7 @@ from drivetrain_dispatch.estimate.step_memory import StepMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParts:
-    """A choice of what the ranks divide among themselves; each of them holds the rest whole.
-
-    Attributes:
-        divides_states: Whether optimizer states are divided.
-        divides_gradients: Whether gradients are divided.
-        divides_weights: Whether weights are divided, and blocks of them gathered one after another.
-    """
+    """A choice of what the ranks divide among themselves; each of them holds the rest whole."""
 
     divides_states: bool = True
     divides_gradients: bool = True
@@ -37,11 +31,7 @@ class RankMemory:
     """The memory of one rank, in bytes.
 
     Attributes:
-        weights: The bytes of the rank's weights between steps.
-        gradients: The bytes of its gradients after a backward.
-        optimizer_states: The bytes of its optimizer states.
         gathered: The bytes of blocks that are gathered for computing, and of the gradients of one of them.
-        activations: The bytes that the forward leaves for the backward.
         peak: The most bytes that are allocated at once in a step; at most the sum of what each phase holds.
     """
 
@@ -58,11 +48,7 @@ def memory_of_rank(
 ) -> RankMemory:
     """Return the memory of one of `world_size` ranks.
 
-    Args:
-        step: The memory of the step of one rank's batch, on one device that holds all.
-        sharding: The choice of what the ranks divide, one of `SHARDINGS`.
-        world_size: The number of ranks.
-        largest_block_bytes: The bytes of the weights of the largest block that is gathered as a whole.
+    `step` is the memory of one rank's batch on one device that holds everything.
     """
     if not sharding.divides_states or world_size == 1:
         return RankMemory(

@@ -25,9 +25,6 @@ class StepMemory:
     """The memory of a training step, in bytes.
 
     Attributes:
-        weights: The bytes of parameters and buffers.
-        gradients: The bytes of gradients after a backward.
-        optimizer_states: The bytes of what the optimizer keeps between steps.
         activations: The bytes that the forward leaves for the backward, with its outputs and the loss.
         computing: The most bytes that forward and backward hold at once beside weights and gradients: activations
             and temporary results, such as the gradient of the logits.
@@ -49,9 +46,6 @@ class StorageTally(TorchDispatchMode):
     """A mode that counts the bytes of all storages that operations under it create, until they are freed.
 
     Attributes:
-        live_bytes: The bytes that are allocated now.
-        peak_bytes: The most bytes that were allocated at once since `restart`.
-        gradient_bytes: The bytes of those that are gradients of parameters.
         computing_bytes: The most bytes that were allocated at once since `restart`, without gradients.
     """
 
@@ -136,16 +130,6 @@ def measure_step(
 
     Runs forward, backward and step once, on tensors of a `FakeTensorMode` whose context the caller is in: nothing is
     computed. Gradients are set to None between steps, as `zero_grad` does.
-
-    Args:
-        model: The model, in training mode; parameters that are not trained have `requires_grad=False`.
-        inputs: The keyword arguments of its forward.
-        loss_of: The function from the outputs to the loss.
-        make_optimizer: The function that makes the optimizer of the trained parameters.
-        autocast: The dtype in which the forward computes; None for that of the weights.
-
-    Raises:
-        CostError: The forward depends on the values of tensors, or fails, or no parameter is trained.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -216,13 +200,10 @@ def _size_bytes(tensor: Tensor) -> int:
 
 
 def give_fake_tensors(model: nn.Module) -> None:
-    """Exchange a model's tensors for ones of the CPU that have no data; tied tensors stay tied.
+    """Exchange a model's meta tensors for ones of the CPU that have no data; tied tensors stay tied.
 
     The caller is in the context of a `FakeTensorMode`. Meta tensors themselves would not do: autocast passes over
     them, and attention takes its slowest kernel, which holds all scores.
-
-    Args:
-        model: A model whose tensors are all on the meta device.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, whose id is free otherwise
     for module in model.modules():

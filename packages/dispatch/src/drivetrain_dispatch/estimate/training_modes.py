@@ -15,12 +15,8 @@ class TrainingMode:
     """A way to train.
 
     Attributes:
-        name: The name on the command line.
-        about: The description in a few words.
         dtype: The dtype of the weights; None for that of the configuration.
         autocast: The dtype that the forward computes in; None for that of the weights.
-        is_lora: Whether only low-rank adapters are trained, on all linear layers.
-        trains: Whether there is a backward at all.
     """
 
     name: str

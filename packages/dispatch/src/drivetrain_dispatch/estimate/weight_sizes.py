@@ -19,11 +19,7 @@ class WeightSizes:
     """The number of a model's parameters, and what they take in each dtype.
 
     Attributes:
-        model: The model's class, or the name of its files.
         num_parameters: The number of parameters; tied ones count once.
-        largest_block: The name of the largest block that is moved as a whole.
-        largest_block_parameters: The number of its parameters.
-        stored: The bytes that files hold in each dtype; empty without files.
     """
 
     model: str
@@ -39,12 +35,7 @@ class WeightSizes:
 
 
 def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSizes:
-    """Count a model's parameters.
-
-    Args:
-        model: The model, with or without data.
-        block_classes: The names of the classes whose modules are moved as a whole.
-    """
+    """Count a model's parameters; modules of `block_classes` are moved as a whole."""
     blocks: dict[str, int] = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()

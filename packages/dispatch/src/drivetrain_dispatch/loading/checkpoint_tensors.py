@@ -25,8 +25,6 @@ class TensorSpec(NamedTuple):
     """The description of a tensor without its values.
 
     Attributes:
-        shape: The shape of the tensor.
-        dtype: The dtype of the elements.
         divisible: Whether the file can be read from any element of the tensor on.
     """
 
@@ -48,8 +46,6 @@ class CheckpointTensors:
     """The tensors of a checkpoint, by its names, or by the model's if it is converted.
 
     Attributes:
-        path: The path that errors name.
-        specs: The description of each tensor, in the order of the files.
         sources: The tensors, which are read on demand; empty on a rank that has not opened the files.
     """
 
@@ -64,11 +60,7 @@ class CheckpointTensors:
         return {name: spec for name, spec in self.specs.items() if name not in parts}
 
     def check_copies(self, name: str, copies: Sequence[str]) -> None:
-        """Check that tensors which are one tensor of the model are equal.
-
-        Raises:
-            TiedParametersError: Two of them differ.
-        """
+        """Check that tensors which are one tensor of the model are equal."""
         for copy in copies:
             if not _same(*(self.sources[each].values() for each in (name, copy))):
                 raise TiedParametersError(

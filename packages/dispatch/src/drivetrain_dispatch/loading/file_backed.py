@@ -15,11 +15,7 @@ from drivetrain_messages import format_size, list_some
 def with_computed_in_memory(
     plan: LoadPlan, sources: Mapping[str, LazyTensor]
 ) -> tuple[LoadPlan, tuple[str, ...]]:
-    """Move tensors that the model computes, and that no file holds, from the disk to memory.
-
-    Returns:
-        The plan, and the model's names of the tensors that were moved.
-    """
+    """Move tensors that the model computes, and that no file holds, from the disk to memory; return their names too."""
     moved: list[str] = []
 
     def in_memory(planned: PlannedTensor) -> PlannedTensor:
@@ -32,11 +28,7 @@ def with_computed_in_memory(
 
 
 def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None) -> None:
-    """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's.
-
-    Raises:
-        ValueError: The folder is missing.
-    """
+    """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's."""
     if folder is not None:
         return
     packed = [planned.names[0] for planned in plan.quantized if planned.on_disk and not planned.maps]
@@ -61,16 +53,7 @@ def write_converted(
 ) -> tuple[LoadPlan, dict[str, LazyTensor]]:
     """Write tensors that the disk keeps in another form than the checkpoint's, unless an earlier load has.
 
-    Args:
-        plan: The plan of the load.
-        sources: The source of each tensor, by the plan's stored names.
-        folder: The folder for the file.
-
-    Returns:
-        The plan, in which these tensors are stored in their compute dtype, and the tensors as the file holds them.
-
-    Raises:
-        WeightFilesError: The disk has no room.
+    Return the plan, in which these tensors are stored in their compute dtype, and the tensors as the file holds them.
     """
     names = _to_write(plan, sources)
     if not names or folder is None:
@@ -104,10 +87,6 @@ def with_mapped_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> 
 
     A write to it copies the page, never into the file. It stays whole if the file is deleted, or replaced as all that
     write safetensors replace files. Files of torch's own are read: `torch.save` writes into the file that it finds.
-
-    Args:
-        plan: The plan of the load.
-        sources: The source of each tensor, by the plan's stored names.
     """
 
     def mapped(planned: PlannedTensor) -> PlannedTensor:

@@ -146,12 +146,7 @@ def load_tensors(
 ) -> LoadReport:
     """Load the tensors of an open checkpoint into a model; see `load_checkpoint_in_model`.
 
-    Args:
-        layout: The layout of the model, with the dtypes that its tensors get, and with the sizes of packed weights.
-        checkpoint: The tensors of the checkpoint.
-        device_map: A mapping from names to devices; None keeps each tensor on its device.
-        options: The options of the load.
-        reader: The reader of the files; called on all ranks that it reads for.
+    Called on all ranks that the reader reads for.
     """
     _check_sharded(layout, device_map, options)
     load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
@@ -319,14 +314,8 @@ class _Load:
 def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
     """Allocate all tensors that are read, but for packed ones, which get their memory one by one.
 
-    The host needs room for those that stay pages of a file too, as they may be written to.
-
-    Args:
-        tensors: The tensors of the load.
-        into: The mapping that gets the memory, by the checkpoint's name.
-
-    Raises:
-        LoadError: A device has no room; `into` is empty then, so that a kept error holds no memory.
+    The host needs room for those that stay pages of a file too, as they may be written to. After an error `into` is
+    empty, so that a kept error holds no memory.
     """
     in_memory = [planned for planned in tensors if planned.in_memory]
     try:
@@ -345,11 +334,7 @@ def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]
 
 
 def _check_host(tensors: Sequence[PlannedTensor]) -> None:
-    """Check that the host has room for its tensors, as the system overcommits memory and kills the process later.
-
-    Raises:
-        LoadError: The host has no room.
-    """
+    """Check that the host has room for its tensors, as the system overcommits memory and kills the process later."""
     free = free_bytes(torch.device("cpu"))
     taken = 0
     here = [planned for planned in tensors if str(planned.place) == "cpu"]
@@ -366,14 +351,7 @@ def no_room(
     *,
     free: int | None = None,
 ) -> LoadError:
-    """Return the error for a tensor that a device has no room for.
-
-    Args:
-        planned: The tensor without room.
-        before: The tensors that have room.
-        tensors: All tensors that need room.
-        free: The bytes that the device has left, if known.
-    """
+    """Return the error for a tensor that a device has no room for."""
     place = planned.place
     taken = sum(other.size_bytes for other in before if other.place == place)
     wanted = sum(other.size_bytes for other in tensors if other.place == place)

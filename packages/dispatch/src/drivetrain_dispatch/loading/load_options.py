@@ -19,11 +19,7 @@ _QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the members o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLoadOptions:
-    """The options of a load, as `load_checkpoint_in_model` describes them.
-
-    Raises:
-        ValueError: An option has the wrong type or value.
-    """
+    """The options of a load, as `load_checkpoint_in_model` describes them."""
 
     strict: bool = True
     rename: Callable[[str], str | None] | None = None

@@ -21,16 +21,10 @@ class PlannedTensor:
     """A tensor of the model that gets values.
 
     Attributes:
-        names: All names of the tensor in the model.
-        target: The tensor of the model that gets the values.
         stored: The name of the tensor in the checkpoint.
         copies: Further names in the checkpoint for the same tensor; their values must be equal.
         reads: The names in the checkpoint that are read into memory for it.
         maps: The names in the checkpoint whose values stay on the disk for it.
-        shape: The shape of the tensor, or of this rank's shard.
-        stored_dtype: The dtype in the checkpoint.
-        dtype: The dtype in the model.
-        place: The device that the tensor goes to, or `"disk"`.
         box: The position of this rank's shard in the whole tensor; None if it is not sharded.
         quantized_bytes: The bytes of the packed tensor; None if it is not packed.
     """
@@ -83,13 +77,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The plan of a load.
-
-    Attributes:
-        tensors: The tensors that get values, in the order of the checkpoint.
-        missing: Names of the model that the checkpoint lacks.
-        unexpected: Names of the checkpoint, after renaming, that the model lacks.
-    """
+    """The plan of a load."""
 
     tensors: tuple[PlannedTensor, ...]
     missing: tuple[str, ...]
@@ -108,13 +96,6 @@ def plan_load(
     options: WeightLoadOptions,
 ) -> LoadPlan:
     """Plan a load, and check all that can be known before any tensor is read. Works on the meta device.
-
-    Args:
-        layout: The layout of the model to load into, with the dtypes that its tensors get, and with the sizes of the
-            weights that are packed.
-        checkpoint: The tensors of the checkpoint.
-        places: The place of each tensor of the model, by every name.
-        options: The options of the load.
 
     Raises:
         WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device.

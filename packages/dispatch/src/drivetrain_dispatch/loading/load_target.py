@@ -14,12 +14,7 @@ from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
 
 
 class LoadTarget:
-    """A tensor of a model that a load gives a value, here one that is stored plainly.
-
-    Args:
-        name: The name of the tensor, for errors.
-        tensor: The parameter or buffer.
-    """
+    """A tensor of a model that a load gives a value, here one that is stored plainly."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
@@ -99,11 +94,7 @@ class ShardedTarget(LoadTarget):
 
 
 def load_target(name: str, tensor: Tensor) -> LoadTarget:
-    """Return a tensor as the target of a load, by the way in which it is stored.
-
-    Raises:
-        ValueError: The tensor is quantised already.
-    """
+    """Return a tensor as the target of a load, by the way in which it is stored."""
     if is_quantized(tensor):
         raise ValueError(
             f"{name!r} is quantised already: load into the model as it was before, and give quantization=... for its "
@@ -116,8 +107,6 @@ class Assignment(NamedTuple):
     """A change to a model.
 
     Attributes:
-        names: The names of the tensor or module that changes.
-        value: The value that they get, or the module.
         kept: The tensor that gets the value in place; None to replace what has the names.
     """
 

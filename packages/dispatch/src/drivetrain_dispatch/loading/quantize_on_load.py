@@ -25,11 +25,6 @@ class QuantizeOnLoad:
 
     A load calls `allocate`, reads the values of that memory, and calls `pack`, one weight after the other.
 
-    Args:
-        quantization: The packing of weights.
-        devices: The device that computes with each tensor, by the model's names.
-        folder: The folder for packed weights that stay on the disk.
-
     Attributes:
         files: The files of packed weights that stay on the disk, by the checkpoint's names.
     """
@@ -81,11 +76,6 @@ def with_quantized_sizes(
 ) -> ModelLayout:
     """Return a layout with the sizes of the weights that a load packs or keeps packed.
 
-    Args:
-        layout: The layout of the model, with the dtypes that its tensors get.
-        stored: The tensors of the checkpoint.
-        quantization: The packing of weights; None for none.
-
     Raises:
         ValueError: There is nothing to pack, or packing a weight fails.
     """
@@ -112,10 +102,6 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 class KeepStoredFP8:
     """A packer that reads the values and scales of fp8 weights, and makes weights of them.
-
-    Args:
-        stored: The tensors of the checkpoint.
-        sources: The source of each.
 
     Attributes:
         files: The files of weights that stay on the disk, by the checkpoint's names.
@@ -153,11 +139,7 @@ class KeepStoredFP8:
 
 
 def kept_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """Return the bytes in fp8 of the model's weights that a load can keep in fp8, by every name.
-
-    Raises:
-        ValueError: The checkpoint has no such weights.
-    """
+    """Return the bytes in fp8 of the model's weights that a load can keep in fp8, by every name."""
     sizes: dict[str, int] = {}
     for names in layout.aliases:
         there = [fp8_parts(name) for name in names if name in stored]

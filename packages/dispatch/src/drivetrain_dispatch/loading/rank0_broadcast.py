@@ -25,14 +25,7 @@ _FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
 
 
 class Rank0Broadcast:
-    """A reader on rank 0 that reads for all ranks of a process group. All ranks must call each method.
-
-    Args:
-        group: The process group; None for all ranks.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised.
-    """
+    """A reader on rank 0 that reads for all ranks of a process group. All ranks must call each method."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
@@ -45,11 +38,7 @@ class Rank0Broadcast:
         self._device = _device_of(group)
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """Run a step on each rank.
-
-        Raises:
-            LoadError: The step failed on another rank. If it fails on this rank, its own error is raised.
-        """
+        """Run a step on each rank; if it fails on one of them, it fails on all."""
         result: list[Result] = []
         failure: Exception | None = None
         try:
@@ -68,11 +57,7 @@ class Rank0Broadcast:
         return result[0]
 
     def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:
-        """Open a checkpoint by a step on rank 0; the other ranks get its descriptions without sources.
-
-        Raises:
-            LoadError: The step failed on rank 0, which raises its own error.
-        """
+        """Open a checkpoint by a step on rank 0; the other ranks get its descriptions without sources."""
         opened = self.together(lambda: step() if self._is_reader else None)
         specs = [opened and dict(opened.specs)]
         dist.broadcast_object_list(specs, group=self._group, group_src=0)
@@ -88,9 +73,6 @@ class Rank0Broadcast:
         """Read the values of all tensors on rank 0, for every rank that has memory for them; none is sharded.
 
         A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while it broadcasts the other.
-
-        Raises:
-            LoadError: Rank 0 failed to read, or `progress` failed. Rank 0 raises its own read error.
         """
         pieces = pieces_of(checkpoint.specs, self.wanted_by_any(targets), boxes)
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1

@@ -15,10 +15,6 @@ _NUM_SHOWN = 5  # names of each kind, in an error message
 class StateDictDiff:
     """The mismatches between a checkpoint and a model.
 
-    Args:
-        checkpoint: The name of the checkpoint in the error.
-        strict: Whether names that only one side has are an error too.
-
     Attributes:
         missing: The tensors that the checkpoint lacks, by the model's names.
         unexpected: The tensors that the model lacks, by the checkpoint's names after renaming.
@@ -34,14 +30,7 @@ class StateDictDiff:
         self._valueless = False  # whether checkpoints should have one of these
 
     def absent(self, name: str, wanted: TensorSpec, *, persistent: bool, empty: bool) -> None:
-        """Note a tensor that the checkpoint lacks.
-
-        Args:
-            name: The name in the model.
-            wanted: The shape and dtype in the model.
-            persistent: Whether checkpoints should have the tensor.
-            empty: Whether the tensor would be left without values.
-        """
+        """Note a tensor that the checkpoint lacks; `empty` says that nothing else gives it values."""
         if persistent:
             self.missing[name] = wanted
         self._valueless |= empty and persistent
@@ -49,14 +38,7 @@ class StateDictDiff:
             self._empty.append(f"{name!r} {wanted}")
 
     def compare(self, name: str, stored: TensorSpec, wanted: TensorSpec, *, converts: bool) -> None:
-        """Note a tensor whose shape or kind of numbers is not the model's.
-
-        Args:
-            name: The name in the model.
-            stored: The shape and dtype in the checkpoint.
-            wanted: The shape and dtype that the model needs.
-            converts: Whether the user asked for exactly this dtype.
-        """
+        """Note a tensor whose shape is not the model's, or whose kind of numbers, unless the user converts them."""
         if stored.shape != wanted.shape or (_kind(stored.dtype) != _kind(wanted.dtype) and not converts):
             self._differing.append(f"{name!r} is {stored}, in the model {wanted}")
 
@@ -68,15 +50,7 @@ class StateDictDiff:
             )
 
     def check(self, *, known: Collection[str], found: Collection[str]) -> None:
-        """Report all mismatches in one error.
-
-        Args:
-            known: The names in the model.
-            found: The names in the checkpoint.
-
-        Raises:
-            WeightsMismatchError: There is a mismatch.
-        """
+        """Report all mismatches in one error."""
         parts: list[str] = []
         if self._strict and self.missing:
             parts.append(f"{len(self.missing)} missing: {_shown(_listed(self.missing))}")

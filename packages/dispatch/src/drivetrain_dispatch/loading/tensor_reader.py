@@ -26,10 +26,7 @@ class ReadRange(NamedTuple):
     """A range of a tensor's elements that are read at once, in the order of the tensor.
 
     Attributes:
-        name: The name in the checkpoint.
-        dtype: The dtype in the file.
         start: The first element, counted in this rank's shard.
-        stop: The element after the last, counted in the same way.
         skipped: The number of elements of the tensor before this rank's shard.
         box: The position of this rank's shard if it is not contiguous in the file; the piece is the whole shard.
     """
@@ -48,11 +45,7 @@ class ReadRange(NamedTuple):
 
 
 class EachRank:
-    """A reader of a checkpoint for this rank alone.
-
-    Args:
-        num_threads: The number of threads that read; None takes one per processor, four at most.
-    """
+    """A reader of a checkpoint for this rank alone."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
@@ -80,12 +73,6 @@ class EachRank:
 
         Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their
         file.
-
-        Args:
-            checkpoint: The tensors of the checkpoint.
-            targets: The memory of the tensors that this rank loads, by the checkpoint's name.
-            boxes: The positions of this rank's shards, for tensors that are sharded.
-            progress: A function called in this thread with the bytes of each piece that has been read.
 
         Raises:
             WeightFilesError: A file is truncated.
@@ -125,12 +112,7 @@ class EachRank:
 
 
 class ReadProgress:
-    """A counter of the bytes that all reads of a load have read.
-
-    Args:
-        tell: A function called with the bytes read so far and the total; None to only count.
-        all_bytes: The total bytes of all reads.
-    """
+    """A counter of the bytes that all reads of a load have read."""
 
     def __init__(self, tell: Progress | None, all_bytes: int) -> None:
         self._tell = tell

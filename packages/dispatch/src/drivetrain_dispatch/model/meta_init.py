@@ -123,10 +123,6 @@ def meta_copy(layout: ModelLayout, inputs: AnyObject) -> tuple[nn.Module, AnyObj
     A tensor that occurs several times is one object in the copy too. No data is copied, and the arguments stay
     unchanged.
 
-    Args:
-        layout: The layout of the model, with the dtypes that the copy gets.
-        inputs: Any object; tensors in its attributes and containers are copied the same way.
-
     Raises:
         TypeError: Some object in the model or in the inputs cannot be copied.
     """

@@ -28,17 +28,10 @@ class ModelLayout:
     A layout describes the model as it was when `of` walked it. The properties are computed on first use and kept.
 
     Attributes:
-        model: The model that it describes.
         modules: The modules under every name that they have, each before its submodules.
-        parameters: The parameters under every name that they have.
-        buffers: The buffers, likewise.
         dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion. Integer
             and boolean tensors keep their dtype, as in `Module.to(dtype)`.
-        special_dtypes: The dtypes of single tensors by name, which take precedence over `dtype`.
         special_sizes: The bytes of single tensors by name, which take precedence over dtypes: packed weights.
-
-    Raises:
-        ValueError: `special_dtypes` or `special_sizes` names a tensor that the model does not have.
     """
 
     model: nn.Module

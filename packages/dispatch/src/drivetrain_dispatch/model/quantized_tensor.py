@@ -57,11 +57,7 @@ def _made(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
-    """Replace the parts of a tensor in place, so that every reference to it sees the new ones.
-
-    Raises:
-        DeviceMapError: The tensor cannot be changed in place, and is unchanged.
-    """
+    """Replace the parts of a tensor in place, so that every reference to it sees the new ones; after an error, none."""
     new = made_of(tensor, parts)
     if not is_quantized(tensor) and takes(tensor, new):
         tensor.data = new
@@ -169,9 +165,6 @@ class KeptLayout:
 
     On processors with AVX-512 bf16 the layer's forward converts the weight to a layout of its own. That would copy
     weights that are pages of a file into memory, and change a fetched weight while other threads use it.
-
-    Args:
-        layer: The layer to protect.
     """
 
     def __init__(self, layer: nn.Module) -> None:

@@ -20,8 +20,6 @@ class Unit(NamedTuple):
     """A module with the tensors that its forward needs.
 
     Attributes:
-        name: The name of the module.
-        module: The module itself.
         tensors: The module's own tensors, under the model's names; also those of its submodules if it stays whole.
     """
 
@@ -31,17 +29,7 @@ class Unit(NamedTuple):
 
 
 def units_of(layout: ModelLayout, offloaded: Collection[str], *, whole: Collection[str] = ()) -> list[Unit]:
-    """Return the units of a model, in its order. Pure.
-
-    Args:
-        layout: The layout of the model.
-        offloaded: The names of the offloaded tensors.
-        whole: Names of module classes whose weights are fetched all at once, such as a compiled layer, or a module
-            that uses the weights of its submodules without calling them.
-
-    Raises:
-        ValueError: The model lacks a class in `whole`.
-    """
+    """Return the units of a model, in its order; modules of the classes in `whole` are fetched all at once. Pure."""
     modules = layout.modules
     unit_of, chosen = UnitNames(modules, whole), set(offloaded)
     held: dict[str, dict[str, Tensor]] = {}
@@ -58,15 +46,7 @@ def units_of(layout: ModelLayout, offloaded: Collection[str], *, whole: Collecti
 
 
 def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) -> None:
-    """Check that a single device computes each unit.
-
-    Args:
-        units: The units to check.
-        devices: The device that computes each tensor, by the model's names.
-
-    Raises:
-        DeviceMapError: Several devices compute parts of a unit.
-    """
+    """Check that a single device computes each unit."""
     for unit in units:
         found = {devices[name] for name in unit.tensors}
         if len(found) > 1:
@@ -82,16 +62,6 @@ class UnitNames:
 
     The unit is the outermost enclosing module whose weights are fetched all at once, otherwise the innermost that is
     called.
-
-    Args:
-        modules: All modules of the model, under every name.
-        whole: Names of module classes whose weights are fetched all at once.
-
-    Attributes:
-        at_once: The names of the modules whose weights are fetched all at once.
-
-    Raises:
-        ValueError: The model lacks a class in `whole`.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], whole: Collection[str] = ()) -> None:

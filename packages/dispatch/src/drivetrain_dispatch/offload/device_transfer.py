@@ -63,8 +63,6 @@ class InputMover(NotCopied):
     They cover the forward of the module and its other methods that compute.
 
     Args:
-        device: The device that computes the module.
-        skip_keys: Keyword arguments that stay on their device.
         returns: Whether outputs move back to the device of the inputs; otherwise they stay for the next module.
     """
 

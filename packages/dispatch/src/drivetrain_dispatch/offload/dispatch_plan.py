@@ -21,14 +21,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchPlan:
-    """A decision where each tensor of a model is stored and computed, and which are fetched.
-
-    Attributes:
-        layout: The layout of the model.
-        placements: The place that stores each tensor and the device that computes with it, by the same names.
-        compute_dtypes: The dtypes of the tensors that are converted at use, by name.
-        fetched_units: The units whose tensors are fetched at use.
-    """
+    """A decision where each tensor of a model is stored and computed, and which are fetched."""
 
     layout: ModelLayout
     placements: Mapping[str, Placement]
@@ -46,13 +39,7 @@ def plan_dispatch(
     preload_module_classes: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> DispatchPlan:
-    """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`.
-
-    Raises:
-        DeviceMapError: The map does not fit model or machine.
-        OffloadedError: The model is dispatched already.
-        ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
-    """
+    """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`."""
     layout = ModelLayout.of(model)
     placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
     _check_dtypes(layout, dtypes or {})
@@ -79,12 +66,7 @@ def plan_dispatch(
 
 
 def _check_dtypes(layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Check the compute dtypes of single tensors.
-
-    Raises:
-        DeviceMapError: A tensor is a quantised weight.
-        ValueError: The model has no such tensor, or a dtype is not a `torch.dtype`.
-    """
+    """Check the compute dtypes of single tensors."""
     if unknown := sorted(dtypes.keys() - layout.tensors.keys()):
         raise ValueError(
             f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
@@ -98,12 +80,7 @@ def _check_dtypes(layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> Non
 
 
 def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
-    """Check all of a model that can be checked before any tensor is moved.
-
-    Raises:
-        OffloadedError: The model or a part of it is dispatched already.
-        DeviceMapError: The machine lacks a device, or a tensor has no data or was made in inference mode.
-    """
+    """Check all of a model that can be checked before any tensor is moved."""
     check_not_dispatched(layout.model)
     tensors = layout.tensors
     for name, tensor in tensors.items():

@@ -28,12 +28,7 @@ class Removable(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Dispatched(NotCopied):
-    """The engines of a dispatched model, and the handles to remove in reverse order.
-
-    Attributes:
-        engines: The engines that the wrapped methods call.
-        handles: The handles of hooks and wrapped methods.
-    """
+    """The engines of a dispatched model, and the handles to remove in reverse order."""
 
     engines: list[OffloadEngine | MappedWeightsEngine] = field(
         default_factory=list[OffloadEngine | MappedWeightsEngine]
@@ -54,11 +49,7 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def check_not_dispatched(model: nn.Module) -> None:
-    """Check that neither a model nor a part of it is dispatched.
-
-    Raises:
-        OffloadedError: The model or a part of it is dispatched already.
-    """
+    """Check that neither a model nor a part of it is dispatched."""
     for name, module in model.named_modules():
         if is_dispatched(module):
             whose = f"{name!r} of the model" if name else "the model"
@@ -68,11 +59,7 @@ def check_not_dispatched(model: nn.Module) -> None:
 
 
 def check_has_weights(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that all tensors of a model, given with their names, have values.
-
-    Raises:
-        DeviceMapError: A tensor is on the meta device.
-    """
+    """Check that all tensors of a model, given with their names, have values."""
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
         raise DeviceMapError(
             f"{list_some(map(repr, empty), most=1)} on the meta device: load weights first, with "
@@ -138,11 +125,7 @@ def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
 
 
 def _engine_of(model: nn.Module) -> OffloadEngine | None:
-    """Return the engine that fetches weights of a dispatched model; None if all stay where they are used.
-
-    Raises:
-        OffloadedError: The model is not dispatched.
-    """
+    """Return the engine that fetches weights of a dispatched model; None if all stay where they are used."""
     dispatched: Dispatched | None = model.__dict__.get(_ATTRIBUTE)
     if dispatched is None:
         raise OffloadedError("the model is not dispatched: nothing is fetched for it")

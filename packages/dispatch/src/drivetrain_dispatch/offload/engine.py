@@ -30,16 +30,6 @@ class OffloadEngine:
 
     The engine alone has a lock: it holds it whenever it calls the residency, a prefetcher or the backward's order,
     also while it waits for a transfer. Autograd calls it from threads of its own.
-
-    Args:
-        units: The tensors of each unit, in the expected order of use.
-        names: The names of the units, for a trace.
-        window_bytes: The most bytes of fetched weights that each device may hold at once.
-        files: The files that some of the weights are mapped from.
-
-    Attributes:
-        stats: The counts of uses, misses and fetched bytes.
-        trace: The trace that records each use of a unit; None for no trace.
     """
 
     def __init__(
@@ -77,11 +67,7 @@ class OffloadEngine:
         self._unmark.atexit = False  # torch may be torn down by then, and nothing uses the tensors any more
 
     def begin(self, method: str) -> None:
-        """Begin a use of the whole model, by its forward or another method.
-
-        Raises:
-            WeightFilesError: A file was replaced, written to or deleted.
-        """
+        """Begin a use of the whole model, by its forward or another method; its files must be unchanged."""
         for file in self._files:
             file.check_unchanged()
         thread = self._threads.state
@@ -284,9 +270,6 @@ class _ThreadState:
     """The state of one thread: the forward that it is in, its prefetched units, and what it uses.
 
     Attributes:
-        recorder: The position in the running forward.
-        prefetcher: The units that are requested for that forward.
-        num_units: The number of units that the thread is in.
         hooks: The saved-tensor hooks of each nested forward.
         viewed: The tensors that the forward has views of.
         waits: When each unit that the thread is in was waited for.

@@ -9,13 +9,6 @@ class ExecutionOrder:
     """The order of the last complete run; before the first one, the model's own order.
 
     Units are indices from 0 on. A unit may occur several times, and a run may skip units.
-
-    Args:
-        units: The order to expect of the first run.
-
-    Attributes:
-        units: The units in their expected order.
-        reversed_units: The same units in the opposite order.
     """
 
     def __init__(self, units: Sequence[int] = ()) -> None:
@@ -63,8 +56,6 @@ class OrderRecorder:
     Attributes:
         order: The order of the outermost run that goes on, or of the last one.
         depth: The number of nested runs; 0 while none goes on.
-        position: The position in the order of the next unit.
-        used: The units that the run has used.
     """
 
     __slots__ = ("depth", "order", "position", "used")
@@ -100,9 +91,6 @@ class BackwardOrder:
 
     It is that of the last backward, if the forwards before both used the model in the same order; else the reverse
     order of the forward. Recomputation (`torch.utils.checkpoint`) is predicted from the last backward only.
-
-    Attributes:
-        forward: The order of the last forward.
     """
 
     def __init__(self) -> None:
@@ -118,12 +106,7 @@ class BackwardOrder:
         return self._recorder.depth > 0
 
     def use(self, unit: int, *, recomputed: bool) -> tuple[Sequence[int], int]:
-        """Record the use of a unit; return an order and the position in it of the units that are expected next.
-
-        Args:
-            unit: The index of the unit.
-            recomputed: Whether the unit's forward is computed again.
-        """
+        """Record the use of a unit; return an order and the position in it of the units that are expected next."""
         recorder = self._recorder
         if not self.is_running:
             recorder.begin(self._learnt)

@@ -42,11 +42,6 @@ class MethodWrapper(NotCopied):
     """A replacement for the forward of a module, or for another method, until it is removed.
 
     The module holds it, so it must not hold the module: a model without other references is freed at once.
-
-    Args:
-        module: The module whose method is replaced.
-        name: The name of the method.
-        around: The function that runs in place of the method.
     """
 
     def __init__(self, module: nn.Module, name: str, around: Around) -> None:
@@ -79,11 +74,7 @@ class MethodWrapper(NotCopied):
         return self._function(*args, **kwargs)
 
     def alive_module(self) -> nn.Module:
-        """Return the module.
-
-        Raises:
-            OffloadedError: The module was freed.
-        """
+        """Return the module."""
         module = self._module()
         if module is None:
             raise OffloadedError(
@@ -109,11 +100,7 @@ class MethodWrapper(NotCopied):
 
     @property
     def __globals__(self) -> Any:
-        """An attribute that only torch.jit.script needs, which is refused; torch.fx does without it.
-
-        Raises:
-            AttributeError: On every access; the message says what to do first.
-        """
+        """An attribute that only torch.jit.script needs, which is refused; torch.fx does without it."""
         raise AttributeError(
             "torch.jit.script cannot compile a dispatched model: call remove_hooks(model), or remove() of its "
             "OffloadHook, first; torch.compile takes it as it is"
@@ -132,11 +119,7 @@ class MethodWrapper(NotCopied):
 
 
 def check_removable(wrappers: Sequence[MethodWrapper]) -> None:
-    """Check that all wrappers can be removed, in reverse order.
-
-    Raises:
-        OffloadedError: The forward or another method of a module was replaced since.
-    """
+    """Check that all wrappers can be removed, in reverse order."""
     outermost: dict[tuple[nn.Module, str], object] = {}
     for wrapper in reversed(wrappers):
         module, name = wrapper.module, wrapper.name
@@ -167,13 +150,8 @@ def hook_calls(
 ) -> list[RemovableHandle | MethodWrapper]:
     """Run hooks around the forward of a module, where torch has them, and around its other methods that compute.
 
-    Args:
-        module: The module to hook.
-        before: A function that returns the arguments for the method. It runs before the hooks of others.
-        after: A function that returns the result of the call; its output is None if the method failed.
-
-    Returns:
-        The handles, to remove in reverse order.
+    `before` returns the arguments and precedes the hooks of others. `after` returns the result, and gets None for
+    that of a failed call. Remove the handles in reverse order.
     """
 
     def around(method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,11 +273,7 @@ def _call_between(
 
 
 def _check_not_recorded() -> None:
-    """Check that this call is not exported or traced: the program would hold stored weights and fetch none.
-
-    Raises:
-        OffloadedError: The call is exported or traced.
-    """
+    """Check that this call is not exported or traced: the program would hold stored weights and fetch none."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise OffloadedError(
             "weights of this model come and go, which torch.export and torch.jit.trace cannot record: call "

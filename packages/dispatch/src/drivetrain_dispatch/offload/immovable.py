@@ -19,10 +19,6 @@ def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[Metho
 
     Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none where
     a quantized weight is offloaded.
-
-    Args:
-        layout: The layout of the model to keep in place.
-        offloaded: The names of the offloaded tensors.
     """
     quantized = {id(layout.tensors[name]): name in layout.quantized for name in offloaded}
     holds_quantized: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
@@ -39,20 +35,12 @@ def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[Metho
 
 
 def _refuse(_apply: MethodWrapper, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Refuse any function that may change tensors.
-
-    Raises:
-        OffloadedError: In every call.
-    """
+    """Refuse any function that may change tensors."""
     raise OffloadedError(CANNOT_BE_CHANGED)
 
 
 def _refuse_changes(apply: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to the tensors of a module, unless it would change an offloaded one.
-
-    Raises:
-        OffloadedError: The function would change an offloaded tensor. Nothing is changed.
-    """
+    """Apply a function to the tensors of a module, unless it would change an offloaded one."""
     module = apply.alive_module()
     function: Callable[[Tensor], Tensor] = kwargs["fn"] if "fn" in kwargs else args[0]
     tensors = [*module.parameters(), *module.buffers()]

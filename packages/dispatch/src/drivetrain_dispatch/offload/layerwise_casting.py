@@ -84,11 +84,7 @@ def apply_layerwise_casting(
 
 
 def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Check the dtypes of storage and computation.
-
-    Raises:
-        ValueError: A dtype is not floating-point, or layers cannot compute in `compute_dtype`.
-    """
+    """Check the dtypes of storage and computation."""
     for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
         check_dtype(name, dtype)
         if not dtype.is_floating_point:
@@ -97,11 +93,7 @@ def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> Non
 
 
 def _check_skipped(patterns: Collection[str], classes: object) -> None:
-    """Check the patterns and classes of modules to skip.
-
-    Raises:
-        ValueError: A pattern is not a regular expression, or a class is not a class.
-    """
+    """Check the patterns and classes of modules to skip."""
     for pattern in patterns:
         try:
             re.compile(pattern)

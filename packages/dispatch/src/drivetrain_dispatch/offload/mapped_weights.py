@@ -24,12 +24,7 @@ _MOST_AHEAD_BYTES = 128 << 20  # of read-ahead where pages are released: enough 
 
 
 def check_release(release_pages: object) -> None:
-    """Check that `release_pages` is a bool, and that the system can release pages if it is True.
-
-    Raises:
-        ValueError: `release_pages` is not a bool.
-        DeviceMapError: The system cannot release pages.
-    """
+    """Check that `release_pages` is a bool, and that the system can release pages if it is True."""
     if not isinstance(release_pages, bool):
         raise ValueError(f"release_pages={release_pages!r}: give True or False")
     if release_pages and not can_release():
@@ -50,8 +45,6 @@ class MappedWeightsEngine:
     are released behind the forward, so that no page is evicted before its use.
 
     Args:
-        units: The units in their expected order; their tensors are mapped from files.
-        files: The file of each tensor, by name.
         releases: Whether pages are always released, and none of them stays.
     """
 
@@ -79,11 +72,7 @@ class MappedWeightsEngine:
         self._reader: PageReader | None = None
 
     def begin(self, method: str) -> None:
-        """Begin a use of the model, by its forward or another method.
-
-        Raises:
-            WeightFilesError: A file was replaced, written to or deleted.
-        """
+        """Begin a use of the model, by its forward or another method; its files must be unchanged."""
         for file in self._files:
             file.check_unchanged()
         self._thread.depth += 1

@@ -22,8 +22,6 @@ class MappedPart(NamedTuple):
     """The pages of a tensor, or of one part of a quantized tensor.
 
     Attributes:
-        pages: The pages of the values.
-        file: The file that the pages are mapped from.
         tensor: A weak reference to the tensor; None if it is quantized.
     """
 
@@ -50,7 +48,6 @@ class PageLimits(NamedTuple):
     """The limits on the pages that a forward holds in memory.
 
     Attributes:
-        ahead_bytes: The bytes that are read ahead of the unit in use.
         kept_bytes: The bytes that stay in memory after their use, those used first; None for all.
         leaves_cache: Whether released pages leave the page cache too, where they would evict the pages used next.
     """
@@ -64,15 +61,7 @@ class PageReader:
     """The threads that read the pages of one forward in order; pages are released behind it.
 
     Args:
-        modules: The module of each unit; None for one that was freed.
-        units: The pages of each unit.
-        order: The expected order of the units.
-        limits: The limits on the pages in memory.
         reads: Whether pages are read; if not, all are in memory already.
-
-    Attributes:
-        order: The expected order of the units.
-        used: The units that the forward has used so far.
     """
 
     def __init__(
@@ -176,10 +165,7 @@ class _Step(NamedTuple):
     """A piece that is read at once.
 
     Attributes:
-        address: The address of its first byte.
-        size_bytes: The size of the piece.
         before_bytes: The bytes of all pieces before it.
-        unit: The unit that it belongs to.
     """
 
     address: int

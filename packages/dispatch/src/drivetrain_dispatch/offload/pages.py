@@ -23,7 +23,6 @@ class Pages(NamedTuple):
     """A contiguous range of pages of a mapping.
 
     Attributes:
-        first: The address of the first page.
         size_bytes: The bytes from there to the end of the used part.
     """
 

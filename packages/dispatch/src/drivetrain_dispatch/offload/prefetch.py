@@ -7,12 +7,7 @@ from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency
 
 
 class Prefetcher:
-    """The units that one run has requested and not used yet. Callers hold the engine's lock.
-
-    Args:
-        units: The tensors of each unit.
-        residency: The states of all tensors.
-    """
+    """The units that one run has requested and not used yet. Callers hold the engine's lock."""
 
     __slots__ = ("_out_of_order", "_requested", "_residency", "_units")
 
@@ -25,10 +20,7 @@ class Prefetcher:
     def take(self, unit: int, order: Sequence[int], position: int) -> bool:
         """Take a unit for its use, and return whether it was requested; its claim then passes to the caller.
 
-        Args:
-            unit: The index of the unit.
-            order: The expected order of the run.
-            position: The position after this unit in the order; requested units that are not near it are cancelled.
+        Requested units that are not near `position`, which follows this unit in the order, are cancelled.
         """
         requested = self._requested
         if requested and requested[0] == unit:

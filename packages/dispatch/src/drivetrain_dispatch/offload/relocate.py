@@ -24,21 +24,9 @@ def relocate(
     *,
     write_back: bool = False,
 ) -> dict[str, MappedFile]:
-    """Move tensors to where they are stored.
+    """Move tensors to where they are stored, and return the files of all tensors on the disk, by name.
 
-    Args:
-        layout: The layout of the model, whose tensors are changed in place.
-        placements: The placements of the tensors, by the same names.
-        mapped: The files of the tensors that are mapped pages already, by name.
-        offload_dir: The folder for the other tensors that are placed on the disk.
-        write_back: Whether changes to these tensors change their file.
-
-    Returns:
-        The files of all tensors on the disk, by name.
-
-    Raises:
-        DeviceMapError: A device has no room, or `offload_dir` is missing.
-        WeightFilesError: The disk has no room.
+    Those on the disk are written to `offload_dir`, unless they are pages of a file in `mapped` already.
     """
     restore_scales(layout.model)
     tensors = layout.tensors
@@ -99,14 +87,7 @@ def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> 
 
 
 class WritableFile(MappedFile):
-    """A safetensors file that is mapped for writing: changes to its tensors change the file.
-
-    Args:
-        path: The path of the file.
-
-    Raises:
-        WeightFilesError: The file is missing, truncated, or not a weight file.
-    """
+    """A safetensors file that is mapped for writing: changes to its tensors change the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -139,17 +120,10 @@ def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def write_offloaded(
     tensors: Mapping[str, Tensor], folder: Path | str, *, write_back: bool = False
 ) -> MappedFile:
-    """Write tensors to a new safetensors file in a folder, and map it.
+    """Write tensors to a new safetensors file in a folder, and map it; with `write_back`, changes go to the file.
 
-    The file has a unique name, so that two models may use one folder. The user deletes it.
-
-    Args:
-        tensors: The tensors to write, by name.
-        folder: The folder for the file; created if it does not exist.
-        write_back: Whether changes to the tensors change the file; otherwise they stay in memory.
-
-    Raises:
-        WeightFilesError: The file could not be written; nothing is left of it.
+    The file has a unique name, so that two models may use one folder. The user deletes it. After an error nothing is
+    left of it.
     """
     path = Path(folder).expanduser() / f"offloaded-{uuid4().hex[:12]}.safetensors"
     try:

@@ -34,13 +34,7 @@ from drivetrain_dispatch.offload.transfer import (
 
 
 class TensorSlot(NamedTuple):
-    """A place in a module that holds a parameter or buffer.
-
-    Attributes:
-        module: A weak reference to the module, which refers to this object itself.
-        name: The name of the parameter or buffer there.
-        is_buffer: Whether it is a buffer.
-    """
+    """A place in a module that holds a parameter or buffer."""
 
     module: ref[nn.Module]
     name: str
@@ -58,19 +52,10 @@ class OffloadedTensor:
     While it is in use, modules see a tensor with its values in place of it. A quantized weight is fetched for modules
     only, and nothing is written to it.
 
-    Args:
-        tensor: The parameter or buffer that the model holds.
-        request: The stored values, and the device and dtype that they compute in.
-        slots: The modules that have it.
-        quantized: Whether the values consist of several tensors.
-
     Attributes:
         num_claims: The number of requests for its values that are neither used nor cancelled yet.
-        num_users: The number of units that use it now.
-        transfer: The transfer of its values; None while they are only stored.
         index: The index of the values in the transfer.
         requested_version: The version of the stored tensor when its values were requested.
-        value: The values on the device, while in use.
         value_version: The version of the values when they were last stored.
         shown: The tensor that modules see, while in use.
     """
@@ -165,15 +150,7 @@ class OffloadStats:
 
 
 class Residency:
-    """The states of a model's offloaded tensors, and the memory of their values. Callers hold the engine's lock.
-
-    Args:
-        window_bytes: The most bytes of fetched values that each device may hold at once.
-
-    Attributes:
-        stats: The counts of uses, misses and fetched bytes.
-        in_use: The tensors in use.
-    """
+    """The states of a model's offloaded tensors, and the memory of their values. Callers hold the engine's lock."""
 
     def __init__(self, window_bytes: Mapping[torch.device, int]) -> None:
         self.stats = OffloadStats()
@@ -240,11 +217,7 @@ class Residency:
         self._drop_unclaimed(tensors)
 
     def values(self, tensor: OffloadedTensor) -> Tensor:
-        """Return the values of a claimed tensor, once they have arrived.
-
-        Raises:
-            Exception: The error of the transfer.
-        """
+        """Return the values of a claimed tensor, once they have arrived."""
         assert tensor.transfer is not None
         return tensor.transfer.wait()[tensor.index]
 
@@ -252,9 +225,6 @@ class Residency:
         """Turn the claims on tensors into uses: show their values to modules, once they have arrived.
 
         After an error none is used or claimed.
-
-        Raises:
-            Exception: The error of a transfer.
         """
         num_acquired = 0
         try:

@@ -32,12 +32,7 @@ class _SavedActivation(NamedTuple):
 def save_references(
     find_in_use: Callable[[Tensor], OffloadedTensor | None], fetch: Callable[[OffloadedTensor], Tensor]
 ) -> AbstractContextManager[None]:
-    """Run the block with hooks by which autograd saves references to weights in use, not the weights.
-
-    Args:
-        find_in_use: A function that returns the offloaded tensor whose values a tensor is a view of.
-        fetch: A function that returns the values of an offloaded tensor in the backward.
-    """
+    """Run the block with hooks by which autograd saves references to weights in use, not the weights."""
 
     def pack(tensor: Tensor) -> _SavedActivation | _SavedWeight:
         weight = find_in_use(tensor)

@@ -11,7 +11,6 @@ class UnitUse(NamedTuple):
     """A use of a unit; each time span is its begin and end in seconds.
 
     Attributes:
-        name: The name of the module.
         fetched: The span in which its weights were copied or read; empty if they were there already.
         waited: The span in which the forward waited for them.
         computed: The span from then until the module returned; on an accelerator, until its work was enqueued.

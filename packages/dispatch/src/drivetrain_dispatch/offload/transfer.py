@@ -23,12 +23,8 @@ class TransferRequest(NamedTuple):
     """A request to transfer one tensor.
 
     Attributes:
-        stored: The stored tensor.
         parts: The tensors of its values, in memory, pinned memory or the pages of a file; several if it is packed.
-        device: The device that computes with it.
-        dtype: The dtype that it is computed in.
         quick: Whether a transfer takes this thread less time than a request to another one.
-        size_bytes: The bytes of the stored tensor.
         device_bytes: The bytes that it takes on `device`, including those for a conversion there.
     """
 
@@ -69,7 +65,6 @@ class Copies(NamedTuple):
     """The copies that a transfer has made.
 
     Attributes:
-        tensors: The tensors on the device.
         event: The event after the copies on the side stream; None for copies of the host.
         span: When the copies began and were enqueued, in seconds.
     """
@@ -80,12 +75,7 @@ class Copies(NamedTuple):
 
 
 class PendingTransfer:
-    """The tensors of one transfer.
-
-    Args:
-        copies: The copies that were made at once.
-        work: The transfer in the background thread, if any.
-    """
+    """The tensors of one transfer."""
 
     __slots__ = ("_copies", "_waiting_streams", "_work")
 
@@ -114,11 +104,7 @@ class PendingTransfer:
         return completion
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors, ready for this thread's next computation on their device.
-
-        Raises:
-            Exception: The error of the transfer, such as no memory on the device.
-        """
+        """Return the tensors, ready for this thread's next computation there, or raise the transfer's error."""
         try:
             tensors, event, _ = self._copies or self._result()
         except BaseException:
@@ -158,7 +144,6 @@ class TransferCompletion:
     """The completion of copies that nothing waits for; also once they were cancelled.
 
     Args:
-        event: The event after the copies; None for none.
         may_be_running: Whether the thread may still be making the copies.
     """
 
@@ -302,10 +287,6 @@ class TransferWindow:
 
     An accelerator runs behind the host: memory that the host releases is free once the device has done all work that
     was enqueued before.
-
-    Args:
-        device: The device that computes.
-        window_bytes: The most bytes of fetched weights on the device at once.
     """
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
@@ -336,9 +317,7 @@ class TransferWindow:
     def release(self, size_bytes: int, cancelled: Completion | None = None) -> None:
         """Release memory that nothing refers to any more; the caller is the thread that computed with it.
 
-        Args:
-            size_bytes: The bytes to release.
-            cancelled: The copies into the memory, if nothing has used them.
+        `cancelled` is the completion of copies into the memory that nothing has used.
         """
         if self._device.type == "cpu":
             self._reserved_bytes -= size_bytes
@@ -354,9 +333,6 @@ def default_windows(units: list[tuple[str, torch.device, int]]) -> dict[torch.de
     """Return the default window of each device in bytes: the largest three consecutive units there.
 
     Units that enclose the first of the three are in use with it, and count too. Pure.
-
-    Args:
-        units: The name, the device and the bytes of each unit, in the expected order.
     """
     windows: dict[torch.device, int] = {}
     for device in dict.fromkeys(device for _, device, _ in units):

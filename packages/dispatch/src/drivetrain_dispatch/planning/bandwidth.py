@@ -37,16 +37,8 @@ def measure_rates(
     """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 
     The link is measured once per machine, device and torch version, the disk once per machine and file system; later
-    calls read the cache.
-
-    Args:
-        device: The device that computes; `"cpu"` measures the rate of copies within the host's memory.
-        disk_path: The file to read, bypassing the page cache where possible; or a folder in which a temporary file
-            of 32 MiB is written and read. None for the folder of `cache`.
-        cache: The file that caches the rates; None for one in the user's cache folder.
-
-    Raises:
-        ValueError: `disk_path` is missing, or a file that is too small.
+    calls read the cache. The disk is measured by reading `disk_path`, past the page cache where possible, or a
+    temporary file of 32 MiB if that is a folder.
     """
     place, kept = torch.device(device), cache or default_cache()
     found = kept.parent if disk_path is None else Path(disk_path).expanduser()
@@ -150,12 +142,6 @@ def remembered(
 
     A damaged file counts as missing and is replaced atomically. If the file cannot be written, each call measures
     again.
-
-    Args:
-        cache: The file that caches the numbers.
-        what: The key of the numbers, such as a machine, a device and a version.
-        names: The names of the numbers.
-        measure: A function that returns the numbers in the order of `names`.
     """
     key = json.dumps(list(what))
     known = _read(cache).get(key, {})

@@ -29,11 +29,8 @@ class Groups(NamedTuple):
     """The groups of a model, as one list per property; blocks that share tensors are one group.
 
     Attributes:
-        firsts: The index of each group's first block.
-        sizes: The bytes of each group's tensors that may be offloaded, each tensor counted once.
         stays: The bytes of each group's tensors that always stay on the device that computes.
         needs: The bytes of window that it takes to fetch a unit of the group, including the units in use around it.
-        peaks: The largest activation peak of each group's blocks, in bytes.
         kept: The bytes that each group's blocks leave on the device.
         of_blocks: The index of each block's group; None if every block is a group of its own.
     """
@@ -106,12 +103,7 @@ def _needs(blocks: Sequence[Block]) -> list[int]:
 
 
 class Forward:
-    """A forward of a model, as work for the pipeline model.
-
-    Args:
-        blocks: The blocks in the order of the forward.
-        costs: The cost of each block.
-    """
+    """A forward of a model, as work for the pipeline model."""
 
     def __init__(self, blocks: Sequence[Block], costs: Sequence[BlockCost]) -> None:
         self._seconds = [cost.seconds for cost in costs]
@@ -126,12 +118,7 @@ class Forward:
     def works(
         self, sources: Sequence[Source], devices: Sequence[int]
     ) -> Iterator[tuple[float, int, Source, int, int | None]]:
-        """Yield the fields of `pipeline_model.Work` for each unit; bytes divide a block's time among its units.
-
-        Args:
-            sources: The place that holds each block's weights.
-            devices: The index of the device that computes each block.
-        """
+        """Yield the fields of `pipeline_model.Work` for each unit; bytes divide a block's time among its units."""
         # Enclosing units by the last block inside them: device and bytes.
         around: dict[int, list[tuple[int, int]]] = {}
         for index, (seconds, units, source, device) in enumerate(

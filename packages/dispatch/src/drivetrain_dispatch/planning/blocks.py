@@ -16,7 +16,6 @@ class Block(NamedTuple):
     """A part of a model that is placed as a whole: a module, or a tensor of a module that is itself divided.
 
     Attributes:
-        name: The name in the model; `""` is the model itself.
         size_bytes: The bytes of its tensors; a tensor that an earlier block shares counts only there.
         group: The index of the first block that shares a tensor with it, directly or through others; its own index if
             there is none.
@@ -56,17 +55,8 @@ def blocks_of(
     """Return the blocks of a model, in its order. Pure; works on the meta device.
 
     A module is a block if its class must not be split, if its weights are fetched all at once, or if it has no
-    submodules. Any other module is divided into its own tensors and its submodules.
-
-    Args:
-        layout: The layout of the model to divide, with the sizes that its tensors will have.
-        no_split: Names of module classes that stay whole. Names that the model lacks cause a warning, not an error,
-            because transformers' `_no_split_modules` lists the classes of every model of a family.
-        whole: Names of module classes whose weights are fetched all at once.
-        offload_buffers: Whether buffers are offloaded too; otherwise they stay on the device that computes.
-
-    Raises:
-        ValueError: The model lacks a class in `whole`.
+    submodules. Any other module is divided into its own tensors and its submodules. Buffers that are not offloaded
+    stay on the device that computes.
     """
     kept = frozenset(listed(no_split))
     modules = layout.modules
@@ -94,15 +84,7 @@ def _summed(
     bytes_of: Iterable[int],
     units_of: Sequence[str | None],
 ) -> list[Block]:
-    """Return the blocks, summed over their tensors.
-
-    Args:
-        found: The names of the blocks.
-        at: The index of each tensor's block.
-        tensors: All tensors of the model.
-        bytes_of: The bytes of each tensor.
-        units_of: The name of each tensor's unit; None for a tensor that stays.
-    """
+    """Return the blocks, summed over their tensors."""
     sizes, stay_sizes = [0] * len(found), [0] * len(found)
     units: list[dict[str, int]] = [{} for _ in found]
     groups = list(range(len(found)))
@@ -139,13 +121,7 @@ def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str,
 
 
 def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) -> Block:
-    """Return a block with its units and the bytes of the units around it.
-
-    Args:
-        block: The block, with its sizes.
-        units: The bytes of each of its units, by name.
-        ends: The index of the last block inside each unit that encloses blocks.
-    """
+    """Return a block with its units and the bytes of the units around it."""
     if not units:
         return block
     if len(units) == 1:
@@ -167,13 +143,7 @@ def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int])
 def _numbered(
     names: Sequence[str], undivided: Collection[str], tensors: Iterable[str]
 ) -> tuple[list[str], dict[str, int]]:
-    """Return the blocks' names, and the index of the block of each module and of each tensor of divided modules.
-
-    Args:
-        names: The names of all modules, each followed by its submodules; a shared module under each of its names.
-        undivided: The names of the modules that stay whole.
-        tensors: The names of all tensors.
-    """
+    """Return the blocks' names, and the index of the block of each module and of each tensor of divided modules."""
     divided = {name for name, after in pairwise(names) if after.startswith(_prefix(name))}
     own: dict[str, list[str]] = {}
     for name in tensors:

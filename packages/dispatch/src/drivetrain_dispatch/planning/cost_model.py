@@ -22,13 +22,7 @@ _BY_HAND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRate:
-    """The compute rates of a device.
-
-    Attributes:
-        flops_per_second: Floating-point operations per second, in the dtype of the model.
-        bytes_per_second: Bytes of its own memory that the device reads and writes per second.
-        operation_seconds: The launch overhead of one operation, in seconds.
-    """
+    """The compute rates of a device."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -58,23 +52,8 @@ def measure_costs(
     An operation takes the longer of its compute time and its memory time, plus the launch overhead. Operations
     between two blocks, such as a residual connection, count towards the earlier block. Memory that outlives the
     forward counts as kept, such as keys and values or a table that a module builds, but not the input tensors and
-    output tensors themselves, such as logits. The model and the inputs stay unchanged, and neither needs data.
-    Autograd is off.
-
-    Args:
-        model: The model, on any device including the meta device. It runs in its current mode, training or eval.
-        args: The positional arguments of its forward, in the shapes to plan for. Only shapes and dtypes count.
-        kwargs: The keyword arguments of its forward, likewise.
-        blocks: The blocks to measure, as `blocks_of` returns them.
-        rate: The compute rates of the device.
-        dtype: The dtype that the model's floating-point and complex tensors will be converted to.
-        special_dtypes: Dtypes of single tensors by name.
-
-    Returns:
-        The cost of every block, by name; a block that never runs costs nothing.
-
-    Raises:
-        CostError: The forward depends on data, the model or the inputs cannot be copied, or the model is quantised.
+    output tensors themselves, such as logits. The model and the inputs stay unchanged, and neither needs data. A
+    block that never runs costs nothing.
     """
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
     _check_plain(layout)

@@ -73,9 +73,6 @@ class Row(NamedTuple):
 
     Attributes:
         name: The name of a module, or of several: `layers.0-21`.
-        devices: The device of each module.
-        size_bytes: The bytes of each module; None if unknown.
-        seconds: The predicted time of each module, in seconds; None if unknown.
     """
 
     name: str
@@ -98,11 +95,6 @@ def rows_of(
     """Return the rows of a device map's table. Pure.
 
     Consecutively numbered modules that are alike share a row, as long as the same accelerator computes them.
-
-    Args:
-        devices: The device of each name.
-        sizes: The bytes of each name.
-        seconds: The predicted time of each name, in seconds.
     """
     rows: list[Row] = []
     stem, last, computing = "", "", None  # of the previous row
@@ -129,11 +121,7 @@ def _close(one: float | None, other: float | None) -> bool:
 
 
 def place_of(device: Device) -> Place:
-    """Return the canonical form of a device that a user names.
-
-    Raises:
-        DeviceMapError: There is no such kind of device.
-    """
+    """Return the canonical form of a device that a user names."""
     if device == "disk":
         return "disk"
     if isinstance(device, str) and device.isdecimal():

@@ -18,7 +18,6 @@ class Hardware(NamedTuple):
 
     Attributes:
         link_bytes_per_second: The achievable bandwidth from the host's memory, about four fifths of the bus's peak.
-        memory_bytes_per_second: The bandwidth of the device's own memory.
         tflops: 10^12 dense operations per second in bfloat16, or in the fastest dtype without bfloat16.
     """
 
@@ -64,23 +63,14 @@ _KINDS = {
 
 
 class Described(NamedTuple):
-    """The devices of a description such as "8x80GB h100".
-
-    Attributes:
-        sizes: The memory of each device, in bytes.
-        kind: The kind of the devices; "" if unspecified.
-    """
+    """The devices of a description such as "8x80GB h100"."""
 
     sizes: list[int]
     kind: str
 
 
 def described(text: str) -> Described:
-    """Parse a description of devices: a size, optionally with a count (`8x80GB`) and a kind (`8x80GB h100`).
-
-    Raises:
-        ValueError: The description is invalid, or the kind is unknown.
-    """
+    """Parse a description of devices: a size, optionally with a count (`8x80GB`) and a kind (`8x80GB h100`)."""
     match = _COUNTED.fullmatch(text)
     if match is None:
         raise ValueError(
@@ -94,11 +84,7 @@ def described(text: str) -> Described:
 
 
 def hardware_of(kind: str) -> Hardware:
-    """Return the rates of a kind of device: a torch device type, or a name that contains a known word.
-
-    Raises:
-        ValueError: The kind is unknown.
-    """
+    """Return the rates of a kind of device: a torch device type, or a name that contains a known word."""
     words = set(re.split(r"[^a-z0-9]+", _SERIES.sub(" ", kind.lower())))
     for name, hardware in _KINDS.items():
         if name in words:

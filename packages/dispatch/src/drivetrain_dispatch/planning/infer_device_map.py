@@ -85,16 +85,7 @@ def plan_device_map(
 ) -> DeviceMap:
     """Return the map of a plan, with the rates it was made for if the plan needed any.
 
-    Args:
-        blocks: The blocks of the model.
-        budgets: The bytes that each device may hold.
-        converts: Whether any tensor changes its dtype: the host then uses copies of weights on disk, not the files'
-            pages.
-        costs: The cost of each block in a forward, by name.
-        rates: The transfer rates; None measures them if any weight is offloaded.
-
-    Raises:
-        DeviceMapError: The budgets cannot hold the model.
+    Where dtypes change (`converts`), the host uses copies of weights on disk, not the files' pages.
     """
     computing, room = rooms_of(budgets, in_place=not converts)
     described: list[str] = []
@@ -115,10 +106,6 @@ def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> Device
     """Return a map that fills the devices in their order with what they store, whatever a forward fetches.
 
     The disk takes the rest: None if it has a budget that does not hold that. Tied blocks are on one device.
-
-    Args:
-        blocks: The blocks of the model.
-        budgets: The bytes that each device may store.
     """
     computing, _ = rooms_of(budgets)
     devices = [*computing, *(device for device in ("cpu",) if device in budgets and device not in computing)]
@@ -145,9 +132,7 @@ def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> Device
 def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
     """Return the devices that compute, in the order given, and the budgets; without accelerators the host computes.
 
-    Args:
-        budgets: The bytes that each device may hold.
-        in_place: Whether a host that computes uses weights on disk in place, as pages of the files.
+    `in_place` says that a host that computes uses weights on disk as pages of the files.
     """
     places = {device: place_of(device) for device in budgets}
     host = sum(budgets[device] for device, place in places.items() if place == _CPU)

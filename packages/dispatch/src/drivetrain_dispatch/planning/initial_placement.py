@@ -18,7 +18,6 @@ class Budgets:
     """The memory budgets of a plan, in bytes.
 
     Attributes:
-        devices: The bytes of each device that computes, in the order of the forward.
         host: The bytes of host memory for offloaded weights; 0 if the host itself computes.
         disk: The bytes on disk; None for no limit.
         in_place: Whether weights on disk are used in place, as the host can: they need no window.
@@ -41,8 +40,6 @@ class OffloadStrategy(NamedTuple):
     """A strategy for offloading.
 
     Attributes:
-        window_bytes: The bytes that each device keeps free for fetched weights.
-        largest: The size of the largest group that may be offloaded, in bytes.
         due: The fraction of a group's bytes that must be owed before the group is offloaded: 0.5 spreads evenly, 1
             keeps the first groups on the device.
         shifts: The number of groups by which each device's segment begins later than its share of the bytes implies.
@@ -144,13 +141,7 @@ def _spread(
 ) -> list[Source] | None:
     """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small.
 
-    Args:
-        groups: All groups of the model.
-        segment: The indices of the groups that the device computes.
-        room: The bytes for weights, both resident and fetched.
-        strategy: The strategy for offloading.
-        first_stays: Whether the first group has to stay, since its entry in the map names the device that computes
-            the groups after it.
+    The first group has to stay if its entry in the map names the device that computes the groups after it.
     """
     sizes = groups.sizes[segment.start : segment.stop]
     sources: list[Source] = []

@@ -20,9 +20,7 @@ class Found(NamedTuple):
     """A placement that respects the budgets.
 
     Attributes:
-        seconds: The predicted time of a forward, in seconds.
         coming_bytes: The bytes that one forward fetches.
-        placed: The placement of every group.
         windows: The bytes that each device has left for fetched weights, at most what it ever fetches.
     """
 
@@ -38,14 +36,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """A search that predicts the time of placements of one model and improves them.
-
-    Args:
-        groups: The groups of blocks to place.
-        forward: The forward whose time is minimised.
-        budgets: The memory budgets of devices, host and disk.
-        rates: The transfer rates to the device and from the disk.
-    """
+    """A search that predicts the time of placements of one model and improves them."""
 
     def __init__(self, groups: Groups, forward: Forward, budgets: Budgets, rates: Bandwidths) -> None:
         self._groups = groups
@@ -76,9 +67,7 @@ class Search:
     def improved(self, found: Found, *, share: float = 1.0) -> Found:
         """Return the best placement reached from one by changes that each shorten the forward.
 
-        Args:
-            found: The initial placement.
-            share: The fraction of this plan's remaining trials that the call may use, from 0 to 1.
+        The call may use a `share` of this plan's remaining trials, from 0 to 1.
         """
         least = self._left - int(self._left * share)
         better: Found | None = found
@@ -175,9 +164,7 @@ class Search:
     def _settled(self, placed: Placed, fixed: Sequence[int]) -> Placed:
         """Return a placement with all memory used: more groups stay beside the window of the rest; the host is full.
 
-        Args:
-            placed: The placement to complete.
-            fixed: The indices of groups that must not move onto their device.
+        Groups in `fixed` must not move onto their device.
         """
         groups, sources = self._groups, list(placed.sources)
         by_size = sorted(range(len(sources)), key=lambda group: -groups.sizes[group])

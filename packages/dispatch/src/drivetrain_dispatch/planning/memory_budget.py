@@ -47,14 +47,8 @@ def balanced_budgets(
 ) -> dict[Device, int]:
     """Return budgets that spread a model evenly over the accelerators instead of filling the first ones.
 
-    Args:
-        budgets: The bytes of each device.
-        blocks: The blocks of the model.
-        low_zero: Whether the first accelerator gets only what the others cannot hold, which leaves it memory for
-            generation, for example.
-
-    Returns:
-        The bytes of each device, never more than in `budgets`; `"cpu"` and `"disk"` are unchanged.
+    With `low_zero` the first accelerator gets only what the others cannot hold, which leaves it memory for
+    generation, for example.
     """
     balanced = dict(budgets)
     spread = [device for device in budgets if _is_accelerator(device)]
@@ -100,11 +94,7 @@ def _is_accelerator(device: Device) -> bool:
 
 
 def _free_of(device: torch.device) -> int:
-    """Return the bytes that an accelerator has free for this process, including torch's unused cached memory.
-
-    Raises:
-        ValueError: The accelerator does not report its free memory.
-    """
+    """Return the bytes that an accelerator has free for this process, including torch's unused cached memory."""
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         raise ValueError(

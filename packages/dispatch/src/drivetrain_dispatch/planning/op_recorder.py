@@ -21,13 +21,7 @@ _NO_MEMORY = -1
 
 
 class MeasuredOperation(NamedTuple):
-    """An operation of a forward.
-
-    Attributes:
-        block: The index of the block that runs the operation; -1 before the first block.
-        flops: The number of floating-point operations.
-        size_bytes: The bytes that are read and written.
-    """
+    """An operation of a forward."""
 
     block: int
     flops: int
@@ -38,7 +32,6 @@ class MemoryChange(NamedTuple):
     """An allocation or release of memory, or, with a size of 0, the start of a block.
 
     Attributes:
-        block: The index of the running block; -1 before the first block.
         memory: The number of the storage, from 0 in the order in which storages are first seen; -1 for none.
         size_bytes: The bytes of the storage; negative for a release.
     """
@@ -53,13 +46,6 @@ class OpRecorder(TorchDispatchMode):
 
     An operation belongs to the block whose forward is running; between two blocks, to the block whose weights it
     uses, otherwise to the earlier block.
-
-    Args:
-        weights: Each weight with the index of its block.
-
-    Attributes:
-        operations: The operations in execution order, without views.
-        changes: The changes of memory in execution order.
     """
 
     def __init__(self, weights: Iterable[tuple[Tensor, int]]) -> None:
@@ -152,9 +138,6 @@ class FusedAttention(TorchFunctionMode):
     """A mode under which attention is one operation that stores no scores, as in accelerators' fused kernels.
 
     On the meta device torch would take the unfused path, which materialises all scores.
-
-    Args:
-        recorder: The recorder of the operation.
     """
 
     def __init__(self, recorder: OpRecorder) -> None:

@@ -12,10 +12,6 @@ class Work(NamedTuple):
     """A part of a model that is fetched at once or stays, in the order of the forward.
 
     Attributes:
-        compute_seconds: The compute time with the weights on the device.
-        size_bytes: The bytes of its weights.
-        source: The place that holds its weights while it does not compute.
-        device: The index of the device that computes it.
         left_bytes: The bytes of fetched weights that the device releases after computing the part; None for the
             part's own. Weights of an enclosing part are released with the last part inside it.
     """
@@ -60,11 +56,6 @@ def forward_seconds(
     Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
     starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
     than the window is fetched when the window is empty.
-
-    Args:
-        works: The parts in the order of the forward, as `Work` or as plain tuples of its fields.
-        rates: The transfer rates to the device and from the disk.
-        windows: The most bytes of fetched weights that each device may hold at once.
     """
     disk = link = compute = 0.0  # the times at which the reads, the copies and the computation end
     seconds_a_byte, read_seconds_a_byte = 1 / rates.to_device, 1 / rates.from_disk

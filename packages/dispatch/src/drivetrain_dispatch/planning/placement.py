@@ -22,7 +22,6 @@ class Placement(NamedTuple):
 
     Attributes:
         home: The place that holds the tensor's values while no forward uses them.
-        device: The device that computes with the tensor.
     """
 
     home: Place
@@ -51,16 +50,6 @@ def placements_of(
     The accelerator named last before an offloaded entry computes it; the main device computes offloaded entries at
     the beginning of the map. Without any accelerator the host computes. A tied tensor has one home: the first
     computing device among its names, otherwise the host rather than the disk.
-
-    Args:
-        layout: The layout of the model.
-        device_map: The device of each named module, parameter or buffer, in the order of the forward.
-        main_device: The device that computes offloaded entries at the beginning; None for the first accelerator.
-        offload_buffers: Whether buffers are offloaded too, except those that torch's norms write to.
-
-    Raises:
-        DeviceMapError: A name is not in the model, a tensor has no device, there is no such kind of device, or
-            several devices would compute with one tensor.
     """
     homes = places_of_tensors(layout, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
@@ -133,15 +122,7 @@ def devices_of_parts(
 
 
 def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dict[str, Place]:
-    """Return where each parameter and buffer of a model goes, under every name that it has. Pure.
-
-    Args:
-        layout: The layout of the model.
-        devices: The device of each named module, parameter or buffer.
-
-    Raises:
-        DeviceMapError: A name is not in the model, a tensor has no device, or there is no such kind of device.
-    """
+    """Return where each parameter and buffer of a model goes, under every name that it has. Pure."""
     check_map(
         devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
     )
@@ -159,11 +140,7 @@ def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dic
 
 
 def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
-    """Check that this machine has the devices that an argument names.
-
-    Raises:
-        DeviceMapError: This machine lacks one of them.
-    """
+    """Check that this machine has the devices that an argument names."""
     for place in dict.fromkeys(places):
         if place == "disk" or place.type in ("cpu", "meta"):
             continue

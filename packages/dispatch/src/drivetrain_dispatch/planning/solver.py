@@ -32,10 +32,8 @@ class PlacePlan:
     """The home and the computing device of each block.
 
     Attributes:
-        sources: The place that holds each block's weights while it does not compute.
         devices: The device that computes each block, as an index into `Budgets.devices`.
         windows: The most bytes of fetched weights that each device may hold at once.
-        seconds: The predicted time of one forward, in seconds.
     """
 
     sources: tuple[Source, ...]
@@ -58,15 +56,6 @@ def plan_places(
     sizes, improves the best placements by local search, and takes the shortest predicted forward. If transfers are
     slower than computation, small windows win, because more blocks stay. The rest of a budget extends the window. A
     device without room for the largest unit that it would fetch computes nothing.
-
-    Args:
-        blocks: The blocks in the order of the forward. Blocks of a group are placed together.
-        costs: The cost of each block, by name; a missing block costs nothing.
-        budgets: The memory budgets of devices, host and disk.
-        rates: The transfer rates, or a function that returns them, called only if some weights are offloaded.
-
-    Raises:
-        DeviceMapError: The budgets cannot hold the model or its largest unit; the message says what would suffice.
     """
     each = costs_of(blocks, costs)
     groups, forward = groups_of(blocks, each), Forward(blocks, each)
@@ -91,15 +80,7 @@ def predicted_seconds(
     *,
     in_place: bool = False,
 ) -> float:
-    """Predict the time of a forward under a plan, in seconds; the plan may have been made for another forward.
-
-    Args:
-        plan: The plan, which places the blocks.
-        blocks: The blocks in the order of the forward.
-        costs: The cost of each block in this forward, by name.
-        rates: The transfer rates to the device and from the disk.
-        in_place: Whether the host computes with weights on disk in place, as pages of the files.
-    """
+    """Predict the time of a forward under a plan, in seconds; the plan may have been made for another forward."""
     works = Forward(blocks, costs_of(blocks, costs)).works(plan.sources, plan.devices)
     if in_place:
         rates = Bandwidths(to_device=inf, from_disk=rates.from_disk)

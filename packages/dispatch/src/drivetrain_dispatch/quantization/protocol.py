@@ -92,14 +92,6 @@ def layers_to_quantize(layout: ModelLayout, quantization: Quantization) -> dict[
     These are layers of class `nn.Linear`, not of subclasses, except those inside modules of torch that use their
     weights without calling them, those with tied or non-floating-point weights, and those whose weights have a
     special dtype.
-
-    Args:
-        layout: The layout of the model whose layers are selected.
-        quantization: The quantisation, which names the modules to skip.
-
-    Raises:
-        ValueError: No layer is left, the model lacks a module to skip, or a layer has hooks, which would be lost with
-            the layer.
     """
     modules = layout.modules
     skipped = listed(_OUTPUT_HEADS if quantization.skip_modules is None else quantization.skip_modules)
