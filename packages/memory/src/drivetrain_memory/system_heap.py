@@ -15,7 +15,6 @@ class HeapUse:
     """The state of the heap of this process.
 
     Attributes:
-        used_bytes: The bytes that are allocated: tensors on the host, and what libraries hold.
         free_bytes: The bytes that were freed and stay with the process, as holes between those in use.
     """
 

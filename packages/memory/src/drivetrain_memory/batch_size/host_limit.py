@@ -16,10 +16,6 @@ def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc: Path = PROC) 
 
     The nearest limit counts, of the job's control group and of those around it. Memory that the kernel can drop, such
     as the page cache, does not count as used.
-
-    Args:
-        cgroup_root: The folder where the system mounts control groups.
-        proc: The folder of the kernel's process files.
     """
     nearest = nearest_limit(root=cgroup_root, proc=proc)
     return None if nearest is None else nearest.left_bytes
@@ -27,15 +23,12 @@ def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc: Path = PROC) 
 
 @contextmanager
 def limit_host_memory(available_bytes: int | None) -> Generator[None]:
-    """Let allocations on the host fail in the block once this process takes that much more than now.
+    """Let allocations on the host fail in the block once this process takes that much more; None sets no limit.
 
     An allocation beyond it raises MemoryError, or torch's RuntimeError about the CPU allocator, where the kernel's
     out-of-memory killer would otherwise end the process when it writes to the memory. Private memory is counted that
     is reserved, written to or not. Processes that start in the block inherit the limit, each for itself. Only Linux
     has it; elsewhere the block runs without.
-
-    Args:
-        available_bytes: The bytes that the block may allocate; None sets no limit.
     """
     if available_bytes is None or sys.platform != "linux":
         yield

@@ -103,13 +103,6 @@ class SizedFunction(Generic[Arguments, Result]):
 
     It takes the place of the function: in a class it binds as that does, above or below `classmethod` and
     `staticmethod`.
-
-    Args:
-        function: The function, method or other callable.
-        searching: A function that returns the search over a callable whose first argument is the batch size.
-
-    Raises:
-        TypeError: The function has no argument for the batch size, or is a coroutine or generator function.
     """
 
     def __init__(
@@ -240,11 +233,7 @@ def _next_batch_size(name: str, batch_size: int, reduce: Callable[[int], int], t
 
 
 def signature_of_callers(function: Callable[..., object]) -> inspect.Signature:
-    """Return the function's signature without its first argument, the batch size.
-
-    Raises:
-        TypeError: The function has no argument for the batch size, or is a coroutine or generator function.
-    """
+    """Return the function's signature without its first argument, the batch size."""
     name, signature = _name_of(function), inspect.signature(function)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise TypeError(

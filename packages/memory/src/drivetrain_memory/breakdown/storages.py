@@ -12,12 +12,7 @@ from drivetrain_memory.compat import coo_parts
 
 @dataclass(frozen=True, slots=True)
 class StorageKey:
-    """The identity of a storage while it lives.
-
-    Attributes:
-        device: The name of its device, such as "cpu" or "cuda:0".
-        address: The address of its first byte.
-    """
+    """The identity of a storage while it lives."""
 
     device: str
     address: int

@@ -19,11 +19,7 @@ _UP, _CLEAR_LINE = "\x1b[{}A", "\x1b[2K"
 
 
 class LiveTable:
-    """The output of a watch in progress.
-
-    Args:
-        stream: The stream to write to; a terminal gets a table that is redrawn.
-    """
+    """The output of a watch in progress."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -45,13 +45,7 @@ class Leak:
 
 
 def has_grown(before: MemorySample, after: MemorySample, least_rate: float) -> bool:
-    """Return whether memory grew between two samples that were taken after collections of garbage.
-
-    Args:
-        before: The earlier sample.
-        after: The later sample.
-        least_rate: The smallest growth in bytes for each step that counts.
-    """
+    """Return whether memory grew between two samples that were taken after collections of garbage."""
     steps = after.step - before.step
     heap = (after.heap_used or 0) - (before.heap_used or 0)
     children = [size - before.children.get(pid, size) for pid, size in after.children.items()]
@@ -66,14 +60,7 @@ def has_grown(before: MemorySample, after: MemorySample, least_rate: float) -> b
 
 
 def grown_holders(before: Census, after: Census, steps: int, *, least_rate: float) -> list[Leak]:
-    """Return the names whose objects grew between two censuses, the largest first.
-
-    Args:
-        before: The earlier census.
-        after: The later census.
-        steps: The number of steps between them.
-        least_rate: The smallest growth in bytes for each step that counts; a graph of autograd always does.
-    """
+    """Return the names whose objects grew between two censuses, the largest first; a graph of autograd always counts."""
     grown: dict[str, dict[str, tuple[float, float, Sequence[Any]]]] = {}
     for (name, kind), now in after.items():
         was = before.get((name, kind))
@@ -115,14 +102,7 @@ def _joined(grown: Mapping[str, dict[str, tuple[float, float, Sequence[Any]]]]) 
 def unexplained(
     before: MemorySample, after: MemorySample, named: Sequence[Leak], *, workers: Mapping[int, str]
 ) -> list[Leak]:
-    """Return the growth between two samples, taken after collections of garbage, that no named objects explain.
-
-    Args:
-        before: The earlier sample.
-        after: The later sample.
-        named: The named objects that grew.
-        workers: The names of child processes that are known, by process id.
-    """
+    """Return the growth between two samples, taken after collections of garbage, that no named objects explain."""
     steps = after.step - before.step
     found = [
         Leak(

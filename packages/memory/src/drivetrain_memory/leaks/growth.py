@@ -39,16 +39,7 @@ STEADY = Growth(rate=0.0, least_rate=0.0, total=0.0, goes_on=False, slowed=False
 
 
 def fit_growth(steps: Sequence[int], values: Sequence[float], *, least_total: float = 0.0) -> Growth:
-    """Fit the growth of a series.
-
-    Args:
-        steps: The steps of the points, increasing.
-        values: The measurement at each step.
-        least_total: The smallest growth over all points that counts.
-
-    Returns:
-        The growth; that of a series of fewer than `LEAST_POINTS` points is steady.
-    """
+    """Fit the growth of a series; that of fewer than `LEAST_POINTS` points is steady."""
     if len(steps) < LEAST_POINTS or len(steps) != len(values):
         return STEADY
     points = thin(list(zip(steps, values, strict=True)))
@@ -61,11 +52,7 @@ def fit_growth(steps: Sequence[int], values: Sequence[float], *, least_total: fl
 
 
 def is_fragmented(growth: Mapping[str, Growth]) -> bool:
-    """Return whether an allocator, of the host or the device, takes more memory while what is in use does not grow.
-
-    Args:
-        growth: The growth of each measurement by its name.
-    """
+    """Return whether an allocator, of the host or the device, takes more memory while what is in use does not grow."""
     on_host = growth["resident"].goes_on and growth["heap_free"].goes_on and not growth["heap_used"].goes_on
     on_device = growth["device_reserved"].goes_on and not growth["device_allocated"].goes_on
     return on_host or on_device

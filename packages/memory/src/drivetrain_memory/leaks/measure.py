@@ -22,14 +22,9 @@ class MemorySample:
     """The memory of this process at one step, in bytes.
 
     Attributes:
-        step: The step that had ended.
         resident: The resident memory that is the process's own, without pages of files where the system tells.
         heap_used: The allocated bytes of the system's heap, CPU tensors among them; None where it does not tell.
         heap_free: The bytes of that heap between those in use; None where it does not tell.
-        python_blocks: The number of blocks that Python's allocator holds; no bytes.
-        device_allocated: The bytes of tensors on the accelerator; 0 without one.
-        device_reserved: The bytes that its allocator has taken; 0 without one.
-        pinned: The bytes of page-locked host memory; 0 without CUDA.
         children: The own resident memory of each child process, by its id.
     """
 

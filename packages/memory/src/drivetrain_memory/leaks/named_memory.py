@@ -43,7 +43,6 @@ class Holding:
     """The objects of one type under one name.
 
     Attributes:
-        count: The number of objects.
         bytes: The bytes of the objects; those of tensors with their storage, each counted once.
         samples: The last objects that were found, the newest of a container.
     """

@@ -29,13 +29,7 @@ def _told(frames: Iterable[tuple[str, int]]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGrowth:
-    """The growth of a device's memory that one line allocated.
-
-    Attributes:
-        line: The user's file, line and source; "unknown" for memory allocated without a trace.
-        bytes: The growth of the bytes in use.
-        count: The growth of the number of blocks in use.
-    """
+    """The growth of a device's memory that one line allocated."""
 
     line: str
     bytes: int

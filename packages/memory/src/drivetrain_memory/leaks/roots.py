@@ -48,7 +48,6 @@ class Names:
         users: The objects that locals and globals of the user's code name, with names such as
             `losses (local of train)` and `__main__.losses`.
         of_libraries: The containers and caches that stand in modules of libraries.
-        users_modules: The names of the user's modules.
     """
 
     users: list[tuple[str, Any]]

@@ -38,10 +38,7 @@ class HostPeak:
     """The peak of host memory during a block.
 
     Attributes:
-        peak_bytes: The peak resident memory of this process, in bytes.
-        before_bytes: The resident memory of this process when the block began.
         source: The counter that `peak_bytes` comes from.
-        children: The children and their children, by process id.
         ended_child_bytes: The largest peak of a child that ended and was waited for, if `getrusage` tells it; else
             None.
     """
@@ -54,12 +51,7 @@ class HostPeak:
 
 
 class HostPeakMeter:
-    """The measurement of a block; begins when it is made.
-
-    Args:
-        children: Whether children count.
-        proc: The folder of the kernel's process files.
-    """
+    """The measurement of a block; begins when it is made."""
 
     def __init__(self, *, children: bool, proc: Path = PROC) -> None:
         self._pid, self._proc = os.getpid(), proc

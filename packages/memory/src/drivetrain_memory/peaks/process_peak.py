@@ -22,7 +22,6 @@ class HighWater:
 
     Attributes:
         peak_bytes: The peak resident memory since the last reset, or since the process began.
-        resident_bytes: The resident memory now.
     """
 
     peak_bytes: int
@@ -50,10 +49,9 @@ def read_high_water(pid: int, *, proc: Path = PROC) -> HighWater | None:
 
 
 def reset_high_water(pid: int, *, proc: Path = PROC) -> bool:
-    """Reset the high-water mark of a process to its current resident memory.
+    """Reset the high-water mark of a process to its current resident memory; return False where the system cannot.
 
-    Returns:
-        Whether the system did so: Linux with a writable /proc, for a process of the same user.
+    It takes Linux with a writable /proc, and a process of the same user.
     """
     try:
         (proc / str(pid) / "clear_refs").write_text(_RESET_PEAK)
@@ -89,9 +87,7 @@ class ProcessPeak:
     """The peak of one process since this object was made, updated from its high-water mark.
 
     Args:
-        pid: The id of the process.
         born_within: Whether the process began after the measurement did: its whole life then counts.
-        proc: The folder of the kernel's process files.
     """
 
     def __init__(self, pid: int, *, born_within: bool = False, proc: Path = PROC) -> None:

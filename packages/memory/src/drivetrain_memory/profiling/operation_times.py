@@ -16,15 +16,7 @@ _RANK = re.compile(r"trace-rank-(\d+)(?:\.\d+)?\.json")
 
 @dataclass(slots=True)
 class Span:
-    """A call in a trace, with the calls inside it.
-
-    Attributes:
-        name: The name of the operation or function.
-        category: The kind of event, in the profiler's terms.
-        start_us: The start in microseconds.
-        duration_us: The duration in microseconds.
-        inner: The calls inside it, in order.
-    """
+    """A call in a trace, with the calls inside it."""
 
     name: str
     category: str

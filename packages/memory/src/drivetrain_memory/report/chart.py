@@ -14,13 +14,7 @@ _LIMIT_COLOUR = "#c0392b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a chart.
-
-    Attributes:
-        label: The text of its legend.
-        values: The values, one for each bucket of time; NaN for none.
-        is_limit: Whether it is a limit, drawn dashed.
-    """
+    """A line of a chart."""
 
     label: str
     values: Sequence[float]
@@ -39,13 +33,9 @@ def line_chart(
     phases: Sequence[Mapping[str, float]] = (),
     phase_names: Sequence[str] = (),
 ) -> str:
-    """Return the SVG of lines in bytes over time.
+    """Return the SVG of lines in bytes over time; lines without any number are left out.
 
-    Args:
-        lines: The lines; those without any number are left out.
-        bucket_seconds: The time of each value.
-        phases: The share of each phase in each bucket, 0 to 1, for the strip below; empty for none.
-        phase_names: The phases in the order of their colours.
+    `phases` is the share of each phase in each bucket, 0 to 1, for the strip below.
     """
     drawn = [line for line in lines if any(not math.isnan(value) for value in line.values)]
     num_buckets = max((len(line.values) for line in drawn), default=1)

@@ -37,12 +37,7 @@ overflow: hidden; margin: .3em 0; } .note { color: #666; }
 
 
 def render_page(run: RunMemory, *, title: str = "Memory of a run") -> str:
-    """Return the page as text: time line by rank with phases, peaks, and where memory went.
-
-    Args:
-        run: The merged summaries.
-        title: The heading of the page.
-    """
+    """Return the page as text: time line by rank with phases, peaks, and where memory went."""
     phases = _phase_names(run)
     started = datetime.fromtimestamp(run.started_at, UTC)
     ranks = f"{len(run.ranks)} rank{'' if len(run.ranks) == 1 else 's'}"

@@ -18,11 +18,7 @@ class PhaseStack:
         self.uses: dict[str, PhaseUse] = {}
 
     def enter(self, name: str) -> str:
-        """Begin a phase within the one that runs; return the path before.
-
-        Raises:
-            ValueError: The name is empty or has a slash, which divides the names of nested phases.
-        """
+        """Begin a phase within the one that runs; return the path before."""
         if not name or "/" in name:
             raise ValueError(
                 f"phase {name!r}: give a name without a slash; nested phases are joined by slashes"

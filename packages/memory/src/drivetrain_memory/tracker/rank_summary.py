@@ -19,9 +19,6 @@ class PhaseUse:
     """All runs of one phase.
 
     Attributes:
-        count: The number of runs.
-        seconds: The time of all of them.
-        host_peak_bytes: The largest peak of the process in any of them.
         host_added_bytes: The most that a run had above its beginning.
         device_peak_bytes: The largest peak of tensors on all accelerators together; 0 without one.
     """
@@ -35,14 +32,7 @@ class PhaseUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledPeak:
-    """The largest sample of a column.
-
-    Attributes:
-        value: The number, in the column's unit.
-        seconds: The time of the sample after the beginning.
-        phase: The path of the phase that ran; empty outside any.
-        step: The step; None before the first.
-    """
+    """The largest sample of a column."""
 
     value: float
     seconds: float

@@ -5,15 +5,7 @@ from collections.abc import Iterator, Sequence
 
 
 class SampleRing:
-    """A ring of rows of numbers; a new row takes the place of the oldest.
-
-    Args:
-        num_columns: The numbers of a row.
-        num_rows: The rows that are kept.
-
-    Raises:
-        ValueError: A size is not positive.
-    """
+    """A ring of rows of numbers; a new row takes the place of the oldest."""
 
     def __init__(self, num_columns: int, num_rows: int) -> None:
         if num_columns < 1 or num_rows < 1:
@@ -26,11 +18,7 @@ class SampleRing:
         return min(self._count, self._num_rows)
 
     def add(self, row: Sequence[float]) -> None:
-        """Add a row.
-
-        Raises:
-            ValueError: It has another number of columns.
-        """
+        """Add a row."""
         if len(row) != self._num_columns:
             raise ValueError(f"a row of {len(row)} numbers: this ring has {self._num_columns} columns")
         start = (self._count % self._num_rows) * self._num_columns

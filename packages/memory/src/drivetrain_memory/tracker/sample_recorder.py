@@ -17,17 +17,7 @@ _RING_ROWS = 6000  # ten minutes at ten a second
 
 
 class SampleRecorder:
-    """The samples of one process.
-
-    Args:
-        sampler: The reader of all sources.
-        rank: The index of the process in the run.
-        interval_seconds: The time between two samples.
-        file: The file of JSON lines; None for none.
-
-    Raises:
-        OSError: The file cannot be made.
-    """
+    """The samples of one process."""
 
     def __init__(
         self, sampler: UsageSampler, *, rank: int, interval_seconds: float, file: Path | None

@@ -12,15 +12,7 @@ _FLUSH_EVERY = 10  # lines
 
 
 class SampleStream:
-    """A file of JSON lines. A disk that is full loses samples, not the run: it is told once, and lines are counted.
-
-    Args:
-        file: The file; its folder is made, and a file that is there is replaced.
-        header: The first line.
-
-    Raises:
-        OSError: The file cannot be made.
-    """
+    """A file of JSON lines. A disk that is full loses samples, not the run: it is told once, and lines are counted."""
 
     def __init__(self, file: Path, header: Mapping[str, object]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)

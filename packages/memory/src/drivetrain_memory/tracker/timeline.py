@@ -9,12 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Bucket:
-    """The samples of a stretch of time.
-
-    Attributes:
-        most: The maximum of each column; NaN for a column without a number.
-        phases: The number of samples in each phase.
-    """
+    """The samples of a stretch of time."""
 
     most: list[float]
     phases: Counter[str] = field(default_factory=Counter[str])
@@ -25,8 +20,6 @@ class Timeline:
     """The course of a run.
 
     Attributes:
-        bucket_seconds: The time that each bucket stands for.
-        columns: The names of the columns.
         values: The maxima of each column, one for each bucket; NaN where there is no number.
         phases: The share of samples in each phase, 0 to 1, for each bucket.
     """
@@ -68,8 +61,6 @@ class TimelineBuilder:
     When all buckets are in use, each two become one of twice the time: no maximum is ever lost.
 
     Args:
-        columns: The names of the columns.
-        bucket_seconds: The time of a bucket at the beginning.
         num_buckets: The most buckets, an even number.
     """
 

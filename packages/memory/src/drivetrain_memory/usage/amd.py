@@ -10,11 +10,7 @@ _MB = 2**20  # the library counts video memory in these
 
 
 class AmdDriver:
-    """The devices that AMD SMI tells of.
-
-    Args:
-        library: The module `amdsmi`, initialised.
-    """
+    """The devices that AMD SMI tells of."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -69,11 +65,7 @@ class AmdDriver:
 
 
 def open_amd() -> AmdDriver:
-    """Open AMD SMI.
-
-    Raises:
-        DriverAbsentError: There is no package, no driver or no device.
-    """
+    """Open AMD SMI."""
     try:
         library: Any = import_module("amdsmi")
     except (ImportError, OSError, KeyError) as error:  # its import loads the driver's library

@@ -22,7 +22,6 @@ class DriversFound:
     """The drivers of this machine.
 
     Attributes:
-        drivers: The drivers that answer.
         absent: The reason for each vendor whose devices cannot be read.
     """
 
@@ -31,11 +30,7 @@ class DriversFound:
 
 
 def find_drivers(openers: Mapping[str, Callable[[], DeviceDriver]] | None = None) -> DriversFound:
-    """Open the drivers of all vendors whose packages and devices are here; an absent or failing one is no error.
-
-    Args:
-        openers: The functions that open a driver, by vendor; None for NVIDIA, AMD, Intel and Habana.
-    """
+    """Open the drivers of all vendors whose packages and devices are here; an absent or failing one is no error."""
     drivers: list[DeviceDriver] = []
     absent: dict[str, str] = {}
     for vendor, open_driver in (_OPENERS if openers is None else openers).items():

@@ -10,11 +10,7 @@ class DeviceReading:
 
     Attributes:
         device: The name of the driver and the index of the device in it, such as "nvidia:0".
-        model: The name of the product.
         used_bytes: The memory that all processes use.
-        total_bytes: The memory of the device.
-        power_watts: The power that it draws.
-        temperature_celsius: The temperature of the chip.
         utilization_percent: The part of the time in which it computed, 0 to 100.
     """
 

@@ -10,12 +10,7 @@ _logger = logging.getLogger(__name__)
 
 
 class DriverPoller:
-    """A thread that keeps the newest readings of all devices.
-
-    Args:
-        drivers: The drivers to read; they are closed at the end.
-        interval_seconds: The time between two looks.
-    """
+    """A thread that keeps the newest readings of all devices."""
 
     def __init__(self, drivers: Sequence[DeviceDriver], *, interval_seconds: float) -> None:
         self._drivers = tuple(drivers)

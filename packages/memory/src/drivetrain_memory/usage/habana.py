@@ -10,11 +10,7 @@ _SENSOR_ON_CHIP = 0  # HLML_TEMPERATURE_ON_AIP
 
 
 class HabanaDriver:
-    """The devices that HLML tells of.
-
-    Args:
-        library: The module `pyhlml`, initialised.
-    """
+    """The devices that HLML tells of."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -53,11 +49,7 @@ class HabanaDriver:
 
 
 def open_habana() -> HabanaDriver:
-    """Open Habana's library HLML.
-
-    Raises:
-        DriverAbsentError: There is no package, no driver or no device.
-    """
+    """Open Habana's library HLML."""
     try:
         library: Any = import_module("pyhlml")
     except (ImportError, OSError) as error:

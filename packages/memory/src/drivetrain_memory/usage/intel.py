@@ -8,11 +8,7 @@ from drivetrain_memory.usage.device_reading import DeviceReading, DriverAbsentEr
 
 
 class IntelDriver:
-    """The devices that torch's XPU backend sees.
-
-    Args:
-        xpu: The module `torch.xpu`; its functions for power, temperature and utilisation came with torch 2.15.
-    """
+    """The devices that torch's XPU backend sees."""
 
     def __init__(self, xpu: Any) -> None:
         self._xpu = xpu
@@ -52,11 +48,7 @@ class IntelDriver:
 
 
 def open_intel() -> IntelDriver:
-    """Read the devices of a program that uses torch's XPU backend.
-
-    Raises:
-        DriverAbsentError: The program has not imported torch, or torch sees no such device.
-    """
+    """Read the devices of a program that uses torch's XPU backend."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise DriverAbsentError("Intel's devices are read through torch, which this program has not imported")

@@ -24,13 +24,7 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupFiles:
-    """The files of one memory control group.
-
-    Attributes:
-        folder: The folder of the group.
-        version: The version of the interface, 2 or 1.
-        limit_bytes: The memory that the group may hold; None for no limit.
-    """
+    """The files of one memory control group."""
 
     folder: Path
     version: int
@@ -47,10 +41,8 @@ class CgroupUsage:
     """The memory of a control group now.
 
     Attributes:
-        current_bytes: All memory that the kernel counts as the group's.
         cache_bytes: The page cache in it: files that were read or written, without shared memory.
         droppable_bytes: The part that the kernel drops when memory is needed.
-        limit_bytes: The memory that the group may hold; None for no limit.
     """
 
     current_bytes: int
@@ -81,11 +73,6 @@ def find_cgroups(
 
     Each limit can end the process: it counts the memory of all groups within. A group that tells no memory, such as
     the root of version 2, is left out.
-
-    Args:
-        pid: The id of the process.
-        root: The folder where the system mounts control groups.
-        proc: The folder of the kernel's process files.
     """
     found: list[CgroupFiles] = []
     for version, folders in cgroup_folders("memory", pid, root=root, proc=proc):
@@ -99,14 +86,7 @@ def find_cgroups(
 def cgroup_folders(
     controller: str, pid: int | str = "self", *, root: Path = CGROUP_ROOT, proc: Path = PROC
 ) -> Iterator[tuple[int, tuple[Path, ...]]]:
-    """Yield version and folders, innermost first, of each hierarchy in which a controller may limit a process.
-
-    Args:
-        controller: The controller, such as "memory", "cpu" or "pids".
-        pid: The id of the process.
-        root: The folder where the system mounts control groups.
-        proc: The folder of the kernel's process files.
-    """
+    """Yield version and folders, innermost first, of each hierarchy in which a controller may limit a process."""
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
     except OSError:  # not Linux, or the process is gone
@@ -137,13 +117,7 @@ def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:
 
 
 def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsage:
-    """Return the memory of a group from the text of its files.
-
-    Args:
-        current_bytes: The content of `memory.current` or `memory.usage_in_bytes`.
-        stat: The content of `memory.stat`.
-        group: The group that they describe.
-    """
+    """Return the memory of a group from the text of its files."""
     counts = _counts(stat)
     if group.version == 2:
         unwritten = counts.get("file_dirty", 0) + counts.get("file_writeback", 0)

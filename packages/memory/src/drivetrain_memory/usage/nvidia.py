@@ -8,11 +8,7 @@ from drivetrain_memory.usage.device_reading import DeviceReading, DriverAbsentEr
 
 
 class NvidiaDriver:
-    """The devices that NVML tells of, `CUDA_VISIBLE_DEVICES` or not, in its own order (by PCI bus).
-
-    Args:
-        library: The module `pynvml`, initialised.
-    """
+    """The devices that NVML tells of, `CUDA_VISIBLE_DEVICES` or not, in its own order (by PCI bus)."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -53,11 +49,7 @@ class NvidiaDriver:
 
 
 def open_nvidia() -> NvidiaDriver:
-    """Open NVIDIA's library NVML.
-
-    Raises:
-        DriverAbsentError: There is no package, no driver or no device.
-    """
+    """Open NVIDIA's library NVML."""
     try:
         library: Any = import_module("pynvml")
     except ModuleNotFoundError as error:

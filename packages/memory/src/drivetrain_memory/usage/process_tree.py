@@ -14,7 +14,6 @@ class ProcessKey(NamedTuple):
     """A process that no later one is taken for: the system uses process ids again.
 
     Attributes:
-        pid: The process id.
         started: The start time, in the system's own unit.
     """
 

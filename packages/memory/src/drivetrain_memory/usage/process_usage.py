@@ -25,12 +25,7 @@ class ProcessUsage:
 
 
 class ProcessReader:
-    """A reader of one process that keeps its file open, so that a look is one system call of some 10 us.
-
-    Args:
-        pid: The id of the process.
-        proc: The folder of the kernel's process files; where it has none for the process, psutil reads.
-    """
+    """A reader of one process that keeps its file open, so that a look is one system call of some 10 us."""
 
     def __init__(self, pid: int, *, proc: Path = PROC) -> None:
         self._pid, self._proc = pid, proc

@@ -62,15 +62,7 @@ class SamplerSettings:
 
 
 class UsageSampler:
-    """A reader of everything that is known of the memory of a process, its children and its devices.
-
-    Args:
-        pid: The id of the process; None for this one.
-        settings: The times between two looks at what is expensive to read.
-        drivers: The device drivers; None for those of this machine.
-        proc: The folder of the kernel's process files.
-        cgroup_root: The folder where the system mounts control groups.
-    """
+    """A reader of everything that is known of the memory of a process, its children and its devices."""
 
     def __init__(
         self,

@@ -13,8 +13,6 @@ class AllocatorUsage:
     """The memory of the allocator of one accelerator.
 
     Attributes:
-        device: The name that torch gives the device, such as "cuda:0".
-        allocated_bytes: The memory of tensors.
         reserved_bytes: The memory that the allocator holds, cache included.
     """
 
