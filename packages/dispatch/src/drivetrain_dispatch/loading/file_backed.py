@@ -15,7 +15,7 @@ from drivetrain_messages import format_size, list_some
 def with_computed_in_memory(
     plan: LoadPlan, sources: Mapping[str, LazyTensor]
 ) -> tuple[LoadPlan, tuple[str, ...]]:
-    """Move tensors that the model computes, and that no file holds, from the disk to memory; return their names too."""
+    """Move tensors that the model computes and no file holds from the disk to memory; return their names too."""
     moved: list[str] = []
 
     def in_memory(planned: PlannedTensor) -> PlannedTensor:

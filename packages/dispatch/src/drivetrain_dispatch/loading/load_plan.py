@@ -77,7 +77,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The plan of a load."""
+    """The plan of a load; unexpected names are the checkpoint's after renaming."""
 
     tensors: tuple[PlannedTensor, ...]
     missing: tuple[str, ...]

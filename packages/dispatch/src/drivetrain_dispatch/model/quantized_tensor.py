@@ -57,7 +57,7 @@ def _made(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
-    """Replace the parts of a tensor in place, so that every reference to it sees the new ones; after an error, none."""
+    """Replace the parts of a tensor in place, so that every reference to it sees the new ones; on errors, none."""
     new = made_of(tensor, parts)
     if not is_quantized(tensor) and takes(tensor, new):
         tensor.data = new

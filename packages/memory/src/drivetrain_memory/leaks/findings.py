@@ -60,7 +60,7 @@ def has_grown(before: MemorySample, after: MemorySample, least_rate: float) -> b
 
 
 def grown_holders(before: Census, after: Census, steps: int, *, least_rate: float) -> list[Leak]:
-    """Return the names whose objects grew between two censuses, the largest first; a graph of autograd always counts."""
+    """Return the names whose objects grew between two censuses, largest first; a graph of autograd always counts."""
     grown: dict[str, dict[str, tuple[float, float, Sequence[Any]]]] = {}
     for (name, kind), now in after.items():
         was = before.get((name, kind))

@@ -52,7 +52,7 @@ def fit_growth(steps: Sequence[int], values: Sequence[float], *, least_total: fl
 
 
 def is_fragmented(growth: Mapping[str, Growth]) -> bool:
-    """Return whether an allocator, of the host or the device, takes more memory while what is in use does not grow."""
+    """Return whether an allocator of host or device takes more memory while the memory in use does not grow."""
     on_host = growth["resident"].goes_on and growth["heap_free"].goes_on and not growth["heap_used"].goes_on
     on_device = growth["device_reserved"].goes_on and not growth["device_allocated"].goes_on
     return on_host or on_device

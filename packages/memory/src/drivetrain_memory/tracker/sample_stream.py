@@ -12,7 +12,7 @@ _FLUSH_EVERY = 10  # lines
 
 
 class SampleStream:
-    """A file of JSON lines. A disk that is full loses samples, not the run: it is told once, and lines are counted."""
+    """A file of JSON lines. A full disk loses samples, not the run: one warning, and lost lines are counted."""
 
     def __init__(self, file: Path, header: Mapping[str, object]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
