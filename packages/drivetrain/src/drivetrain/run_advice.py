@@ -31,18 +31,22 @@ def ask_mixed_precision(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def ask_backend(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask for the backend, where several processes leave a choice."""
+    from drivetrain.settings import automatic_backend
+
     installed: Mapping[str, str] = known["installed.backends"]
+    automatic = automatic_backend(1), automatic_backend(2)
     if known["plan.num_processes"] < 2 or not installed:
         return None
-    memory = known.get("machine.accelerator_memory_bytes")
-    room = "" if memory is None else f", up to about {_most_billions(memory):.1f} billion parameters here"
+    memory, room = known.get("machine.accelerator_memory_bytes"), ""
+    if memory is not None:  # half of it for the training state, in billions of parameters
+        room = f", up to about {memory / 2 / _BYTES_PER_PARAMETER / 1e9:.1f} billion parameters here"
     return {
         "value": "auto",
         "why": f"replicas are the fastest while the training state of the model fits each device{room}",
         "text": "How do the processes share the model?",
         "choices": {
             "auto": "a replica for each process, gradients averaged",
-            **{name: text.rstrip(".") for name, text in installed.items() if name not in _single_process()},
+            **{name: text.rstrip(".") for name, text in installed.items() if name not in automatic},
         },
     }
 
@@ -75,14 +79,3 @@ def ask_log_with(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
         "why": f"a file in that folder, which needs no account; there are {', '.join(trackers)}",
         "text": "Trackers to log to, with commas between them (none: log nothing)?",
     }
-
-
-def _most_billions(memory_bytes: int) -> float:
-    """Return the number of parameters, in billions, whose training state fills a device by half."""
-    return memory_bytes / 2 / _BYTES_PER_PARAMETER / 1e9
-
-
-def _single_process() -> tuple[str, ...]:
-    from drivetrain.settings import automatic_backend
-
-    return automatic_backend(1), automatic_backend(2)

@@ -91,7 +91,8 @@ def check_training(accelerator: Any) -> str:
     batches = torch.randn(6, count, 5, 4, dtype=torch.float64)
     plain = model()
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    prepared, optimizer = _trained(accelerator, model())
+    trained = model()
+    prepared, optimizer = accelerator.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
     for batch in batches:
         plain_optimizer.zero_grad()
         plain(batch.flatten(0, 1)).square().mean().backward()
@@ -106,12 +107,6 @@ def check_training(accelerator: Any) -> str:
     ]
     _expect(max(differences) < 1e-10, f"weights differ by {max(differences):.1e} from the plain loop's")
     return f"weights equal the plain loop's within {max(max(differences), 1e-16):.0e}"
-
-
-def _trained(accelerator: Any, model: Any) -> Any:
-    import torch
-
-    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def _expect(holds: bool, message: str) -> None:

@@ -15,21 +15,17 @@ from torch import Tensor, nn
 
 from drivetrain.accelerator import metrics
 from drivetrain.accelerator.accumulate import MicroBatch
-from drivetrain.accelerator.batch_sizes import BatchSizes
 from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
 from drivetrain.accelerator.compose import compose
 from drivetrain.accelerator.ended import end
 from drivetrain.accelerator.foreign_names import refuse_arguments, refuse_attribute
-from drivetrain.accelerator.gradients import Gradients, options_of
 from drivetrain.accelerator.half_check import half_check_of
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.sections import read_layers, sections_in_code
-from drivetrain.accelerator.throughput import Measuring
+from drivetrain.accelerator.training import Training, options_of
 from drivetrain.parts.parts import Parts
 from drivetrain.prepare.prepare import prepare_objects
-from drivetrain.prepare.preparing import Preparing
-from drivetrain.saving.exports import Exports
 from drivetrain.saving.saving import Saving
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
@@ -40,16 +36,7 @@ from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autoca
 from drivetrain_state import ParallelDims, ProgressMark, set_seed
 
 
-class Accelerator(
-    Ranks,
-    Saving,
-    Exports,
-    Results,
-    Gradients,
-    Measuring,
-    Preparing,
-    BatchSizes,
-):
+class Accelerator(Ranks, Training, Saving, Results):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
 
     Every argument is optional; a value not given here comes from the command line, the environment, a file or the

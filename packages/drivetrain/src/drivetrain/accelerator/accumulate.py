@@ -69,10 +69,20 @@ class MicroBatch:
         if self._window.next_num_micro_batches > 1 or not self._window.closing:
             ends = self._pieces.count(self._reading, is_told=last is not None)
             last = ends if last is None else last
-            self._look_at_rates()
+            for optimizer in self._prepared.optimizers:  # whose rates must not change in an open window
+                if (
+                    self._window.closing
+                ):  # the previous micro-batch closed its window: this one begins the next
+                    optimizer.begin_window()
+                else:
+                    optimizer.check_window()
         self._window.begin(is_last=bool(last))
         if not self._window.closing:
-            self._hold()
+            models = self._prepared.models
+            chosen = [self._prepared.of(model) for model in self.models] if self.models else models
+            self._held = ExitStack()
+            for prepared in chosen:
+                self._held.enter_context(prepared.no_sync())
         if self._check is not None:
             self._check.enter()
         self.is_open = True
@@ -89,20 +99,6 @@ class MicroBatch:
         if self._held is not None:
             self._held.close()
             self._held = None
-
-    def _look_at_rates(self) -> None:
-        """Compare learning rates with those at the start of the open window."""
-        for optimizer in self._prepared.optimizers:
-            if self._window.closing:  # the previous micro-batch closed its window: this one begins the next
-                optimizer.begin_window()
-            else:
-                optimizer.check_window()
-
-    def _hold(self) -> None:
-        chosen = [self._prepared.of(model) for model in self.models] if self.models else self._prepared.models
-        self._held = ExitStack()
-        for prepared in chosen:
-            self._held.enter_context(prepared.no_sync())
 
 
 def _check_end(window: AccumulationWindow, pieces: BatchPieces, loader: Planned) -> None:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from drivetrain.accelerator.choose_trackers import group_trackers
 from drivetrain.accelerator.sections import Sections
@@ -14,13 +13,13 @@ from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.global_batch import scale_accumulation, warn_if_changed
-from drivetrain.plan.unread_settings import Unread, find_unread
+from drivetrain.plan.unread_settings import find_unread
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, SupportsWaitWatch
-from drivetrain_config import ConfigError, Layers, Resolved
+from drivetrain_config import ConfigError, Layers
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
-from drivetrain_state import Context, ParallelDims, StateSettings, connect
+from drivetrain_state import Context, ParallelDims, connect
 from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import Tracker
 
@@ -56,15 +55,21 @@ def compose(
     given = Sections(run, sections, layers)
     named = backend_class or (None if given.run.backend == "auto" else registry.get(given.run.backend))
     needs_group = named is not None and named.needs_group
-    context = connect(_state(given.state, given.run), parallelism=parallelism, needs_group=needs_group)
+    # Reports of hangs go into the project's folder by default.
+    state = replace(
+        given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
+    )
+    context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
         backend_class = named or registry.get(automatic_backend(context.topology.world_size))
         parts = _build(context, backend_class, registry, given, parallelism, trackers, fp8_recipe)
         others = given.others(registry.names())
         undo.pop_all()
-    if context.topology.is_main:
-        _tell_disagreements(parts.resolved)
+    is_main = context.topology.is_main
+    for disagreement in (each for section in parts.resolved.values() for each in section.disagreements):
+        if is_main:
+            logger.warning("%s", disagreement)
     asked = given.run.mixed_precision
     unread = find_unread(
         parts.resolved,
@@ -77,7 +82,10 @@ def compose(
             "run.log_with": bool(given.run.log_with or trackers),
         },
     )
-    _tell_unread(parts, unread)
+    if unread:
+        parts.facts["without effect"] = ", ".join(name for one in unread for name in one.names)
+    for one in unread if is_main else ():
+        logger.warning("%s", one)
     return parts
 
 
@@ -93,7 +101,12 @@ def _build(
     """Build the parts, once the ranks are connected."""
     run, is_main = given.run, context.topology.is_main
     policy = choose_policy(run.mixed_precision, context.device, given.precision, recipe=fp8_recipe)
-    shard = _shard(context, parallelism)
+    rank, world_size = context.topology.rank, context.topology.world_size
+    if parallelism is None:
+        shard, readers = Shard(rank, world_size), tuple(range(world_size))
+    else:  # several ranks may read the same batches
+        mesh = parallelism.plan(world_size)
+        shard, readers = Shard(*mesh.data_shard(rank)), mesh.data_readers()
     scaled = scale_accumulation(
         run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=shard.count
     )
@@ -108,7 +121,6 @@ def _build(
     reading = LoaderTracker()
     trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
     prepared = PreparedObjects([reading.mark_stepped])
-    readers = _readers(context, parallelism)
     watch = None
     if given.tracking.measures_throughput:
         watch = StepWatch(
@@ -158,11 +170,6 @@ def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
     )
     parts.prepared.on_step.append(fp8.end_step)
     return replace(parts, fp8=fp8)
-
-
-def _state(state: StateSettings, run: RunSettings) -> StateSettings:
-    """Return the state section with the project's folder as the default folder for hang reports."""
-    return replace(state, hang_report_directory=state.hang_report_directory or run.project_dir)
 
 
 def _check_guard(backend: Backend, run: RunSettings) -> None:
@@ -220,32 +227,3 @@ def _check_recipe(
 
 def _is_one_of(backend: type[Backend], names: Collection[str], registry: BackendRegistry) -> bool:
     return any(backend is registry.get(name) for name in names)
-
-
-def _shard(context: Context, parallelism: ParallelDims | None) -> Shard:
-    """Return this rank's shard: by rank, or by the mesh's data coordinate if several ranks read the same batches."""
-    topology = context.topology
-    if parallelism is None:
-        return Shard(topology.rank, topology.world_size)
-    return Shard(*parallelism.plan(topology.world_size).data_shard(topology.rank))
-
-
-def _readers(context: Context, parallelism: ParallelDims | None) -> tuple[int, ...]:
-    world_size = context.topology.world_size
-    return tuple(range(world_size)) if parallelism is None else parallelism.plan(world_size).data_readers()
-
-
-def _tell_disagreements(resolved: Mapping[str, Resolved[Any]]) -> None:
-    """Warn of each field on which code and another layer disagree."""
-    for section in resolved.values():
-        for disagreement in section.disagreements:
-            logger.warning("%s", disagreement)
-
-
-def _tell_unread(parts: Parts, unread: Sequence[Unread]) -> None:
-    """Warn of settings that nothing reads in this run, and add them to the plan."""
-    if unread:
-        parts.facts["without effect"] = ", ".join(name for one in unread for name in one.names)
-    if parts.context.topology.is_main:
-        for one in unread:
-            logger.warning("%s", one)

@@ -16,14 +16,14 @@ _NEED_THE_RUN = (
 
 def end(accelerator: Any) -> None:
     """Have an Accelerator refuse whatever needs the run; its `end_training` does nothing from now on."""
+
+    def do_nothing(accelerator: object) -> None:
+        del accelerator
+
     kind = type(accelerator)
     methods: dict[str, Any] = {name: _refusal(name) for name in _NEED_THE_RUN}
-    methods |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "end_training": _do_nothing}
+    methods |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "end_training": do_nothing}
     accelerator.__class__ = type(kind.__name__, (kind,), methods)
-
-
-def _do_nothing(accelerator: object) -> None:
-    del accelerator
 
 
 def _refusal(name: str) -> Callable[..., None]:

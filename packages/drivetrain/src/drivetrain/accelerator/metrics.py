@@ -80,14 +80,12 @@ def gather_for_metrics(
             gathered, rows = collectives.gather_rows(parts.context, tensors)
             shared = len(parts.readers) < parts.context.topology.world_size
             found = trim(plan, gathered, rows=rows, readers=parts.readers if shared else None)
-            return with_arrays(data, found, _gathered_arrays(parts, arrays, plan)) if arrays else found
+            if not arrays:
+                return found
+            by_rank = collectives.gather_object(parts.context, arrays)
+            return with_arrays(data, found, trim_arrays(plan, [by_rank[rank] for rank in parts.readers]))
     by_rank = collectives.gather_object(parts.context, data)
     return trim_objects(plan, [by_rank[rank] for rank in parts.readers])
-
-
-def _gathered_arrays(parts: Parts, arrays: list[Any], plan: BatchPlan | None) -> list[Any]:
-    by_rank = collectives.gather_object(parts.context, arrays)
-    return trim_arrays(plan, [by_rank[rank] for rank in parts.readers])
 
 
 def check_prepared(sites: CallSites, data: Any) -> None:

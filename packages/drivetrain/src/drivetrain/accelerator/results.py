@@ -1,4 +1,4 @@
-"""The results of a run: trackers and profiles."""
+"""The results of a run: its plan, trackers, profiles and throughput."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -13,11 +13,13 @@ from drivetrain.parts.parts import HasParts, Parts
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.effective_plan import EffectivePlan
 from drivetrain_memory import profile
+from drivetrain_throughput import Throughput
+from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import Tracker, collect_info
 
 
 class Results(HasParts):
-    """The part of an Accelerator that logs and profiles, and tells what was applied."""
+    """The part of an Accelerator that logs and measures, and tells what was applied."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -156,3 +158,40 @@ class Results(HasParts):
             with_flops=with_flops,
             with_modules=with_modules,
         )
+
+    @property
+    def throughput(self) -> Throughput:
+        """The throughput of the last steps: as many as `tracking.throughput_every_steps`, else 50.
+
+        Samples are those of all ranks. Phases are those of this rank. May be read on any rank.
+
+        Raises:
+            RuntimeError: No setting has the throughput measured.
+        """
+        return self._watch().over_window()
+
+    @property
+    def total_throughput(self) -> Throughput:
+        """The throughput since training began, with evaluation and saves between the steps; see `throughput`."""
+        return self._watch().in_total()
+
+    def count_tokens(self, function: Callable[[Any], float]) -> None:
+        """Count tokens by a function, in place of the elements of `tracking.token_field`. Called on all ranks.
+
+        Args:
+            function: A function from a batch of this rank to its number of tokens. It runs in the loop: a number
+                that it reads from a device makes the host wait.
+
+        Raises:
+            RuntimeError: No setting has the throughput measured.
+        """
+        self._watch().counts.count_tokens = function
+
+    def _watch(self) -> StepWatch:
+        if self._parts.watch is None:
+            raise RuntimeError(
+                "the throughput is not measured: say so before the run, as "
+                'Accelerator(sections={"tracking": {"throughput": True}}), or log it by itself with '
+                '{"throughput_every_steps": 50}'
+            )
+        return self._parts.watch

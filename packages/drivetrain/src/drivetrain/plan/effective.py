@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.parts.parts import Parts
 from drivetrain.plan.effective_plan import EffectivePlan, make_plan
-from drivetrain.plan.global_batch import ScaledAccumulation, scale_accumulation
+from drivetrain.plan.global_batch import scale_accumulation
 from drivetrain.plan.plan_summary import summarize
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_data import ShardedLoader
@@ -26,14 +26,18 @@ def plan_of(parts: Parts) -> EffectivePlan:
         PlanMismatchError: A value in force differs from the requested one.
     """
     topology, loaders = parts.context.topology, parts.prepared.loaders
+    # In how many bits each low-bit optimizer keeps its states, once it has any.
+    optimizers = (one.optimizer for one in parts.prepared.optimizers)
+    low_bit = [optimizer_states(optimizer) for optimizer in optimizers if is_low_bit(optimizer)]
+    steps = parts.backend.window.next_num_micro_batches
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
     facts = {
         "processes": f"{topology.world_size} on {nodes}",
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
-        **_data(parts),
-        **_optimizer_states(parts),
+        **{f"data {i}": f"{_batches(one, steps)}; {_order(one)}" for i, one in enumerate(loaders)},
+        **{f"states {i}": str(one) for i, one in enumerate(low_bit) if one.elements},
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
         **parts.facts,
     }
@@ -48,40 +52,29 @@ def plan_of(parts: Parts) -> EffectivePlan:
     )
 
 
-def _optimizer_states(parts: Parts) -> dict[str, str]:
-    """Return in how many bits each low-bit optimizer keeps its states, once it has any."""
-    optimizers = (one.optimizer for one in parts.prepared.optimizers)
-    found = [optimizer_states(optimizer) for optimizer in optimizers if is_low_bit(optimizer)]
-    return {f"states {i}": str(one) for i, one in enumerate(found) if one.elements}
-
-
 def _reasons(parts: Parts) -> dict[str, str]:
     """Return the reasons why the applied value of a setting may differ from the requested one."""
-    world_size = parts.context.topology.world_size
+    world_size, run = parts.context.topology.world_size, parts.settings
     reasons = {
         "state.deterministic": "switched on in torch by the program",
         "run.gradient_accumulation_steps": "set by the program since",
         "run.log_with": "all trackers of the installed packages",
     }
-    if parts.settings.accumulation_world_size is not None:
-        reasons["run.gradient_accumulation_steps"] = str(_scaled(parts))
+    if (meant_for := run.accumulation_world_size) is not None:
+        scaled = scale_accumulation(
+            run.gradient_accumulation_steps, meant_for=meant_for, processes=parts.shard.count
+        )
+        in_force = replace(scaled, steps=parts.backend.window.next_num_micro_batches)
+        reasons["run.gradient_accumulation_steps"] = str(in_force)
     if loaders := parts.prepared.loaders:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
-    if parts.settings.backend == "auto":
+    if run.backend == "auto":
         reasons["run.backend"] = "one process" if world_size == 1 else f"{world_size} processes"
-    if parts.settings.mixed_precision in ("auto", "fp8"):  # fp8 falls back where the settings say so
+    if run.mixed_precision in ("auto", "fp8"):  # fp8 falls back where the settings say so
         reasons["run.mixed_precision"] = parts.policy.reason
     if parts.resolved["state"].value.device == "auto":
         reasons["state.device"] = "the best that this machine has"
     return reasons
-
-
-def _scaled(parts: Parts) -> ScaledAccumulation:
-    run = parts.settings
-    scaled = scale_accumulation(
-        run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=parts.shard.count
-    )
-    return replace(scaled, steps=parts.backend.window.next_num_micro_batches)
 
 
 def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
@@ -102,15 +95,6 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     if loaders := parts.prepared.loaders:
         sections["data"] = {"seed": loaders[0].seed}
     return sections
-
-
-def _data(parts: Parts) -> dict[str, str]:
-    """Return a short description of each loader's batches and order."""
-    steps = parts.backend.window.next_num_micro_batches
-    return {
-        f"data {i}": f"{_batches(loader, steps)}; {_order(loader)}"
-        for i, loader in enumerate(parts.prepared.loaders)
-    }
 
 
 def _batches(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
@@ -154,13 +138,11 @@ def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
     if any(isinstance(mark, _Shown) and mark.process == process for mark in logger.filters):
         return
     logger.addFilter(_Shown(process))
-    text = str(plan) if settings.verbose else summarize(plan, whole=_whole(settings))
+    whole = "--verbose at the launch prints it"
+    if settings.project_dir is not None:
+        whole = f"{settings.project_dir / 'plan.json'}; {whole}"
+    text = str(plan) if settings.verbose else summarize(plan, whole=whole)
     sys.stderr.write(f"{text}\n")
-
-
-def _whole(settings: RunSettings) -> str:
-    printed = "--verbose at the launch prints it"
-    return printed if settings.project_dir is None else f"{settings.project_dir / 'plan.json'}; {printed}"
 
 
 def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:

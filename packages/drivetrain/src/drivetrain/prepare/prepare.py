@@ -90,7 +90,16 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
     for model in found.models:
         check_trained_weights(model)
     if parts.fp8 is None:
-        return _prepare_as_given(found, parts)
+        models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
+        check_gathers(
+            found.models, said="a model converted by convert_model with TorchaoRecipe(all_gather=True)"
+        )
+        everything = {*found.models, *(one.unwrap() for one in parts.prepared.models)}
+        if (
+            fact := describe_converted(everything)
+        ) is not None:  # layers that the program has converted itself
+            parts.facts[LAYERS] = fact
+        return models
     facts = parts.fp8.convert(found.models)
     try:
         models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
@@ -99,16 +108,6 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
         parts.fp8.undo()
         raise
     parts.facts.update(facts)
-    return models
-
-
-def _prepare_as_given(found: Sorted, parts: Parts) -> Sequence[Prepared]:
-    """Prepare models in another precision than fp8, and tell the layers that were converted to it by hand."""
-    models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
-    check_gathers(found.models, said="a model converted by convert_model with TorchaoRecipe(all_gather=True)")
-    everything = {*found.models, *(one.unwrap() for one in parts.prepared.models)}
-    if (fact := describe_converted(everything)) is not None:
-        parts.facts[LAYERS] = fact
     return models
 
 

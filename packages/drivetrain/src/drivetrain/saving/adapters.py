@@ -43,14 +43,16 @@ def save_adapters(
     state = prepared.state_dict()["model"]
     found = {name: _adapter_state(module, name, state) for name in _configs(module)}
     is_main = context.topology.is_main
-    whole_ones = {
-        adapter: {name: value.detach().cpu().contiguous() for name, value in _gathered(values) if is_main}
-        for adapter, values in found.items()
-    }
+    full: dict[str, dict[str, Tensor]] = {adapter: {} for adapter in found}
+    for adapter, values in found.items():
+        for name, value in values.items():
+            tensor = full_tensor(value)  # collective: all ranks gather, in the same order
+            if is_main:
+                full[adapter][name] = tensor.detach().cpu().contiguous()
     places = {adapter: "" if adapter == "default" else f"{adapter}/" for adapter in found}
 
     def write() -> None:
-        for adapter, tensors in whole_ones.items() if is_main else ():
+        for adapter, tensors in full.items() if is_main else ():
             place = folder / places[adapter]
             place.mkdir(parents=True, exist_ok=True)
             write_tensor_file(place / ADAPTER_FILE, tensors, metadata=metadata)
@@ -65,11 +67,6 @@ def save_adapters(
             for name, value in values.items()
         },
     )
-
-
-def _gathered(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Gather whole tensors by name. Called on all ranks, in the same order."""
-    return [(name, full_tensor(value)) for name, value in values.items()]
 
 
 def _configs(module: nn.Module) -> Mapping[str, Any]:

@@ -24,15 +24,11 @@ def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any
         name: Replicated(value) if type(value) is Tensor and name in same else value
         for name, value in cast("Mapping[str, Any]", state["model"]).items()
     }
-    return {**state, "model": model, "optimizers": [_of_parameters(one) for one in state["optimizers"]]}
-
-
-def _of_parameters(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's named state with the tensors of its parameters marked."""
-    return {
-        key: _replicated(value) if key in ("state", "param_groups") else value
-        for key, value in optimizer.items()
-    }
+    optimizers = [
+        {key: _replicated(value) if key in ("state", "param_groups") else value for key, value in one.items()}
+        for one in state["optimizers"]
+    ]
+    return {**state, "model": model, "optimizers": optimizers}
 
 
 def _replicated(value: Any) -> Any:

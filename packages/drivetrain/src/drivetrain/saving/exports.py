@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from drivetrain.parts.parts import HasParts
 from drivetrain.saving.adapters import has_adapters, save_adapters
 from drivetrain_backends import (
     Prepared,
@@ -31,84 +30,6 @@ from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each
 from drivetrain_weights import find_ties
 
 
-class Exports(HasParts):
-    """The part of an Accelerator that writes and reads models in the format of Hugging Face's libraries."""
-
-    def save_model(
-        self,
-        model: nn.Module,
-        folder: Path | str,
-        *,
-        max_shard_size: int | str = "5GB",
-        metadata: Mapping[str, str] | None = None,
-        trained_only: bool = False,
-    ) -> ExportPlan:
-        """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
-
-        The main process gathers and writes the tensors, and holds those of one file at a time. An existing export in
-        the folder is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
-
-        Args:
-            model: A prepared model.
-            folder: The destination folder, created if missing.
-            max_shard_size: The maximum size of one file's tensors, in bytes or as "5GB", "512MiB".
-            metadata: The metadata written into the header of every file.
-            trained_only: Whether frozen parameters and all buffers are left out. Of a PEFT model, the adapters are
-                written as its own `save_pretrained` writes them, for `PeftModel.from_pretrained`.
-
-        Returns:
-            The plan of which file holds which tensor.
-
-        Raises:
-            StateError: The model's state holds a value that cannot be stored.
-            ValueError: The size is invalid; no parameter is trained; or the model is a PEFT model and `trained_only`
-                is false, which would write names that no reader knows.
-            RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
-        """
-        prepared = self._parts.prepared.of(model)
-        if has_adapters(inner := unwrap_compiled(prepared.unwrap())):
-            if not trained_only:
-                raise ValueError(
-                    f"save_model({type(inner).__name__}): it holds adapters of PEFT beside its base model, under "
-                    "names that from_pretrained would pass over. Say trained_only=True to write the adapters alone, "
-                    "as PEFT reads them; for one merged model, load them in one process: "
-                    "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
-                )
-            return save_adapters(prepared, self.context, Path(folder), metadata=metadata or {})
-        return save(
-            prepared,
-            self.context,
-            Path(folder),
-            max_shard_size=max_shard_size,
-            metadata=metadata or {},
-            trained_only=trained_only,
-        )
-
-    def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
-        """Load an export into a prepared model, without changing its optimizers. Called on all ranks.
-
-        Where a backend's parameters are writable, only the main process reads, one tensor at a time; otherwise
-        (DeepSpeed from stage 1 on) all ranks read. Module state other than tensors is unchanged.
-
-        Args:
-            model: A prepared model.
-            folder: The folder written by `save_model` or by transformers' `save_pretrained`.
-            strict: Whether the names in the export must match the model's.
-
-        Returns:
-            The names that only the model or only the export has; none if `strict`.
-
-        Raises:
-            NoCheckpointError: The folder holds no export.
-            CorruptCheckpointError: A file is missing or damaged; the message names it.
-            ValueError: Names or shapes differ from the model's.
-            RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
-                loaded.
-        """
-        self._parts.checkpointers.wait_for_copies()
-        return load(self._parts.prepared.of(model), self.context, Path(folder), strict=strict)
-
-
 def save(
     prepared: Prepared,
     context: Context,
@@ -118,7 +39,16 @@ def save(
     metadata: Mapping[str, str],
     trained_only: bool = False,
 ) -> ExportPlan:
-    """Write a model, gathering one tensor at a time; see `Exports.save_model`. Called on all ranks."""
+    """Write a model, gathering one tensor at a time; see `Accelerator.save_model`. Called on all ranks."""
+    if has_adapters(inner := unwrap_compiled(prepared.unwrap())):
+        if not trained_only:
+            raise ValueError(
+                f"save_model({type(inner).__name__}): it holds adapters of PEFT beside its base model, under "
+                "names that from_pretrained would pass over. Say trained_only=True to write the adapters alone, "
+                "as PEFT reads them; for one merged model, load them in one process: "
+                "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
+            )
+        return save_adapters(prepared, context, folder, metadata=metadata)
     is_main = context.topology.is_main
     doing = f"the export into {folder}"
 
@@ -171,7 +101,7 @@ def trained_names(prepared: Prepared) -> list[str]:
 
 
 def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) -> IncompatibleNames:
-    """Load a model; see `Exports.load_model`. Called on all ranks."""
+    """Load a model; see `Accelerator.load_model`. Called on all ranks."""
     state: dict[str, Any] = prepared.state_dict()["model"]
     shapes = {
         name: tuple(value.shape)

@@ -1,4 +1,4 @@
-"""Decide when a run is saved, and from where it is resumed."""
+"""Decide when a run is saved, and from where it is resumed; export its models."""
 
 import logging
 from collections import deque
@@ -14,12 +14,12 @@ from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.parts import HasParts, Parts
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.unread_settings import find_unused
-from drivetrain.saving import resume
+from drivetrain.saving import exports, resume
 from drivetrain.saving.hooks import CheckpointHook
 from drivetrain.saving.other_formats import find_other_format
 from drivetrain.saving.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
-from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
+from drivetrain_checkpoint import RESUME_EXIT_CODE, ExportPlan, IncompatibleNames, SaveSchedule
 from drivetrain_checkpoint.storage.place import Place
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class _DeferredSave(NamedTuple):
 
 
 class Saving(HasParts):
-    """The part of an Accelerator that saves and resumes."""
+    """The part of an Accelerator that saves and resumes, and writes and reads models alone."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -237,6 +237,70 @@ class Saving(HasParts):
         for hook in self._hooks:
             hook.after_load(step)
         return step
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path | str,
+        *,
+        max_shard_size: int | str = "5GB",
+        metadata: Mapping[str, str] | None = None,
+        trained_only: bool = False,
+    ) -> ExportPlan:
+        """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
+
+        The main process gathers and writes the tensors, and holds those of one file at a time. An existing export in
+        the folder is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
+
+        Args:
+            model: A prepared model.
+            folder: The destination folder, created if missing.
+            max_shard_size: The maximum size of one file's tensors, in bytes or as "5GB", "512MiB".
+            metadata: The metadata written into the header of every file.
+            trained_only: Whether frozen parameters and all buffers are left out. Of a PEFT model, the adapters are
+                written as its own `save_pretrained` writes them, for `PeftModel.from_pretrained`.
+
+        Returns:
+            The plan of which file holds which tensor.
+
+        Raises:
+            StateError: The model's state holds a value that cannot be stored.
+            ValueError: The size is invalid; no parameter is trained; or the model is a PEFT model and `trained_only`
+                is false, which would write names that no reader knows.
+            RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
+        """
+        return exports.save(
+            self._parts.prepared.of(model),
+            self.context,
+            Path(folder),
+            max_shard_size=max_shard_size,
+            metadata=metadata or {},
+            trained_only=trained_only,
+        )
+
+    def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
+        """Load an export into a prepared model, without changing its optimizers. Called on all ranks.
+
+        Where a backend's parameters are writable, only the main process reads, one tensor at a time; otherwise
+        (DeepSpeed from stage 1 on) all ranks read. Module state other than tensors is unchanged.
+
+        Args:
+            model: A prepared model.
+            folder: The folder written by `save_model` or by transformers' `save_pretrained`.
+            strict: Whether the names in the export must match the model's.
+
+        Returns:
+            The names that only the model or only the export has; none if `strict`.
+
+        Raises:
+            NoCheckpointError: The folder holds no export.
+            CorruptCheckpointError: A file is missing or damaged; the message names it.
+            ValueError: Names or shapes differ from the model's.
+            RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
+                loaded.
+        """
+        self._parts.checkpointers.wait_for_copies()
+        return exports.load(self._parts.prepared.of(model), self.context, Path(folder), strict=strict)
 
     def _save_deferred(self) -> None:
         """Make the deferred saves if the window has closed. Called on all ranks."""

@@ -1,0 +1,246 @@
+"""Single objects and schedules, gradients, and the batch size that fits."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from math import ceil
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from torch import Tensor, nn
+
+from drivetrain.accelerator.rank_tries import RankTries
+from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.prepare.prepare import prepare_objects
+from drivetrain.prepare.schedule_length import steps_of, tell_unreached
+from drivetrain_backends import BackwardOptions, PairingError, SupportsManualSteps
+from drivetrain_backends.modules.autocast_forward import prepare_forward
+from drivetrain_data import ShardedLoader
+from drivetrain_data.settings import UnevenPolicy
+from drivetrain_memory import ExecutableBatchSize, TryOutcome, accumulation_steps, find_executable_batch_size
+from drivetrain_memory.batch_size.search import SizedFunction
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_FACT = "executable batch size"  # the name under which the plan tells it
+
+
+class Training(HasParts):
+    """The part of an Accelerator that trains by other ways than `prepare` and `backward`, and sizes what is trained.
+
+    Attributes:
+        executable_batch_size: The batch size of the last try. The next search begins with it; without one, with the
+            size that the newest checkpoint of the run was saved with.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.executable_batch_size = ExecutableBatchSize()
+        self._has_ended = False
+
+    def _end_schedules(self, *, by_error: bool = False) -> None:
+        """Warn once of schedules that training did not complete, unless it ended with an error."""
+        if not by_error and not self._has_ended and self.context.topology.is_main:
+            tell_unreached(self._parts.prepared.schedulers)
+        self._has_ended = True
+
+    def num_steps(
+        self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
+    ) -> int:
+        """Return the number of optimizer steps in training, for a schedule; the same on all ranks.
+
+        Args:
+            loader: A prepared loader; an epoch's last batch closes its window.
+            epochs: The number of epochs to train; a fraction of an epoch counts by its batches.
+            samples: The number of samples to train on, over all ranks, instead of `epochs`.
+
+        Raises:
+            TypeError: The loader is not prepared, or not exactly one of `epochs` and `samples` is given.
+            ValueError: The loader's length is unknown, or the number is not above 0.
+        """
+        if not isinstance(loader, ShardedLoader):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+            raise TypeError(
+                f"num_steps({type(loader).__name__}): pass the loader that prepare() returned; before prepare(), the "
+                "batches of all ranks are counted, and an epoch has fewer steps on more ranks"
+            )
+        if (epochs is None) == (samples is None):
+            raise TypeError(f"num_steps(epochs={epochs!r}, samples={samples!r}): give one of the two")
+        amount = cast("float", samples if epochs is None else epochs)
+        if not amount > 0:
+            raise ValueError(f"num_steps(epochs={epochs!r}, samples={samples!r}): must be above 0")
+        accumulation = self._parts.backend.window.next_num_micro_batches
+        try:
+            num_batches, num_samples = len(loader), len(loader.dataset)
+        except TypeError as error:
+            raise ValueError(
+                "num_steps(): the length of this loader is not known; write the schedule in optimizer steps"
+            ) from error
+        if epochs is not None:
+            steps = steps_of(epochs, num_batches, accumulation)
+        else:
+            whole, rest = divmod(cast("int", samples), num_samples)
+            per_batch = loader.total_batch_size or num_samples / num_batches
+            batches = min(num_batches, ceil(rest / per_batch))
+            steps = steps_of(whole, num_batches, accumulation) + ceil(batches / accumulation)
+        self._parts.prepared.counted_steps.add(steps)
+        return steps
+
+    def prepare_evaluation(self, model: nn.Module) -> nn.Module:
+        """Move a model that is not trained to the device, and have it compute in the run's precision, in place.
+
+        It may be given to `prepare` later, to be trained.
+
+        Args:
+            model: The model, such as the reference of a preference loss. Nothing wraps, shards or saves it.
+        """
+        parts = self._parts
+        parts.prepared.restore_evaluated([model])
+        model.to(parts.context.device)
+        prepare_forward(model, parts.policy, parts.context.device)
+        parts.prepared.evaluated.add(model)
+        return model
+
+    def prepare_loader(self, loader: Any, *, even: UnevenPolicy) -> ShardedLoader[Any]:
+        """Prepare one loader, its tail treated as `even` says and not as `data.even`. Called on all ranks."""
+        prepare_objects([loader], self._parts, even=even)
+        return self._parts.prepared.loaders[-1]
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the gradients' global norm once the window is closed. Called on all ranks.
+
+        Returns:
+            The norm before clipping, shape (); None while the window is open.
+        """
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return self._parts.prepared.holding(chosen).clip(chosen, norm=max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each gradient element to [-clip_value, clip_value] once the window is closed. Called on all ranks."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._parts.prepared.holding(chosen).clip(chosen, value=clip_value)
+
+    def backward_alone(
+        self,
+        loss: Tensor,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Add the gradients of a loss to `.grad`, averaged over ranks, on which the program steps by itself.
+
+        In `no_sync()` and in an open window they stay local. No window counts the loss. Called on all ranks.
+
+        Args:
+            loss: A loss of shape (), of a prepared model without a prepared optimizer.
+            retain_graph: Whether the graph is kept for another backward.
+            create_graph: Whether the gradients have a graph of their own; not under DDP.
+            inputs: The leaves that get gradients; None for all.
+
+        Raises:
+            PairingError: The backend divides gradients or scales losses, or the loss trains no prepared model.
+            AccumulationError: No model is prepared, or an argument cannot be honoured.
+        """
+        backend = self._parts.backend
+        if not isinstance(backend, SupportsManualSteps):
+            raise PairingError(
+                f"backward() without a prepared optimizer under {type(backend).__name__}: one that is not prepared "
+                "knows nothing of shards and windows. Pass it to prepare() with its model"
+            )
+        backend.backward_alone(loss, options=options_of(retain_graph, create_graph, inputs))
+
+    def find_executable_batch_size(
+        self,
+        function: Callable[Concatenate[int, Arguments], Result],
+        *,
+        starting_batch_size: int = 128,
+        reduce_batch_size: Callable[[int], int] = lambda batch_size: batch_size // 2,
+        limit_host: bool = True,
+    ) -> Callable[Arguments, Result]:
+        """Call a function with smaller and smaller batch sizes until it fits in memory on every rank.
+
+        Called on all ranks, and so is what it returns. Before each try the accumulation is set so that the global
+        batch stays that of the starting size, rounded up to whole micro-batches. Where one rank runs out of memory,
+        the try ends on all of them; what it had prepared is freed, and the process group is formed again. So a try
+        must prepare everything anew, inside the function. The plan of each checkpoint holds the batch size of the
+        try that saved it: a run that is started again begins with that of the newest checkpoint.
+
+        Args:
+            function: The function to call, with the samples of a micro-batch on one rank as its first argument.
+            starting_batch_size: The first batch size to try.
+            reduce_batch_size: A function that returns the next batch size after one that does not fit.
+            limit_host: Whether host allocations beyond the limit of the job raise MemoryError in a try.
+
+        Raises:
+            ConnectError: At a call, of several ranks: the program created the process group, or `parallelism` is set.
+            NoBatchSizeFitsError: At a call, every batch size ran out of memory.
+            OtherRankFailedError: At a call, the function failed on another rank.
+        """
+        steps = self._parts.backend.window.next_num_micro_batches
+        find = partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size=reduce_batch_size,
+            limit_host=limit_host,
+            remembered=self.executable_batch_size,
+        )
+        steps_of = partial(accumulation_steps, starting_batch_size, steps=steps)
+        return SizedFunction(function, lambda sized: partial(self._search, self._try(sized, steps_of), find))
+
+    def _try(self, sized: Callable[..., Result], steps_of: Callable[[int], int]) -> Callable[..., Result]:
+        """Return a function that sets the accumulation for a batch size before it tries that."""
+
+        @wraps(sized)
+        def with_accumulation(batch_size: int, *args: Any, **kwargs: Any) -> Result:
+            self._parts.backend.window.resize(steps_of(batch_size))
+            self._parts.facts[_FACT] = str(batch_size)
+            return sized(batch_size, *args, **kwargs)
+
+        return with_accumulation
+
+    def _search(
+        self, tried: Callable[..., Result], find: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Result:
+        """Search, with the tries of all ranks ending together. Called on all ranks."""
+        self._recall()
+        if self.context.topology.world_size == 1:
+            return find(tried, agree=self._agree_alone)(*args, **kwargs)
+        tries = RankTries(self.context, self._release_try)
+        try:
+            return find(tried, agree=tries.agree)(*args, **kwargs)
+        finally:
+            tries.close()
+
+    def _recall(self) -> None:
+        """Take the batch size of the newest checkpoint, if there is none of a search. Called on all ranks."""
+        checkpointers = self._parts.checkpointers
+        if self.executable_batch_size.batch_size is not None or not checkpointers.has_default:
+            return
+        plan = checkpointers.of(None).latest_plan() or {}
+        if (found := plan.get("facts", {}).get(_FACT)) is not None:
+            self.executable_batch_size.batch_size = int(found)
+
+    def _agree_alone(self, outcome: TryOutcome) -> TryOutcome:
+        if outcome is TryOutcome.OUT_OF_MEMORY:
+            self._release_try()
+        return outcome
+
+    def _release_try(self) -> None:
+        """Forget what a failed try has prepared."""
+        self._parts.backend.close()
+        self._parts.prepared.clear()
+
+
+_ONCE = BackwardOptions()
+
+
+def options_of(retain_graph: bool, create_graph: bool, inputs: Sequence[Tensor] | None) -> BackwardOptions:
+    """Return the options of a backward from torch's arguments."""
+    if inputs is None and not (retain_graph or create_graph):
+        return _ONCE  # in most steps: making one takes a microsecond
+    return BackwardOptions(
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        inputs=None if inputs is None else tuple(inputs),
+    )
