@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from drivetrain_precision.fp8.layer_conversion import recipe_state as recipe_state
     from drivetrain_precision.fp8.layer_conversion import restore_model as restore_model
     from drivetrain_precision.fp8.protocol import Fp8Recipe as Fp8Recipe
-    from drivetrain_precision.fp8.protocol import GathersInFp8 as GathersInFp8
     from drivetrain_precision.fp8.protocol import Products as Products
     from drivetrain_precision.fp8.protocol import Requirements as Requirements
+    from drivetrain_precision.fp8.protocol import SupportsFp8Gather as SupportsFp8Gather
     from drivetrain_precision.fp8.registry import load_recipe as load_recipe
     from drivetrain_precision.fp8.registry import recipe_names as recipe_names
     from drivetrain_precision.fp8.torchao_recipes import TorchaoRecipe as TorchaoRecipe
@@ -77,7 +77,7 @@ _MODULES = {
     "ConversionReport": "fp8.layer_conversion",
     "DtypePolicy": "dtypes.dtype_policy",
     "Fp8Recipe": "fp8.protocol",
-    "GathersInFp8": "fp8.protocol",
+    "SupportsFp8Gather": "fp8.protocol",
     "GradientReport": "scaling.gradient_report",
     "GradientWatch": "scaling.gradient_watch",
     "HalfOperation": "checks.half_precision",

@@ -55,7 +55,7 @@ class Requirements(NeededLibrary):
 
 
 @runtime_checkable
-class GathersInFp8(Protocol):
+class SupportsFp8Gather(Protocol):
     """A converted layer whose weight FSDP2 gathers in 8 bits. The backend that shards calls it on all ranks.
 
     Attributes:
@@ -85,9 +85,9 @@ class GathersInFp8(Protocol):
         ...
 
 
-def gathers_in_fp8(module: nn.Module) -> TypeGuard[GathersInFp8]:
+def gathers_in_fp8(module: nn.Module) -> TypeGuard[SupportsFp8Gather]:
     """Return whether a module is such a layer, and no wrapper that hands on the attributes of one inside."""
-    return hasattr(type(module), GathersInFp8.weight_for_all_gather.__name__)
+    return hasattr(type(module), SupportsFp8Gather.weight_for_all_gather.__name__)
 
 
 class Fp8Recipe(Protocol):

@@ -53,12 +53,12 @@ class GatheredFloat8Linear(BlockedFloat8Linear):
         )
 
     def compute_scales(self, layers: nn.Module) -> None:
-        """Compute the scales of all such layers in a module; see `GathersInFp8`."""
+        """Compute the scales of all such layers in a module; see `SupportsFp8Gather`."""
         with torch.inference_mode(False):  # a training step may use them
             precompute_float8_dynamic_scale_for_fsdp(layers)
 
     def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
-        """Let a weight's gathers use a scale, or each compute its own; see `GathersInFp8`."""
+        """Let a weight's gathers use a scale, or each compute its own; see `SupportsFp8Gather`."""
         return exchange_weight_scale(shard, scale)
 
 
