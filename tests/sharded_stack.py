@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings, Prepared
-from drivetrain_backends.state_dict.full_state_dict import full_state_dict, full_tensor
+from drivetrain_backends.state_dict.full_tensors import full_state_dict, full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import Context, StateSettings, connect
 

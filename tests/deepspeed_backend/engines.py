@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends import AccumulationWindow, DeepSpeedBackend, DeepSpeedSettings
-from drivetrain_backends.state_dict import full_state_dict as states
+from drivetrain_backends.state_dict import full_tensors as states
 from drivetrain_precision import Policy, PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
 

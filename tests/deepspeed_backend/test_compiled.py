@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD
 
 from deepspeed_backend.engines import Weights, backend, error_of
-from drivetrain_backends.state_dict import full_state_dict as states
+from drivetrain_backends.state_dict import full_tensors as states
 
 
 def compiled(stage: int, how: str) -> list[float]:

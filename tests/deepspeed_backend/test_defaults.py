@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from drivetrain_backends import DeepSpeedSettings, EngineConfigError
-from drivetrain_backends.deepspeed import keys
+from drivetrain_backends.deepspeed import config_checks as keys
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config, flatten
-from drivetrain_backends.deepspeed.keys import check_keys
+from drivetrain_backends.deepspeed.config_checks import check_keys
 from drivetrain_precision import PrecisionSettings
 
 # Keys that are not written, since their defaults change no result: speed, memory, observation, features that are off.

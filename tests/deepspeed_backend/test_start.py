@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from drivetrain_backends.deepspeed.build_progress import telling_of_builds
+from drivetrain_backends.deepspeed.library import telling_of_builds
 from drivetrain_state import StateSettings, connect
 
 SCRIPT = """

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from drivetrain_backends import FSDPSettings
-from drivetrain_backends.fsdp.dtypes import DtypePlan, plan_dtypes
+from drivetrain_backends.fsdp.plan import DtypePlan, plan_dtypes
 from drivetrain_precision import PrecisionError, PrecisionSettings, choose_policy
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from torch._dynamo import register_backend
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings, Prepared
-from drivetrain_backends.state_dict.full_state_dict import full_tensor
+from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
 from sharded_stack import Stack, fsdp, stack, tokens

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_backends import FSDPSettings
-from drivetrain_backends.fsdp.mesh_plan import plan_mesh
+from drivetrain_backends.fsdp.plan import plan_mesh
 from drivetrain_state import Topology
 
 

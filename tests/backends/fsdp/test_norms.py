@@ -3,7 +3,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
+from drivetrain_backends.fsdp.gradients import global_norm, scale_to_norm
 from drivetrain_backends.state_dict.dtensor import local, own_part, whole_of
 from sharded_stack import context
 

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 from drivetrain_backends import iter_full_tensors
-from drivetrain_backends.state_dict.full_state_dict import full_tensor
+from drivetrain_backends.state_dict.full_tensors import full_tensor
 from host_peak import peak_above, reset_peak
 from sharded_stack import Stack, fsdp, stack, tokens
 

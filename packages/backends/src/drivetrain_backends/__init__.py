@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.errors import UnshardedParameterError as UnshardedParameterError
     from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
     from drivetrain_backends.gradients.accumulation import AccumulationWindow as AccumulationWindow
-    from drivetrain_backends.gradients.backward_options import BackwardOptions as BackwardOptions
+    from drivetrain_backends.gradients.reducer import BackwardOptions as BackwardOptions
     from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
     from drivetrain_backends.modules.compile import strip_wrapper_prefix as strip_wrapper_prefix
     from drivetrain_backends.modules.compile import unwrap_compiled as unwrap_compiled
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from drivetrain_backends.settings import DDPSettings as DDPSettings
     from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
     from drivetrain_backends.settings import FSDPSettings as FSDPSettings
-    from drivetrain_backends.state_dict.full_state_dict import full_state_dict as full_state_dict
-    from drivetrain_backends.state_dict.full_state_dict import full_tensor as full_tensor
     from drivetrain_backends.state_dict.full_tensors import full_model as full_model
+    from drivetrain_backends.state_dict.full_tensors import full_state_dict as full_state_dict
+    from drivetrain_backends.state_dict.full_tensors import full_tensor as full_tensor
     from drivetrain_backends.state_dict.full_tensors import iter_full_tensors as iter_full_tensors
     from drivetrain_backends.state_dict.full_tensors import load_full_state_dict as load_full_state_dict
     from drivetrain_backends.testing.contract import BackendContract as BackendContract
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "full_state_dict": "state_dict.full_state_dict",
+    "full_state_dict": "state_dict.full_tensors",
     "is_packed": "modules.packed_weights",
     "packed_entries": "modules.packed_weights",
     "strip_wrapper_prefix": "modules.compile",
-    "full_tensor": "state_dict.full_state_dict",
+    "full_tensor": "state_dict.full_tensors",
     "AutoValue": "protocol",
     "DeepSpeedSettings": "settings",
     "DeepSpeedBackend": "deepspeed.backend",
@@ -74,7 +74,7 @@ _MODULES = {
     "AccumulationError": "errors",
     "AccumulationWindow": "gradients.accumulation",
     "Backend": "protocol",
-    "BackwardOptions": "gradients.backward_options",
+    "BackwardOptions": "gradients.reducer",
     "BackendContract": "testing.contract",
     "BackendRegistry": "registry",
     "BatchMismatchError": "errors",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
 from drivetrain_backends.modules.replicated_weights import ReplicatedWeights
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler

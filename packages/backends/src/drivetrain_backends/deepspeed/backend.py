@@ -2,12 +2,13 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.deepspeed.applied import read_back, reduction_dtype
 from drivetrain_backends.deepspeed.checks import (
     check_device,
     check_dtypes,
@@ -17,6 +18,8 @@ from drivetrain_backends.deepspeed.checks import (
     check_rounding,
 )
 from drivetrain_backends.deepspeed.compat import (
+    accumulation_dtype,
+    applied_zero,
     call_after_module,
     num_elements,
     release_models,
@@ -27,17 +30,15 @@ from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_o
 from drivetrain_backends.deepspeed.engine_backward import EngineReducer
 from drivetrain_backends.deepspeed.library import entering, load_deepspeed, local_rank_known
 from drivetrain_backends.deepspeed.model import EngineModel, uncopyable
-from drivetrain_backends.deepspeed.optimizer import remember_groups, share_groups
 from drivetrain_backends.deepspeed.partitioned_parameter import guard
-from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared
+from drivetrain_backends.deepspeed.prepared import DeepSpeedPrepared, remember_groups, share_groups
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
-from drivetrain_backends.gradients.reducer import trainable_parameters
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, trainable_parameters
 from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations, restore_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
-from drivetrain_backends.modules.meta_check import check_values
+from drivetrain_backends.modules.model_checks import check_values
 from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_backends.optim.parameter_matching import owners, parameter_names
 from drivetrain_backends.optim.scheduler import Scheduler
@@ -52,6 +53,7 @@ _ENGINE_IS_MADE_FOR_IT = (
     "a DeepSpeed engine lays out its gradients for the number it was started with; set it before prepare(), or call "
     "free_memory() and prepare the model and optimizer again"
 )
+_DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
 
 
 class DeepSpeedBackend(TorchBackend):
@@ -342,3 +344,36 @@ def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
 
 def _num_elements(model: nn.Module) -> int:
     return sum(map(num_elements, trainable_parameters([model])))
+
+
+def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
+    """Return the section's fields as the engine has them; an `AutoValue` where the section left one open."""
+    zero = applied_zero(engine)
+    found: dict[str, object] = {
+        "stage": int(engine.zero_optimization_stage()),
+        "offload_optimizer": _device_of(zero.offload_optimizer),
+        "offload_param": _device_of(zero.offload_param),
+        "reduce_bucket_size": int(zero.reduce_bucket_size),
+        "allgather_bucket_size": int(zero.allgather_bucket_size),
+        "overlap_comm": bool(zero.overlap_comm),
+        "grad_accum_dtype": accumulation_dtype(engine),
+        "communication_data_type": reduction_dtype(engine),
+        "config": engine.config,
+    }
+    reason = "of deepspeed.config" if settings.config is not None else "not said, so chosen for the run"
+    left_open = {name for name in found if getattr(settings, name) is None} | {"config"}
+    return {
+        name: AutoValue(value=value, reason=reason if name != "config" else "filled in from the run")
+        if name in left_open
+        else value
+        for name, value in found.items()
+    }
+
+
+def reduction_dtype(engine: Any) -> str:
+    """Return the name of the dtype in which ranks add up gradients."""
+    return _DTYPES.get(engine.communication_data_type, "as DeepSpeed chooses")
+
+
+def _device_of(offload: Any) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))

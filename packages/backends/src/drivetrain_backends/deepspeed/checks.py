@@ -13,8 +13,8 @@ from drivetrain_backends.deepspeed.compat import full_shape, is_divided
 from drivetrain_backends.deepspeed.library import accelerator
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.model_checks import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.packed_weights import is_wrapper
-from drivetrain_backends.modules.parameter_writes import check_no_renormalising, check_not_lazy
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_messages import list_some

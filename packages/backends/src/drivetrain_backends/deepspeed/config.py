@@ -10,8 +10,7 @@ from math import log2
 from pathlib import Path
 from typing import Any, cast
 
-from drivetrain_backends.deepspeed.keys import check_keys
-from drivetrain_backends.deepspeed.possible import check_possible
+from drivetrain_backends.deepspeed.config_checks import check_keys, check_possible
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.settings import DeepSpeedSettings
 from drivetrain_config.file_text import parse_json, read_text

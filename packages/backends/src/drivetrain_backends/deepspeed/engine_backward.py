@@ -14,7 +14,7 @@ from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_
 from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
 from drivetrain_messages import list_some
 from drivetrain_precision import LossScaler
 from drivetrain_state import ProgressMark, ProgressRecord

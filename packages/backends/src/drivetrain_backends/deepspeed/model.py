@@ -1,13 +1,13 @@
 """The module that a user calls in place of a model that a DeepSpeed engine trains."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 
 from drivetrain_backends.deepspeed.compat import call_before_backward
 from drivetrain_backends.modules.module_proxy import ModuleProxy
-from drivetrain_backends.modules.outputs import tensors_in
 
 
 class EngineModel(ModuleProxy):
@@ -66,3 +66,18 @@ def uncopyable(model: nn.Module) -> str:
         f"a copy of {type(model).__name__} would hold the hooks of its DeepSpeed engine, and in stage 3 no weights: "
         "build the model anew, and load accelerator.get_state_dict(model) into it"
     )
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings, sequences and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in cast("Mapping[Any, Any]", output).values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in cast("list[Any]", output):
+            yield from tensors_in(value)
+    elif is_dataclass(output):
+        for field in fields(output):
+            yield from tensors_in(getattr(output, field.name))

@@ -1,27 +1,25 @@
-"""A model whose backward, clipping and step run in a DeepSpeed engine."""
+"""A model whose backward, clipping and step run in a DeepSpeed engine, and the optimizer that a loop holds for it."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_backends.deepspeed.engine_backward import EngineReducer
 from drivetrain_backends.deepspeed.gradients import ReducedGradients
+from drivetrain_backends.deepspeed.master_weights import WrittenValues, converted, written_values
 from drivetrain_backends.deepspeed.model import EngineModel
-from drivetrain_backends.deepspeed.optimizer import PartitionedOptimizer
 from drivetrain_backends.deepspeed.partitioned_parameter import unguard
-from drivetrain_backends.deepspeed.reached import ReachedParameters
+from drivetrain_backends.deepspeed.reduction_checks import ReachedParameters
 from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, read_state, spread
-from drivetrain_backends.deepspeed.written import WrittenValues, converted, written_values
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
-from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
 from drivetrain_backends.modules.replicated_weights import check_replicas
-from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
-from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared, weights_of
+from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult, uncopyable
+from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared, check_clip, weights_of
 from drivetrain_state import Context, ProgressMark
 
 
@@ -266,3 +264,47 @@ class DeepSpeedPrepared(TorchPrepared):
                 f"clip(norm={norm!r}) contradicts gradient_clipping={configured!r} of the DeepSpeed configuration; "
                 "leave out one of the two"
             )
+
+
+class PartitionedOptimizer(PreparedOptimizer):
+    """An optimizer whose parameters DeepSpeed has partitioned: it accepts no more groups, and cannot be copied."""
+
+    def check_copyable(self) -> NoReturn:
+        """Refuse to copy, because an engine has partitioned the parameters."""
+        raise TypeError(uncopyable(self.optimizer))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refuse a new group, because DeepSpeed (0.19) builds its lists of groups when the engine starts."""
+        raise RuntimeError(
+            f"add_param_group() with {len(param_group.get('params', ()))} parameters after prepare(): ZeRO stages 1 "
+            "to 3 partition the groups that the optimizer has when prepare() starts its engine. Add the group before "
+            "prepare(), with lr=0 until it is to be trained; or free_memory() and prepare() again"
+        )
+
+
+def share_groups(source: Optimizer, other: Optimizer) -> None:
+    """Make two optimizers share the groups and state of `source` from now on, also after one loads a state."""
+
+    def follow(one: Optimizer, loaded: Optimizer) -> None:
+        one.param_groups, one.state = loaded.param_groups, loaded.state
+
+    follow(other, source)
+    # torch creates new groups when it loads a state.
+    source.register_load_state_dict_post_hook(lambda loaded: follow(other, loaded))
+    other.register_load_state_dict_post_hook(lambda loaded: follow(source, loaded))
+
+
+def remember_groups(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that restores an optimizer's groups and state, in case an engine fails to start."""
+    groups, state = optimizer.param_groups, optimizer.state
+    parameters = [list(group["params"]) for group in groups]
+    kept = dict(state)
+
+    def give_back() -> None:
+        optimizer.param_groups, optimizer.state = groups, state
+        for group, own in zip(groups, parameters, strict=True):
+            group["params"] = own
+        state.clear()
+        state.update(kept)
+
+    return give_back

@@ -27,7 +27,7 @@ from drivetrain_backends.deepspeed.partitions import (
 from drivetrain_backends.modules.compile import load_plain_state, plain_state
 from drivetrain_backends.modules.packed_weights import packed_entries
 from drivetrain_backends.state_dict.block_tensors import as_values
-from drivetrain_backends.state_dict.full_state_dict import full_tensor
+from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_backends.state_dict.optimizer_state import (
     check_groups,
     check_named_state,

@@ -8,29 +8,31 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_backends.fsdp.applied import read_back, reduction_dtype
-from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
-from drivetrain_backends.fsdp.dtypes import plan_dtypes
-from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
+from drivetrain_backends.fsdp.compat import (
+    mixed_precision,
+    num_prefetched,
+    parameter_groups,
+    reshards_after_forward,
+)
 from drivetrain_backends.fsdp.gradients import ShardedGradients
-from drivetrain_backends.fsdp.mesh_plan import MeshShape, plan_mesh
+from drivetrain_backends.fsdp.guards import AssignmentGuard, check_trainable, explain_ungathered
 from drivetrain_backends.fsdp.meta_init import parameters_on_meta
-from drivetrain_backends.fsdp.misuse import explain_ungathered
 from drivetrain_backends.fsdp.optimizer_probe import check_steps_shards
-from drivetrain_backends.fsdp.optimizer_shards import repoint
+from drivetrain_backends.fsdp.plan import MeshShape, plan_dtypes, plan_mesh
 from drivetrain_backends.fsdp.prepared import FSDPPrepared
-from drivetrain_backends.fsdp.refused_parameters import check_trainable
 from drivetrain_backends.fsdp.retained_models import RetainedModel, RetainedModels, shard_for_good
 from drivetrain_backends.fsdp.shard import Sharding, check_dtypes, check_sources
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.state import repoint
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import make_islands, plan_islands
@@ -43,6 +45,7 @@ from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import DtypePolicy, Policy
+from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 from drivetrain_state import Context
 
 _UNCOPYABLE = (
@@ -76,10 +79,9 @@ class FSDPBackend(TorchBackend):
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         own: FSDPSettings = self.settings_or_defaults(settings)
-        self._frozen = FrozenBlocks()
         self._sharded: dict[nn.Module, ShardedModel] = {}
         self._gradients = ShardedGradients(
-            loss_scaler(context, policy), context.device, self._sharded, self._frozen, policy.dtypes.reduce
+            loss_scaler(context, policy), context.device, self._sharded, policy.dtypes.reduce
         )
         super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
         self.settings: FSDPSettings = own
@@ -262,7 +264,7 @@ class FSDPBackend(TorchBackend):
             inner, plan, self._sharding, self.context, self.settings, islands=islands, order=self._order
         )
         self._successors.update(successors)
-        self._frozen.add(retained.sharded)
+        self._gradients.watch(retained.sharded)
         self._retained.add(retained)
         return retained
 
@@ -296,3 +298,89 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
         if tuple(part.shape) == shape.sizes:
             return part
     return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
+
+
+def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
+    """Return the section's fields as they are in the models; an `AutoValue` where the section left one open.
+
+    `reason` is that of the chosen strategy; empty if the section sets it.
+    """
+    models = [model for model in models if len(model.plain) < len(model.parameters)]  # those with shards
+    if not models:
+        return {}
+    found = {**_of_torch(models[0]), **_of_models(models, settings)}
+    reasons = _reasons(models, settings, reason)
+    return {
+        name: AutoValue(value=value, reason=reasons.get(name, "not said, so chosen for the run"))
+        if getattr(settings, name) is None or (name in _MAY_FALL_SHORT and reasons.get(name))
+        else value
+        for name, value in found.items()
+    }
+
+
+def reduction_dtype(models: Sequence[ShardedModel]) -> str | None:
+    """Return the dtype in which gradients of shards are reduced; None without shards, or in their own dtype."""
+    for model in models:
+        if len(model.plain) < len(model.parameters):
+            dtype = mixed_precision(model.blocks[0]).reduce_dtype
+            return None if dtype is None else NAMES[dtype]
+    return None
+
+
+_MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
+
+
+def _of_torch(model: ShardedModel) -> dict[str, object]:
+    """Return the arguments of `fully_shard`, which are the same for all models."""
+    group = next(group for block in model.blocks for group in parameter_groups(block))
+    offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+    return {
+        "strategy": _strategy(group),
+        "shard_size": group.mesh_info.shard_mesh_size,
+        "offload": offloads,
+        "pin_memory": offloads and group.offload_policy.pin_memory,
+    }
+
+
+def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
+    """Return the values that depend on the models' own modules."""
+    blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
+    regions = blocks or [model.module for model in models]
+    classes = {class_name(block) for block in blocks}
+    asked = [name for name in settings.wrap or () if name in classes]
+    trained = [p for model in models for p in model.known if p.requires_grad and isinstance(p, DTensor)]
+    ahead = [num_prefetched(block) for model in models for block in model.blocks]
+    return {
+        "wrap": (*asked, *sorted(classes.difference(asked))),
+        "upcast": not any(p.dtype in HALF for p in trained)
+        if settings.upcast
+        else any(model.upcast for model in models),
+        "prefetch": max(ahead),
+        "activation_checkpointing": checkpointing_of(regions[0]),
+        "compile_regions": all("forward" in vars(region) for region in regions),
+    }
+
+
+def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: str) -> dict[str, str]:
+    shared = "; ".join(
+        f"{name} is left out, as it shares {other}"
+        for model in models
+        for name, other in model.plan.left_out.items()
+    )
+    said = "" if settings.wrap is not None else models[0].plan.reason
+    prefetch = "torch's own order: one block ahead in backward"
+    if settings.prefetch is not None:
+        most = max(len(model.blocks) for model in models) - 1
+        prefetch = "there are no more blocks" if most < settings.prefetch else ""
+    return {
+        "strategy": strategy,
+        "wrap": "; ".join(filter(None, (said, shared))),
+        "prefetch": prefetch,
+    }
+
+
+def _strategy(group: Any) -> str:
+    mesh, reshards = group.mesh_info, reshards_after_forward(group)
+    if mesh.mesh.ndim == 1:
+        return "full_shard" if reshards else "shard_grad_op"
+    return "hybrid_shard" if reshards else "no_shard"

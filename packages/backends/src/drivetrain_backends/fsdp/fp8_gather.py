@@ -17,7 +17,7 @@ from drivetrain_backends.fsdp.compat import gather_as, tree_leaves
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.state_dict.dtensor import plain_values
 from drivetrain_backends.torch.compat import call_after_backward
-from drivetrain_precision import GathersInFp8
+from drivetrain_precision import SupportsFp8Gather
 from drivetrain_precision.fp8.protocol import gathers_in_fp8
 
 
@@ -31,7 +31,7 @@ class Fp8Gather:
         self._note = note
         self._sharded = sharded
         found = [each for each in sharded.module.modules() if gathers_in_fp8(each)]
-        self._layers: Sequence[GathersInFp8] = found
+        self._layers: Sequence[SupportsFp8Gather] = found
         self._shards = [each.weight for each in found]
         self._inside = nn.ModuleList(cast("list[nn.Module]", found))
         root = sharded.module

@@ -1,21 +1,26 @@
-"""Sharded gradients: averaged by FSDP, made final here."""
+"""Sharded gradients: averaged by FSDP, made final and measured here."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain_backends.errors import AccumulationError
-from drivetrain_backends.fsdp.frozen_blocks import FrozenBlocks
-from drivetrain_backends.fsdp.misuse import check_unconverted
+from drivetrain_backends.fsdp.compat import give_gradient_dtypes, needs_gradient_dtypes, parameter_groups
+from drivetrain_backends.fsdp.guards import check_unconverted
 from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.averaging import average
-from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
-from drivetrain_backends.gradients.multi_tensor import multiply_by_device, unscale_on_host
-from drivetrain_backends.gradients.reducer import ParameterGradients
+from drivetrain_backends.gradients.multi_tensor import multiply_by_device, norms, unscale_on_host
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, ParameterGradients
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import LossScaler
@@ -35,17 +40,28 @@ class ShardedGradients(ParameterGradients):
         scaler: LossScaler | None,
         device: torch.device,
         sharded: Mapping[nn.Module, ShardedModel],
-        frozen: FrozenBlocks,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(scaler)
         self._device = device
         self._sharded = sharded
-        self._frozen = frozen
+        # Blocks that have not run their first forward; weak, because a program may drop a model that never ran.
+        self._without_dtypes: WeakSet[FSDPModule] = WeakSet()
         self._dtype = dtype
         self.holding: set[nn.Module] = set()
         self.held: set[nn.Module] = set()
         self.retained: dict[nn.Module, RetainedModel] = {}
+
+    def watch(self, model: ShardedModel) -> None:
+        """Set the gradient dtypes of blocks that are frozen at their first forward, and trained later.
+
+        FSDP of torch 2.9 reads the dtypes from the trainable parameters at the first forward. Without any, as for a
+        discriminator that is frozen in the first step, it later gives fp32 parameters half-precision gradients, which
+        torch refuses. Drop this once the oldest supported torch finds the dtypes by itself, as 2.15 does.
+        """
+        self._without_dtypes.update(
+            block for block in model.blocks if any(map(needs_gradient_dtypes, parameter_groups(block)))
+        )
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run torch's backward; see `GradientReducer.backward`."""
@@ -61,7 +77,9 @@ class ShardedGradients(ParameterGradients):
                     "its end: gradients would never be reduced again. Go on from a checkpoint, with a model that is "
                     "built and prepared anew"
                 )
-        self._frozen.give_dtypes()
+        self._without_dtypes -= {
+            block for block in self._without_dtypes if all(map(give_gradient_dtypes, parameter_groups(block)))
+        }
         with ExitStack() as stack:
             for one in self.retained.values():
                 stack.enter_context(one.use.paused())
@@ -116,3 +134,63 @@ class ShardedGradients(ParameterGradients):
         overflowed = bool(found.item())
         scaler.observe(overflowed=overflowed)
         return overflowed
+
+
+@torch.no_grad()  # with grad mode on, taking the local shard would be an autograd operation
+def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm of all gradients as one vector, of shape (). Called on all ranks.
+
+    Gradients may be sharded over several meshes; there is one all-reduce for each set of process groups. A
+    `norm_type` of infinity gives the largest element.
+    """
+    alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        division = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        alike[division].append(gradient)
+    groups: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for divided in alike.values():
+        groups[_holders(divided[0])] += [local(gradient) for gradient in divided]
+    is_max = norm_type == torch.inf
+    parts: list[Tensor] = []
+    for holders, tensors in groups.items():
+        part = _combined(tensors, norm_type, device)
+        for group in holders:
+            dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        parts.append(part)
+    if not parts:
+        return torch.zeros((), device=device)
+    stacked = torch.stack(parts)
+    return stacked.max() if is_max else stacked.sum() ** (1 / norm_type)
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
+    """Scale gradients so that their norm `total` becomes at most `norm`, as in torch's clipping."""
+    factor = (norm / (total + 1e-6)).clamp(max=1.0)
+    multiply_by_device([local(gradient) for gradient in gradients], factor)
+
+
+def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the largest element of some tensors, or the sum of their elements' powers, of shape ()."""
+    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest element
+    dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+    dtype = torch.float32 if dtype.itemsize < 4 else dtype
+    if not filled:
+        return torch.zeros((), device=device, dtype=dtype)
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for found in norms(filled, norm_type):
+        by_device[found.device].append(found.to(dtype))
+    # One copy for all that are offloaded: the host waits for each.
+    stacked = torch.cat([torch.stack(found).to(device) for found in by_device.values()])
+    return stacked.max() if norm_type == torch.inf else (stacked**norm_type).sum()
+
+
+def _holders(gradient: Tensor) -> tuple[ProcessGroup, ...]:
+    """Return the process groups over which a gradient is sharded; none for a full one."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(
+        gradient.device_mesh.get_group(axis)
+        for axis, placement in enumerate(gradient.placements)
+        if isinstance(placement, Shard)
+    )

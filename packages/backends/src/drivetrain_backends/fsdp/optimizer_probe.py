@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from drivetrain_backends.fsdp.storage import is_plain
+from drivetrain_backends.fsdp.plan import is_plain
 from drivetrain_backends.optim.trials import copied_over, run_eagerly
 from drivetrain_backends.state_dict.dtensor import local, own_part
 

@@ -11,16 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
-from drivetrain_backends.fsdp.assignment_guard import AssignmentGuard
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
-from drivetrain_backends.fsdp.gradients import ShardedGradients
-from drivetrain_backends.fsdp.low_bit_states import unify_forms
-from drivetrain_backends.fsdp.misuse import check_unconverted
-from drivetrain_backends.fsdp.norms import global_norm, scale_to_norm
+from drivetrain_backends.fsdp.gradients import ShardedGradients, global_norm, scale_to_norm
+from drivetrain_backends.fsdp.guards import AssignmentGuard, check_unconverted
 from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.fsdp.state import divided_like, load_model
+from drivetrain_backends.fsdp.state import divided_like, load_model, unify_forms
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.optim.optimizer import StepResult

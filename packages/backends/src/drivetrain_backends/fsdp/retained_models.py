@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.compat import forward_is_open
-from drivetrain_backends.fsdp.forward_writes import ForwardWrites
 from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
-from drivetrain_backends.fsdp.misuse import refuse_misuse
-from drivetrain_backends.fsdp.parameter_hooks import ParameterHooks
+from drivetrain_backends.fsdp.guards import ForwardWrites, refuse_misuse
 from drivetrain_backends.fsdp.shard import Sharding, shard_model
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.fsdp.sharded_parameter import ProgramUse
+from drivetrain_backends.fsdp.sharded_parameter import ParameterHooks, ProgramUse
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
 from drivetrain_backends.settings import FSDPSettings

@@ -8,18 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
-from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
-from drivetrain_backends.gradients.reducer import GradientReducer, ParameterGradients
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, GradientReducer, ParameterGradients
 from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
 from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
-from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK
-from drivetrain_backends.modules.parameter_writes import Writes
+from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, Writes
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_messages import list_some
 from drivetrain_precision import PrecisionSettings
@@ -228,3 +226,32 @@ def _check_unreached(final: Sequence[GradientGroup], before: Sequence[GradientVe
         raise AccumulationError(
             "backward() reached gradients of this window that were clipped already; clip after its last loss"
         )
+
+
+def group_models(
+    models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], tracker: GradientTracker
+) -> list[GradientGroup]:
+    """Return the group of each model: together with those that share a parameter or an optimizer.
+
+    `trained_together` are the indices of the models that each optimizer trains. A group with the same models is kept.
+    """
+    label = list(range(len(models)))
+    holders: dict[Any, int] = {}
+    links = [list(indices) for indices in trained_together]
+    links += [[holders.setdefault(p, i), i] for i, model in enumerate(models) for p in model.parameters()]
+    for indices in links:
+        for other in indices[1:]:
+            old, new = label[other], label[indices[0]]
+            label = [new if value == old else value for value in label]
+    kept = {group.models: group for group in tracker.groups}
+    groups: dict[int, GradientGroup] = {}
+    for mark in dict.fromkeys(label):
+        members = tuple(model for model, value in zip(models, label, strict=True) if value == mark)
+        groups[mark] = kept.pop(members, None) or GradientGroup(members, tracker)
+    if any(group.stage in ("open", "final") for group in kept.values()):
+        raise AccumulationError(
+            "prepare() while gradients are on their way to a step; call it between two windows"
+        )
+    for group in kept.values():
+        group.skips.close()
+    return [groups[mark] for mark in label]

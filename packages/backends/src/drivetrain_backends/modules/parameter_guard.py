@@ -1,14 +1,14 @@
-"""A record of the parameters that a model was prepared with: what replaces or converts them would not be trained."""
+"""A record of the parameters that a model was prepared with, and of in-place writes: neither would be trained."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.compat import modules_in, parameters_in
+from drivetrain_backends.compat import as_they_are, modules_in, parameters_in, version_of
 from drivetrain_backends.errors import PairingError, ReplacedParameterError
 from drivetrain_messages import list_some
 
@@ -95,3 +95,23 @@ class KnownParameters:
         ]
         self._held: list[Any] = list(chain.from_iterable(map(dict[str, Any].values, self._slots)))
         self._known = {id(parameter): name for name, parameter in self._model.named_parameters()}
+
+
+class Writes:
+    """The writes to tensors since a moment, but those through `.data`; None for a tensor that does not exist yet."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | None]) -> None:
+        self._tensors = tensors
+        self._versions = self._now()
+
+    def since(self) -> list[str]:
+        """Return the names of tensors that were written to since this object was made, or since the last call."""
+        before, self._versions = self._versions, self._now()
+        if before == self._versions:
+            return []
+        pairs = zip(self._tensors, before, self._versions, strict=True)
+        return [name for name, old, new in pairs if old != new and old is not None]
+
+    def _now(self) -> list[int | None]:
+        with as_they_are():
+            return [None if tensor is None else version_of(tensor) for tensor in self._tensors.values()]

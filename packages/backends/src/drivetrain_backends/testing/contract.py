@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from drivetrain_backends.errors import PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.protocol import Backend
-from drivetrain_backends.state_dict.full_state_dict import full_state_dict
+from drivetrain_backends.state_dict.full_tensors import full_state_dict
 from drivetrain_backends.testing.reference_training import (
     NUM_FEATURES,
     RATE,

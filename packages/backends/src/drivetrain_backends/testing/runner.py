@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.protocol import Backend, Prepared
-from drivetrain_backends.state_dict.full_state_dict import full_state_dict
+from drivetrain_backends.state_dict.full_tensors import full_state_dict
 from drivetrain_backends.testing.reference_training import Case, TinyModel, Window, loss_and_count
 from drivetrain_state import Context
 

@@ -12,8 +12,12 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.averaging import average
-from drivetrain_backends.gradients.backward_options import ONCE, BackwardOptions
-from drivetrain_backends.gradients.reducer import ParameterGradients, trainable_parameters
+from drivetrain_backends.gradients.reducer import (
+    ONCE,
+    BackwardOptions,
+    ParameterGradients,
+    trainable_parameters,
+)
 from drivetrain_backends.torch.compat import call_after_backward, has_rebuilt_buckets
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler

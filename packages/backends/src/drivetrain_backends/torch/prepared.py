@@ -1,8 +1,10 @@
 """A prepared model with its optimizers: the common part of all backends, for one that torch's own autograd trains."""
 
 import logging
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain_backends.gradients.clipping import check_clip
 from drivetrain_backends.gradients.nonfinite import nonfinite_error
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
 from drivetrain_backends.modules.autocast_forward import restore_forward
@@ -322,3 +323,18 @@ class TorchPrepared:
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
     """Return a module's parameters, whatever a `parameters` of its own leaves out."""
     return [parameter for _, parameter in nn.Module.named_parameters(module)]
+
+
+def check_clip(norm: object, norm_type: object, value: object) -> None:
+    """Refuse invalid arguments of a clip; an infinite norm is valid and only measures."""
+    if (norm is None) == (value is None):
+        raise ValueError(f"clip(norm={norm!r}, value={value!r}): give one of the two")
+    for name, number in (("norm", norm), ("norm_type", norm_type), ("value", value)):
+        if number is None or (type(number) is float and number > 0):  # the common case, at every step
+            continue
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(f"clip({name}={number!r}): it is a number above 0, not {type(number).__name__}")
+        if math.isnan(number) or number <= 0:
+            raise ValueError(
+                f"clip({name}={number!r}): it must be above 0; an infinite norm measures and clips nothing"
+            )

@@ -9,7 +9,7 @@ from torch import nn
 from drivetrain.fp8.first_step_products import FirstStepProducts
 from drivetrain.fp8.fp8_proof import PATIENCE_STEPS, StepVerdict, judge_step, judge_unproved
 from drivetrain_backends import unwrap_compiled
-from drivetrain_backends.modules.prepared_check import check_new
+from drivetrain_backends.modules.model_checks import check_new
 from drivetrain_precision import (
     ConversionReport,
     NothingConvertedError,

@@ -1,11 +1,19 @@
-"""The plan of which ranks share a replica of the parameters, made without a device."""
+"""The plan of a sharded run, made without a device: which ranks share a replica, and the dtypes of its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from drivetrain_backends.modules.packed_weights import is_wrapper
 from drivetrain_backends.settings import FSDPSettings
+from drivetrain_precision import DtypePolicy, Policy, PrecisionError
+from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
+from drivetrain_precision.dtypes.holding import held_dtype
 from drivetrain_state import Topology
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
@@ -90,3 +98,77 @@ def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
     if "shard" not in parallelism:
         return None
     return parallelism.get("data", 1), parallelism["shard"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DtypePlan:
+    """The dtypes of a run; None keeps the model's own.
+
+    Attributes:
+        compute: The dtype of forward and backward.
+        reduce: The dtype in which gradients are reduced.
+        upcast: Whether trainable half-precision parameters are converted to fp32 before they are sharded.
+        held: The dtypes that parameters and buffers are held in, as far as the run's policy says them.
+    """
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+    upcast: bool
+    held: DtypePolicy
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Return the policy for `fully_shard`; outputs are cast by the model's call, as under every backend."""
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
+
+
+def plan_dtypes(settings: FSDPSettings, policy: Policy) -> DtypePlan:
+    """Return the dtypes for the section and the run's precision."""
+    held = policy.dtypes
+    if settings.upcast is not None and held.param is not None and settings.upcast != (held.param not in HALF):
+        raise PrecisionError(
+            f"fsdp.upcast={settings.upcast} with precision.param_dtype={NAMES[held.param]!r}: both say what "
+            "parameters are held in, and they differ; leave fsdp.upcast out"
+        )
+    compute = policy.autocast_dtype or held.param
+    upcast = compute in HALF and held.param is None
+    return DtypePlan(
+        compute=compute,
+        reduce=torch.float32 if held.reduce is None and compute in HALF else held.reduce,
+        upcast=upcast if settings.upcast is None else settings.upcast,
+        held=held,
+    )
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Return whether every rank keeps the full parameter: scalars, integers, empty and packed ones."""
+    is_skipped = parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
+    return is_skipped or is_wrapper(parameter)
+
+
+class TensorStorage:
+    """The storage of a model's tensors, which are identified by being the same objects."""
+
+    def __init__(self, model: nn.Module, dtypes: DtypePlan, islands: frozenset[nn.Module]) -> None:
+        self._dtypes = dtypes
+        self._kept: set[Tensor] = set()
+        for module in model.modules():
+            if module in islands:
+                self._kept.update(module.parameters(recurse=False))
+                self._kept.update(module.buffers(recurse=False))
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which a parameter or buffer is stored."""
+        held = held_dtype(tensor, self._dtypes.held, is_island=tensor in self._kept)
+        return torch.float32 if self.upcasts(tensor) else held
+
+    def upcasts(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a trained parameter in half precision that is stored in fp32."""
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        return is_trained and self._dtypes.upcast and tensor.dtype in HALF
+
+    def is_whole(self, parameter: Tensor) -> bool:
+        """Return whether every rank keeps the full parameter.
+
+        So for those of modules that stay in fp32: small ones, which a block could gather in its own dtype alone.
+        """
+        return is_plain(parameter) or parameter in self._kept

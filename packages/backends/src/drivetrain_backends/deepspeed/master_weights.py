@@ -1,4 +1,4 @@
-"""Values that a user writes into parameters between steps, which must also reach the engine's fp32 masters."""
+"""Values that a user writes into parameters between steps, which must also reach the engine's fp32 master weights."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,0 +1,276 @@
+"""The list of guards over a sharded model: what FSDP would train wrongly, drop, or fail on with a cryptic error.
+
+| guard | when | cost |
+|---|---|---|
+| `check_trainable` | `prepare`, before any change | a walk through the modules |
+| `refuse_misuse` | a gather, a first forward, a backward | one comparison for each parameter that is gathered |
+| `explain_ungathered`, `check_unconverted` | after an error | none before it |
+| `ForwardWrites` | a gather and a backward; checked at a step | the version of each gathered parameter |
+| `AssignmentGuard` | an assignment of a parameter to a module | a look into a dict |
+
+Those during training wrap methods of torch's own objects, where FSDP starts to gather and to run backward: this
+covers every strategy and blocks that are called directly, and torch.compile does not trace it.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain_backends.compat import names_of_hooks
+from drivetrain_backends.errors import SecondDerivativeError, UnshardedParameterError
+from drivetrain_backends.fsdp.compat import (
+    begin_anew,
+    call_after_gathering,
+    check_before_backward,
+    check_before_first_forward,
+    check_before_gathering,
+    gathered_parameter,
+    is_in_forward,
+    module_slot,
+    parameter_groups,
+)
+from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.modules.model_checks import check_no_renormalising, check_not_lazy
+from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
+from drivetrain_backends.modules.parameter_guard import Writes
+from drivetrain_backends.modules.wrap_policy import class_name
+from drivetrain_messages import list_some
+
+_SPARSE = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse trainable parameters whose gradients cannot be sharded, and weights packed in a floating dtype."""
+    check_not_lazy(model)
+    check_no_renormalising(model, "FSDP drops what is written into gathered parameters")
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attribute}".lstrip(".")
+            if not parameter.requires_grad:
+                _check_packed(name, parameter)
+                continue
+            if parameter.is_complex():
+                raise ValueError(
+                    f"{class_name(model)}: {name} is complex ({str(parameter.dtype)[6:]}), and FSDP divides and "
+                    "reduces real numbers: keep it as two real parts (torch.view_as_real), or use backend='ddp'"
+                )
+            if isinstance(module, _SPARSE) and module.sparse and parameter.layout is torch.strided:
+                raise ValueError(
+                    f"{class_name(model)}: {name} gets sparse gradients ({type(module).__name__}(sparse=True)), "
+                    "which FSDP does not reduce: say sparse=False, or use backend='ddp'"
+                )
+            if any(hook.startswith("register_multi_grad_hook.") for hook in names_of_hooks(parameter)):
+                raise ValueError(
+                    f"{class_name(model)}: {name} has a hook of register_multi_grad_hook, which would never run, as "
+                    "FSDP lets gradients come to gathered parameters: set a hook on each by "
+                    "parameter.register_hook, or use backend='ddp'"
+                )
+
+
+def _check_packed(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a weight of bitsandbytes that would be divided: its layer's forward puts another one in its place."""
+    kind = type(parameter)
+    if is_packed(parameter) and not is_wrapper(parameter) and parameter.is_floating_point():
+        raise ValueError(
+            f"{name} is a {kind.__name__} of bitsandbytes held in {str(parameter.dtype)[6:]}: FSDP2 would divide "
+            "it, and the forward of bitsandbytes replaces a weight that was gathered. Build the layer with "
+            "quant_storage=torch.uint8 (bnb_4bit_quant_storage in transformers) and move the model to its device "
+            "before prepare(): packed weights are then kept whole on each rank, and the adapters are divided; or use "
+            "backend='ddp'"
+        )
+
+
+def refuse_misuse(sharded: ShardedModel) -> None:
+    """Refuse forwards with parameters other than the model's own, and second derivatives, from now on."""
+    kind = class_name(sharded.module)
+    names = {place.parameter: place.name for place in sharded.places}
+
+    def refuse(name: str) -> NoReturn:
+        _begin_anew(sharded)
+        raise UnshardedParameterError(
+            f"a forward of {kind} with another tensor in the place of {name}, as torch.func.functional_call and "
+            "gathered() put there: FSDP would compute with its own. Run such a forward on a model that is not "
+            "prepared, or under backend='single'; values go in inside gathered(write=True)"
+        )
+
+    every: list[_Held] = []
+    for block in sharded.blocks:
+        for group in parameter_groups(block):
+            held = [_Held(parameter, names[parameter.sharded_param]) for parameter in group.fsdp_params]
+            every += held
+            check_before_gathering(group, partial(_check, held, refuse))
+    for block in sharded.blocks:
+        check_before_first_forward(block, partial(_check, every, refuse))
+        check_before_backward(block, partial(_refuse_second_derivative, kind))
+
+
+def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedParameterError | None:
+    """Return the error for a forward that used a block's shards as parameters; None for any other error."""
+    _begin_anew(sharded)
+    check_unconverted([sharded], error)
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    sharded.reshard()
+    classes = {class_name(sharded.module.get_submodule(name)) for name in sharded.plan.blocks}
+    return UnshardedParameterError(
+        f"a forward of {class_name(sharded.module)} used parameters of a block that is not gathered: it calls "
+        "block.forward(...) where FSDP sees block(...) alone, or reads the block's weights from outside. Blocks are "
+        f"{', '.join(sorted(classes)) or 'the whole model'}: have the model call them, name classes that it calls "
+        "(--fsdp-wrap), gather all at once (--fsdp-min-num-params above the model's size), or use backend='ddp'"
+    )
+
+
+def check_unconverted(models: Iterable[ShardedModel], error: BaseException | None = None) -> None:
+    """Refuse models whose shards were converted to another dtype, for which FSDP has no memory."""
+    for sharded in models:
+        dtypes = {id(p.sharded_param): p.orig_dtype for p in sharded.divided() if hasattr(p, "orig_dtype")}
+        for name, parameter in sharded.parameters.items():
+            if parameter.dtype is not (dtype := dtypes.get(id(parameter), parameter.dtype)):
+                raise UnshardedParameterError(
+                    f"{name} of {class_name(sharded.module)} was converted from {str(dtype)[6:]} to "
+                    f"{str(parameter.dtype)[6:]} after prepare(), as by model.to(...): FSDP gathers and reduces in "
+                    "what it was prepared with. Convert a model before prepare(); for an export, convert what "
+                    "get_state_dict() returns"
+                ) from error
+
+
+def _begin_anew(sharded: ShardedModel) -> None:
+    for block in sharded.blocks:
+        begin_anew(block)
+
+
+class _Held:
+    """The slot of a module that holds a parameter for torch to gather."""
+
+    __slots__ = ("attribute", "name", "parameter", "slots")
+
+    def __init__(self, parameter: Any, name: str) -> None:
+        self.parameter, self.name = parameter, name
+        self.slots, self.attribute = module_slot(parameter)
+
+
+def _check(held: Sequence[_Held], refuse: Callable[[str], NoReturn]) -> None:
+    for one in held:
+        if one.slots.get(one.attribute) is not one.parameter.sharded_param:
+            refuse(one.name)
+
+
+def _refuse_second_derivative(kind: str) -> None:
+    if torch.is_grad_enabled():
+        raise SecondDerivativeError(
+            f"a backward through {kind} with create_graph=True, as a gradient penalty takes: FSDP lets gathered "
+            "parameters go in backward, and a second one would need them. Use backend='single' or 'ddp'; or "
+            "take the penalty of a difference of outputs instead of a gradient"
+        )
+
+
+class CountedParameter(nn.Parameter):
+    """A gathered parameter whose `.data` counts writes, which torch's does not."""
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values without autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values is not self:
+            self.detach().copy_(values)
+
+
+class ForwardWrites:
+    """The writes of a model's forwards, and of hooks in its backwards; and its steps before a backward."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._kind = class_name(sharded.module)
+        self._names = {parameter: name for name, parameter in sharded.parameters.items()}
+        self._writes: dict[Any, tuple[Tensor | None, Writes]] = {}  # into gathered parameters, by group
+        self.num_steps = 0
+        self._num_at_forward: dict[Any, int] = {}  # the steps before the last forward, by group
+        for block in sharded.blocks:
+            groups = parameter_groups(block)
+            for group in groups:
+                call_after_gathering(group, partial(self._note, group))
+            check_before_backward(block, partial(self._refuse_stepped, groups))
+
+    def check(self) -> None:
+        """Refuse writes into gathered parameters since the last call."""
+        if names := [name for _, writes in self._writes.values() for name in writes.since()]:
+            raise UnshardedParameterError(
+                f"{list_some(names)} of {self._kind}: a forward, or a hook in backward, wrote "
+                "into it, where FSDP drops what is written: it gathers parameters anew for each forward. Write after "
+                "the step in its place, inside accelerator.gathered(model, write=True); keep what a forward updates "
+                "in a buffer; or use backend='ddp'"
+            )
+
+    def _note(self, group: Any) -> None:
+        """Count the writes to a group's parameters from its first gather on, and the steps from each forward on."""
+        first = gathered_parameter(group.fsdp_params[0])
+        if group not in self._writes or self._writes[group][0] is not first:
+            named = {self._names[p.sharded_param]: gathered_parameter(p) for p in group.fsdp_params}
+            for parameter in named.values():
+                if type(parameter) is nn.Parameter:  # others are gathered in another form, as in fp8
+                    parameter.__class__ = CountedParameter
+            self._writes[group] = first, Writes(named)
+        if is_in_forward(group):
+            self._num_at_forward[group] = self.num_steps
+
+    def _refuse_stepped(self, groups: list[Any]) -> None:
+        """Refuse a backward through outputs that were computed before a step."""
+        if any(self._num_at_forward.get(group, self.num_steps) != self.num_steps for group in groups):
+            raise UnshardedParameterError(
+                f"{self._kind} was stepped between a forward and its backward, as in a hook of the forward: FSDP "
+                "gathers parameters for both, and gradients of these outputs would be computed with the new "
+                "weights. Step after accelerator.backward(loss)"
+            )
+
+
+class AssignmentGuard:
+    """A guard over the modules of models, from `watch` until `close`."""
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._paused = False
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch every module of a model, except those with their own `__setattr__`."""
+        if self._handle is None:
+            check = cast("Callable[..., None]", self._check)
+            self._handle = register_module_parameter_registration_hook(check)
+        for name, module in model.named_modules():
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                self._names[module] = name
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Allow parameters to be assigned in the block."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def close(self) -> None:
+        """Stop watching all modules, until `watch` is called again."""
+        self._names.clear()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _check(self, module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+        if self._paused or parameter is None or module not in self._names:
+            return
+        name = f"{self._names[module]}.{attribute}".lstrip(".")
+        raise UnshardedParameterError(
+            f"{name} is assigned after prepare(): the new tensor would neither be sharded, nor averaged over ranks, "
+            "nor be what the optimizer holds. Change values in place, inside gathered(write=True), or build the "
+            "model before prepare()"
+        )
