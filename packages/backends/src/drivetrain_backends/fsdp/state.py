@@ -76,9 +76,7 @@ def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) ->
     """
     for group in optimizer.param_groups:
         group["params"] = [successors.get(p, p) for p in group["params"]]
-        kinds = {isinstance(p, DTensor) for p in group["params"]}
-        if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = False  # torch's foreach functions do not mix sharded with full tensors
+        turn_off_mixed_foreach(group)
     for parameter in [p for p in optimizer.state if p in successors]:
         state: dict[str, Any] = optimizer.state.pop(parameter)
         shard = successors[parameter]
@@ -89,6 +87,13 @@ def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) ->
             else _sharded_like(value, shard, shard.device)
             for key, value in state.items()
         }
+
+
+def turn_off_mixed_foreach(group: dict[str, Any]) -> None:
+    """Have an optimizer step a group one by one: torch's foreach functions do not mix sharded with full tensors."""
+    kinds = {isinstance(p, DTensor) for p in group["params"]}
+    if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
+        group["foreach"] = False
 
 
 def unify_forms(
