@@ -9,8 +9,7 @@ from drivetrain_state import (
     detect_devices,
     device_count,
 )
-from drivetrain_state.detect import cuda_ability, rocm_ability
-from drivetrain_state.device_links import nvidia_link
+from drivetrain_state.detect import cuda_ability, nvidia_link, rocm_ability
 
 
 def test_the_cpu_is_always_there_and_last() -> None:

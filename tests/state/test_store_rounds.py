@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from drivetrain_state.store_probe import store_address
-from drivetrain_state.store_rounds import StoreRounds, wait
+from drivetrain_state.store_rounds import StoreRounds, store_address, wait
 
 WAIT = timedelta(seconds=20)
 

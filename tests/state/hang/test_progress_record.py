@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from drivetrain_state.hang.progress_mark import ProgressMark
-from drivetrain_state.hang.progress_record import ProgressRecord
+from drivetrain_state.hang.progress_record import ProgressMark, ProgressRecord
 
 
 def test_a_new_watch_has_made_no_progress() -> None:

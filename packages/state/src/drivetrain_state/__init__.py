@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from drivetrain_state.errors import LeafError as LeafError
     from drivetrain_state.errors import OtherRankFailedError as OtherRankFailedError
     from drivetrain_state.group_renewal import GroupRenewal as GroupRenewal
-    from drivetrain_state.hang.progress_mark import ProgressMark as ProgressMark
+    from drivetrain_state.hang.progress_record import ProgressMark as ProgressMark
     from drivetrain_state.hang.progress_record import ProgressRecord as ProgressRecord
     from drivetrain_state.hang.watchdog import Watchdog as Watchdog
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
@@ -79,7 +79,7 @@ _MODULES = {
     "ReduceOp": "collectives.operations",
     "StateSettings": "settings",
     "Topology": "topology",
-    "ProgressMark": "hang.progress_mark",
+    "ProgressMark": "hang.progress_record",
     "ProgressRecord": "hang.progress_record",
     "Watchdog": "hang.watchdog",
     "capabilities": "detect",

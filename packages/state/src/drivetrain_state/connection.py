@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from drivetrain_config import environ, resolve
 from drivetrain_config.environ import RankEnvironment
@@ -111,11 +112,7 @@ def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
 
 
 def _own_ranks() -> RankEnvironment | None:
-    """Return what the launcher says of this process, and note for its children that they are not that rank.
-
-    Raises:
-        ConnectError: In a child of the process that is the rank, which has inherited its variables.
-    """
+    """Return the ranks that the launcher gave this process, unless it only inherited them from that rank."""
     if (owner := environ.inherited_from()) is None:
         launched = environ.launched()
         environ.own_rank()
@@ -136,19 +133,14 @@ def _own_ranks() -> RankEnvironment | None:
     )
 
 
-def _put_gloo_on_loopback(undo: ExitStack) -> None:
-    """Have gloo listen on loopback alone, where the ranks have met, unless the user names an interface."""
-    names = {name for _, name in if_nameindex()} & {"lo", "lo0"}
-    if names and environ.read("GLOO_SOCKET_IFNAME") is None:
-        # No `exported`: its block would end with the interpreter, in a program that never closes the context.
-        environ.put(GLOO_SOCKET_IFNAME=names.pop())
-        undo.callback(environ.put, GLOO_SOCKET_IFNAME=None)
-
-
 def _topology(launched: RankEnvironment | None) -> Topology:
     """Return the ranks from the existing group and the launcher, which must agree if both exist."""
+    if launched is None and dist.is_initialized():  # a group created without a launcher
+        hosts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, gethostname())
+        return topology_from_hosts([str(host) for host in hosts], dist.get_rank())
     if launched is None:
-        return _topology_of_group() if dist.is_initialized() else Topology()
+        return Topology()
     if dist.is_initialized():
         for name, of_group, of_launcher in (
             ("world size", dist.get_world_size(), launched.world_size),
@@ -169,15 +161,8 @@ def _topology(launched: RankEnvironment | None) -> Topology:
     )
 
 
-def _topology_of_group() -> Topology:
-    """Return the ranks of a group created without a launcher, after its ranks have exchanged their host names."""
-    hosts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, gethostname())
-    return topology_from_hosts([str(host) for host in hosts], dist.get_rank())
-
-
 def _place(kind: str, index: int | None, topology: Topology) -> torch.device:
-    """Return this process's device, after checking that it exists and making it torch's current device."""
+    """Return this process's device, after checking that it exists, as torch's current device."""
     if kind == "cpu":
         return torch.device("cpu")
     count = device_count(kind)
@@ -213,16 +198,29 @@ def _join(
     if dist.is_initialized() or (topology.world_size == 1 and not needs_group):
         return False
     backend = group_backend(place.type)
-    timeout = timedelta(seconds=settings.timeout_seconds)
-    device_id = place if place.type == "cuda" else None
-    if topology.world_size == 1 or launched is None:
+    store: Store = dist.HashStore()
+    if topology.world_size > 1 and launched is not None:
+        interfaces = {name for _, name in if_nameindex()} & {"lo", "lo0"}
+        if is_loopback(launched.master_addr) and interfaces and environ.read("GLOO_SOCKET_IFNAME") is None:
+            # Gloo listens on loopback alone, where the ranks meet, unless the user names an interface. No `exported`:
+            # its block would end with the interpreter, in a program that never closes the context.
+            environ.put(GLOO_SOCKET_IFNAME=interfaces.pop())
+            undo.callback(environ.put, GLOO_SOCKET_IFNAME=None)
+        store = meet(launched, timeout_seconds=settings.timeout_seconds)
+    try:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+            backend,
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=settings.timeout_seconds),
+            device_id=place if place.type == "cuda" else None,
         )
-    else:
-        if is_loopback(launched.master_addr):
-            _put_gloo_on_loopback(undo)
-        _form_group(backend, launched, timeout, device_id)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise ConnectError(
+            f"rank {topology.rank} met all of {topology.world_size} ranks, but they did not connect to each other "
+            f"within {settings.timeout_seconds:.0f} s: one of them has ended meanwhile, and its output says why"
+        ) from error
     atexit.register(_leave_at_exit)
     undo.callback(_leave)
     return True
@@ -269,29 +267,7 @@ def _warn_of_unusual_backend(kind: str, found: str) -> None:
     )
 
 
-def _form_group(
-    backend: str, launched: RankEnvironment, timeout: timedelta, device_id: torch.device | None
-) -> None:
-    """Wait for the other ranks and create the process group with them."""
-    store = meet(launched, timeout_seconds=timeout.total_seconds())
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=launched.rank,
-            world_size=launched.world_size,
-            timeout=timeout,
-            device_id=device_id,
-        )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise ConnectError(
-            f"rank {launched.rank} met all of {launched.world_size} ranks, but they did not connect to each other "
-            f"within {timeout.total_seconds():.0f} s: one of them has ended meanwhile, and its output says why"
-        ) from error
-
-
 def _leave() -> None:
-    """Destroy the process group created here."""
     atexit.unregister(_leave_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -301,9 +277,7 @@ def _leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Destroy a group that was never closed: its threads would outlive the interpreter and abort the process.
-
-    A failing process keeps the group: destroying it may wait for ranks that wait for this one.
-    """
+    """Destroy a group that was never closed: its threads would outlive the interpreter and abort the process."""
+    # A failing process keeps the group: destroying it may wait for ranks that wait for this one.
     if getattr(sys, "last_value", None) is None:
         _leave()

@@ -1,7 +1,7 @@
 """The devices of this machine and the dtypes they support, queried only when a function is called."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 import torch
 
 from drivetrain_messages import format_size
-from drivetrain_state.device_links import LinkType, nvidia_link
 
+LinkType = Literal["nvlink", "pcie"]
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "xla", "cpu"]
 
 # In order of preference; torch calls AMD's devices cuda too.
@@ -19,12 +19,9 @@ _MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "mps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCapability:
-    """The narrow dtypes that a device trains in, with dedicated units or with kernels that save time or memory.
+    """Whether a device trains in float16, bfloat16 and, in matrix products, the 8-bit float formats.
 
-    Attributes:
-        fp16: Whether it supports float16.
-        bf16: Whether it supports bfloat16.
-        fp8: Whether it supports the 8-bit float formats in matrix multiplications.
+    A dtype counts if dedicated units, or kernels that save time or memory, support it.
     """
 
     fp16: bool
@@ -40,7 +37,7 @@ class DeviceGroup:
         kind: The kind of the devices; rocm for AMD devices, which torch calls cuda.
         count: The number of devices visible to this process.
         names: The driver's name of each device.
-        memory_bytes: The memory of each device in bytes; empty if the driver does not report it.
+        memory_bytes: The memory of each device; empty if the driver does not report it.
         ability: The dtypes that the first device supports.
         link: The link between the devices, if the driver reports it.
     """
@@ -55,12 +52,8 @@ class DeviceGroup:
 
 # Kinds whose devices all support the same dtypes; those of cuda and rocm differ by generation.
 _ABILITIES: Mapping[str, DeviceCapability] = {
-    "cpu": DeviceCapability(fp16=True, bf16=True, fp8=False),
-    "mps": DeviceCapability(fp16=True, bf16=True, fp8=False),
-    "xpu": DeviceCapability(fp16=True, bf16=True, fp8=False),
-    "npu": DeviceCapability(fp16=True, bf16=True, fp8=False),
+    **dict.fromkeys(("cpu", "mps", "xpu", "npu", "mlu"), DeviceCapability(fp16=True, bf16=True, fp8=False)),
     "hpu": DeviceCapability(fp16=True, bf16=True, fp8=True),
-    "mlu": DeviceCapability(fp16=True, bf16=True, fp8=False),
     "xla": DeviceCapability(fp16=False, bf16=True, fp8=False),
 }
 # The first CUDA compute capability, and the AMD architectures, with units for a dtype.
@@ -82,11 +75,7 @@ def rocm_ability(architecture: str) -> DeviceCapability:
 
 
 def capabilities(device: torch.device | str) -> DeviceCapability:
-    """Return the narrow dtypes that `device` supports; the driver reports the generation of a CUDA or ROCm device.
-
-    Raises:
-        ValueError: For an unknown kind of device.
-    """
+    """Return the narrow dtypes that `device` supports; ValueError for an unknown kind of device."""
     device = torch.device(device)
     if device.type == "cuda":
         if torch.version.hip is not None:
@@ -110,7 +99,8 @@ def device_count(kind: str) -> int:
     if kind == "cpu":
         return 1
     if kind == "xla":
-        return _xla_count()
+        runtime = _xla_runtime()
+        return int(runtime.addressable_device_count()) if runtime is not None else 0
     module = device_module(kind)
     return int(module.device_count()) if module is not None else 0
 
@@ -120,72 +110,79 @@ def best_device_kind() -> str:
     for kind in _MODULES:
         if device_count(kind):
             return kind
-    return "xla" if importlib.util.find_spec("torch_xla") and _xla_kind() != "CPU" else "cpu"
+    runtime = _xla_runtime()
+    return "xla" if runtime is not None and str(runtime.device_type()) != "CPU" else "cpu"
 
 
 def detect_devices() -> tuple[DeviceGroup, ...]:
     """Return the devices of this machine by kind: the kind that `"auto"` selects first, the CPU last."""
     found = [_accelerators(kind, count) for kind in _MODULES if (count := device_count(kind))]
-    if importlib.util.find_spec("torch_xla") and (count := _xla_count()):
-        found.append(
-            DeviceGroup(kind="xla", count=count, names=(_xla_kind(),) * count, ability=_ABILITIES["xla"])
-        )
+    if count := device_count("xla"):
+        names = (str(_xla_runtime().device_type()),) * count
+        found.append(DeviceGroup(kind="xla", count=count, names=names, ability=_ABILITIES["xla"]))
     return (*found, DeviceGroup(kind="cpu", count=1, ability=_ABILITIES["cpu"]))
 
 
 def describe_environment() -> str:
     """Return a text that lists the devices of this machine, one line per kind."""
-    return "\n".join(_line(group) for group in detect_devices())
-
-
-def _line(group: DeviceGroup) -> str:
-    can = [name for name in ("fp16", "bf16", "fp8") if getattr(group.ability, name)]
-    parts = [f"{group.kind} x {group.count}", *dict.fromkeys(group.names)]
-    parts += [format_size(size) for size in dict.fromkeys(group.memory_bytes)]
-    parts += [" ".join(can), *([group.link] if group.link else [])]
-    return ", ".join(parts)
+    lines: list[str] = []
+    for group in detect_devices():
+        dtypes = [name for name in ("fp16", "bf16", "fp8") if getattr(group.ability, name)]
+        sizes = [format_size(size) for size in dict.fromkeys(group.memory_bytes)]
+        parts = [f"{group.kind} x {group.count}", *dict.fromkeys(group.names), *sizes, " ".join(dtypes)]
+        lines.append(", ".join([*parts, group.link] if group.link else parts))
+    return "\n".join(lines)
 
 
 def _accelerators(kind: str, count: int) -> DeviceGroup:
-    sizes = [_memory_bytes(kind, index) for index in range(count)]
+    module: Any = device_module(kind)
+    properties: list[Any] = []
+    if hasattr(module, "get_device_properties"):
+        properties = [module.get_device_properties(index) for index in range(count)]
+    sizes = [getattr(each, "total_memory", None) for each in properties]
+    if kind == "mps":
+        sizes = [int(torch.mps.recommended_max_memory())] * count
+    is_named = hasattr(module, "get_device_name")
     is_rocm = kind == "cuda" and torch.version.hip is not None
     return DeviceGroup(
         kind=cast("DeviceKind", "rocm" if is_rocm else kind),
         count=count,
-        names=tuple(_name(kind, index) for index in range(count)),
+        names=tuple(str(module.get_device_name(index)) if is_named else kind for index in range(count)),
         memory_bytes=tuple(size for size in sizes if size is not None),
         ability=capabilities(torch.device(kind, 0)),
-        link=nvidia_link(_cuda_uuids(count)) if kind == "cuda" and not is_rocm else None,
+        link=nvidia_link([f"GPU-{each.uuid}" for each in properties if kind == "cuda" and not is_rocm]),
     )
 
 
-def _name(kind: str, index: int) -> str:
-    ask = getattr(device_module(kind), "get_device_name", None)
-    return str(ask(index)) if ask is not None else kind
-
-
-def _memory_bytes(kind: str, index: int) -> int | None:
-    if kind == "mps":
-        return int(torch.mps.recommended_max_memory())
-    ask = getattr(device_module(kind), "get_device_properties", None)
-    return getattr(ask(index), "total_memory", None) if ask is not None else None
-
-
-def _cuda_uuids(count: int) -> list[str]:
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
-
-
 def _xla_runtime() -> Any:
-    if importlib.util.find_spec("torch_xla") is None:
+    is_installed = importlib.util.find_spec("torch_xla") is not None
+    return importlib.import_module("torch_xla.runtime") if is_installed else None
+
+
+def nvidia_link(uuids: Sequence[str]) -> LinkType | None:
+    """Return the slowest link among devices with these UUIDs (`"GPU-..."`): NVLink only if each has an active one.
+
+    None for a single device, or if `nvidia-ml-py` or the driver's library is missing.
+    """
+    if len(uuids) < 2 or importlib.util.find_spec("pynvml") is None:
         return None
-    return importlib.import_module("torch_xla.runtime")
+    pynvml: Any = importlib.import_module("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # NVIDIA's management library (NVML) is missing, although torch has CUDA
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        return "nvlink" if all(_has_nvlink(pynvml, handle) for handle in handles) else "pcie"
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def _xla_count() -> int:
-    runtime = _xla_runtime()
-    return int(runtime.addressable_device_count()) if runtime is not None else 0
-
-
-def _xla_kind() -> str:
-    runtime = _xla_runtime()
-    return str(runtime.device_type()) if runtime is not None else ""
+def _has_nvlink(pynvml: Any, handle: object) -> bool:
+    for link in range(int(pynvml.NVML_NVLINK_MAX_LINKS)):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                return True
+        except pynvml.NVMLError:  # raised for indices past the device's last link
+            return False
+    return False

@@ -7,9 +7,10 @@ its connections to the others, from a thread beside the one that waits, whose co
 
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed import PrefixStore
 from drivetrain_state.compat import default_store
 from drivetrain_state.context import Context
 from drivetrain_state.errors import ConnectError
-from drivetrain_state.store_rounds import StoreRounds, wait
+from drivetrain_state.store_rounds import StoreRounds, underlying_store, wait
 
 Connection = tuple[str, str]  # the address of this end and of the other, as host:port
 
@@ -32,14 +33,8 @@ def between_ranks(own: Collection[Connection], others: Collection[Connection]) -
 class GroupRenewal:
     """The means to give up the process group of a context on all ranks, and to form it again.
 
-    Constructed on all ranks. The rendezvous store stays: its connections are not those that are closed.
-
-    Args:
-        context: The context of this process.
-
-    Raises:
-        ConnectError: The group belongs to the program, or a mesh of parallel dimensions stands on it: neither can be
-            formed again from here.
+    Constructed on all ranks. The rendezvous store keeps its connections. A ConnectError refuses a group that cannot
+    be formed again from here: the program's, or one beneath a mesh.
     """
 
     def __init__(self, context: Context) -> None:
@@ -62,12 +57,16 @@ class GroupRenewal:
         topology, found = self._context.topology, _connections()
         rounds.post(f"sever/{self._number}/{topology.rank}", sorted(found.values()))
         others: set[Connection] = set()
-        for rank in range(topology.world_size):
-            if rank != topology.rank:
-                others |= _of_rank(rounds, f"sever/{self._number}/{rank}", timeout_seconds)
-        closing = between_ranks(set(found.values()), others) - self._of_store(found)
+        deadline = monotonic() + timeout_seconds
+        for rank in set(range(topology.world_size)) - {topology.rank}:
+            read = partial(rounds.read, f"sever/{self._number}/{rank}")
+            posted = wait(read, while_=lambda: monotonic() < deadline)
+            others |= {(here, there) for here, there in posted or ()}
+        closing = between_ranks(set(found.values()), others)
+        port = str(getattr(underlying_store(self._store), "port", ""))
         for number, connection in found.items():
-            if connection in closing:
+            is_to_store = any(end.rpartition(":")[2] == port for end in connection)
+            if connection in closing and not is_to_store:
                 with suppress(OSError):  # it has ended meanwhile, by the other end
                     with socket.socket(fileno=os.dup(number)) as one:
                         one.shutdown(socket.SHUT_RDWR)
@@ -92,20 +91,6 @@ class GroupRenewal:
         """Return a client of the store for one thread, with a connection of its own."""
         store = PrefixStore("drivetrain_renewal", self._store.clone())  # the same before and after a renewal
         return StoreRounds(store, rank=self._context.topology.rank)
-
-    def _of_store(self, found: Mapping[int, Connection]) -> set[Connection]:
-        """Return the connections to the server of the store, at either end."""
-        store = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        port = str(getattr(store, "port", ""))
-        return {one for one in found.values() if any(end.rpartition(":")[2] == port for end in one)}
-
-
-def _of_rank(rounds: StoreRounds, key: str, timeout_seconds: float) -> set[Connection]:
-    deadline = monotonic() + timeout_seconds
-    found = wait(lambda: rounds.read(key), while_=lambda: monotonic() < deadline)
-    return {(here, there) for here, there in found or ()}
 
 
 def _connections() -> dict[int, Connection]:

@@ -78,11 +78,7 @@ class ParallelDims:
             raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one size may be -1")
 
     def plan(self, world_size: int) -> MeshPlan:
-        """Plan the mesh of `world_size` processes.
-
-        Raises:
-            ValueError: If the sizes do not multiply to `world_size`.
-        """
+        """Plan the mesh of `world_size` processes; ValueError if the sizes do not multiply to it."""
         said: dict[str, int] = {name: size for name in AXES if (size := getattr(self, name)) is not None}
         rest = next((name for name, size in said.items() if size == -1), None)
         if rest is None and "data" not in said:

@@ -11,10 +11,6 @@ def process_identity(pid: int | None = None, *, proc: Path = _PROC) -> str:
 
     The start time tells it from a later process with the same id. It is 0 if the process has ended, or the system has
     no /proc.
-
-    Args:
-        pid: The id of the process; None for this one.
-        proc: The folder of the kernel's files.
     """
     pid = os.getpid() if pid is None else pid
     try:

@@ -7,13 +7,13 @@ waits for a rank. Ranks exchange durations only, so that the clocks of their hos
 """
 
 import json
+import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from time import sleep
 from typing import Any, TypeVar
 
-from torch.distributed import Store
-
-from drivetrain_state.store_probe import StoreProbe
+from torch.distributed import PrefixStore, Store, TCPStore
 
 Value = TypeVar("Value")
 
@@ -24,12 +24,11 @@ _LONGEST_PAUSE_SECONDS = 0.2  # thousands of ranks may wait at one store
 class StoreRounds:
     """A rank's client for the rounds under one prefix of a store. Not thread-safe.
 
+    Every method raises ConnectionError, or a `torch.distributed.DistError`, if the store is gone.
+
     Args:
         store: The store with the prefix, as `control_store` gives it: a connection that no other thread uses.
         rank: The rank of this process.
-
-    Raises:
-        ConnectionError: From any method, if the store is gone, as well as `torch.distributed.DistError`.
     """
 
     def __init__(self, store: Store, *, rank: int) -> None:
@@ -48,12 +47,10 @@ class StoreRounds:
             self.count("rounds", add=1)
 
     def answer(self, number: int, value: object) -> None:
-        """Publish this rank's answer to a round, and delete the one to the second round before it.
-
-        Another rank may be reading the answer to the previous round: if that went after its `check`, its `get` would
-        wait for the store's timeout.
-        """
+        """Publish this rank's answer to a round, and delete the one to the second round before it."""
         self.post(f"answer/{number}/{self.rank}", value)
+        # Another rank may be reading the answer to the previous round: if that went after its `check`, its `get`
+        # would wait for the store's timeout.
         self.delete(f"answer/{number - 2}/{self.rank}")
 
     def answer_of(self, number: int, rank: int) -> Any:
@@ -114,13 +111,8 @@ class StoreRounds:
             self._probe.close()
 
     def _check_host(self) -> None:
-        """Check that the store's host has not ended, of which torch would log pages.
-
-        Raises:
-            ConnectionError: If it has ended.
-        """
         self._probe = self._probe or StoreProbe(self._store)
-        self._probe.check()
+        self._probe.check()  # torch would log pages about a host that has ended
 
 
 def wait(read: Callable[[], Value | None], *, while_: Callable[[], bool]) -> Value | None:
@@ -132,3 +124,40 @@ def wait(read: Callable[[], Value | None], *, while_: Callable[[], bool]) -> Val
         sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
     return value
+
+
+class StoreProbe:
+    """An idle connection to the server of a TCPStore, which closes when the server ends; none for other stores."""
+
+    def __init__(self, store: Store) -> None:
+        tcp = underlying_store(store)
+        self._socket = None
+        if isinstance(tcp, TCPStore):
+            self._socket = socket.create_connection((tcp.host, tcp.port), timeout=30)
+            self._socket.setblocking(False)
+
+    def check(self) -> None:
+        """Raise ConnectionError if the server has ended."""
+        if self._socket is None:
+            return
+        with suppress(BlockingIOError):
+            if self._socket.recv(1) == b"":
+                raise ConnectionError("the process that hosts the rendezvous store has ended")
+
+    def close(self) -> None:
+        """Close the idle connection."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+def store_address(store: Store) -> str:
+    """Return `host:port` of the server of a store, or the type's name if the store is not a TCPStore."""
+    tcp = underlying_store(store)
+    return f"{tcp.host}:{tcp.port}" if isinstance(tcp, TCPStore) else type(tcp).__name__
+
+
+def underlying_store(store: Store) -> Store:
+    """Return the store beneath all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

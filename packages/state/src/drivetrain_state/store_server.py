@@ -27,9 +27,6 @@ def host_store(
         timeout: The longest time of a wait at the store.
         is_one_node: Whether all that connect are on this machine.
         multi_tenant: Whether to share the server that this process may already have on the port.
-
-    Raises:
-        DistNetworkError: The port is in use by another process.
     """
     listener = _listener(address, port, is_one_node=is_one_node)
     if listener is None:

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from drivetrain_config.environ import RankEnvironment
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.process_identity import process_identity, runs_beside
-from drivetrain_state.store_probe import StoreProbe
+from drivetrain_state.store_rounds import StoreProbe
 from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_meeting"
@@ -30,10 +30,9 @@ _SHOWN_RANKS = 8
 
 
 def meet(launched: RankEnvironment, *, timeout_seconds: float) -> Store:
-    """Wait for all ranks, and return the store for their new process group. Must be called on all ranks.
+    """Wait for all ranks, and return the store for their new process group. Called on all ranks.
 
-    Raises:
-        ConnectError: If the port is in use, rank 0 cannot be reached, or ranks are missing, which the message names.
+    A ConnectError says whether the port is in use, rank 0 cannot be reached, or which ranks are missing.
     """
     deadline = monotonic() + timeout_seconds
     while True:
@@ -54,7 +53,6 @@ def meet(launched: RankEnvironment, *, timeout_seconds: float) -> Store:
 
 
 def _connection(launched: RankEnvironment, timeout: timedelta) -> TCPStore:
-    """Connect to the store, which the launcher's agent hosts, or rank 0 if there is no agent."""
     try:
         if launched.rank == 0 and not launched.agent_store:
             return host_store(
@@ -81,7 +79,8 @@ def _connection(launched: RankEnvironment, timeout: timedelta) -> TCPStore:
 def _meet_in_room(meeting: Store, launched: RankEnvironment, deadline: float) -> int:
     """Enter a room, wait until all ranks are in it, and return its number."""
     if launched.rank == 0:
-        room = _open_room(meeting, launched.world_size)
+        room = meeting.add("rooms", 1)
+        _enter(meeting, room, 0, launched.world_size)
         meeting.wait([f"full/{room}"], _left(deadline))
         meeting.set(f"begun/{room}", "")
         return room
@@ -99,21 +98,8 @@ def _meet_in_room(meeting: Store, launched: RankEnvironment, deadline: float) ->
             return room
 
 
-def _open_room(meeting: Store, world_size: int) -> int:
-    """Open a new room and enter it. Called on rank 0 only."""
-    room = meeting.add("rooms", 1)
-    _enter(meeting, room, 0, world_size)
-    return room
-
-
 def _newest_room(meeting: Store, entered: int, deadline: float) -> int:
-    """Wait for a room whose group has not begun without this rank, and return its number.
-
-    Args:
-        meeting: The store that holds the rooms.
-        entered: The number of the room that this rank is in, whose group may have begun; 0 for none.
-        deadline: The time to give up at, in seconds of the monotonic clock.
-    """
+    """Wait for a room whose group has not begun without this rank, and return its number, perhaps `entered`."""
     probe = StoreProbe(meeting)
     pause_seconds = 0.01
     try:
@@ -131,11 +117,7 @@ def _newest_room(meeting: Store, entered: int, deadline: float) -> int:
 
 
 def _enter(meeting: Store, room: int, rank: int, world_size: int) -> None:
-    """Register a rank in a room, once; the last rank marks the room as full.
-
-    Raises:
-        ConnectError: Another process that runs on this host has entered as this rank.
-    """
+    """Register a rank in a room, once; the last rank marks the room as full."""
     key = f"entered/{room}/{rank}"
     first = meeting.add(f"{key}/count", 1) == 1
     holder = meeting.compare_set(key, "", process_identity()).decode()

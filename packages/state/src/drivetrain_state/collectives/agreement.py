@@ -13,15 +13,10 @@ from drivetrain_state.errors import CollectiveMismatchError
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """A call of a collective, as one rank makes it.
-
-    Attributes:
-        call: The collective with the arguments that ranks must agree on, such as `"reduce(op='sum')"`.
-        leaves: The path, dtype (the type if it is no tensor) and shape of each leaf; -1 for a size that may differ.
-    """
+    """A collective with the arguments that ranks must agree on, and the path, dtype and shape of each leaf."""
 
     call: str
-    leaves: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    leaves: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # -1 for a size that may differ
 
     def __str__(self) -> str:
         shown = ", ".join(f"data{path}: {kind} {shape}" for path, kind, shape in self.leaves)
@@ -43,11 +38,7 @@ def describe_call(call: str, data: Nested, *, free_dim: int | None = None) -> Co
 
 
 def check_same(by_rank: Sequence[CollectiveCall]) -> None:
-    """Check that all ranks pass the same structure, dtypes and shapes to the same call.
-
-    Raises:
-        CollectiveMismatchError: If they do not; the message has one line per rank.
-    """
+    """Raise CollectiveMismatchError, with one line per rank, unless all ranks pass the same data to the same call."""
     if any(other != by_rank[0] for other in by_rank):
         lines = "\n".join(f"  rank {rank}: {said}" for rank, said in enumerate(by_rank))
         raise CollectiveMismatchError(
@@ -57,13 +48,7 @@ def check_same(by_rank: Sequence[CollectiveCall]) -> None:
 
 
 def check_agreement(context: Context, call: str, data: Nested = None, *, free_dim: int | None = None) -> None:
-    """Compare, in debug mode only, what all ranks are about to pass to a collective.
-
-    Must be called on all ranks. Costs one more collective.
-
-    Raises:
-        CollectiveMismatchError: On all ranks, if calls, structures, dtypes or shapes differ.
-    """
+    """Compare, in debug mode only, what all ranks pass to a collective. Called on all ranks; one more collective."""
     if not context.settings.debug or context.topology.world_size == 1:
         return
     mine = describe_call(call, data, free_dim=free_dim)

@@ -54,9 +54,7 @@ def unpack(buffer: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iterato
 
 
 def unpack_rows(rows: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
-    """Yield the tensors that all ranks packed, concatenated over ranks along their first dimension.
-
-    `rows` has shape (world_size, total), one packed buffer per rank.
+    """Yield the tensors that all ranks packed, concatenated over ranks, from buffers of shape (world_size, total).
 
     A tensor of shape (n, ...) becomes (world_size * n, ...); one of shape () becomes (world_size,).
     """
@@ -68,7 +66,6 @@ def unpack_rows(rows: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iter
 
 
 def _pieces(buffer: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> Iterable[tuple[Tensor, list[int]]]:
-    """Cut the last dimension of a buffer into the parts of the runs."""
     if len(bucket) == 1:
         return [(buffer, bucket[0])]
     sizes = [len(run) * tensors[run[0]].numel() for run in bucket]

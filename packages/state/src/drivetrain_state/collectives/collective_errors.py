@@ -21,7 +21,7 @@ def on_all_ranks(
     doing: str,
     gather: Callable[[Outcome], list[Outcome]] | None = None,
 ) -> list[Value]:
-    """Run an action on every rank and gather the results. Called on all ranks.
+    """Run an action on every rank and return the results of all, in rank order. Called on all ranks.
 
     Args:
         context: The context of this process.
@@ -29,9 +29,6 @@ def on_all_ranks(
         doing: The name of the action, for error messages.
         gather: A function that gathers the outcomes of all ranks; None gathers them with the process group, which
             only the main thread may use.
-
-    Returns:
-        The results of all ranks, in rank order.
 
     Raises:
         Exception: The error that `action` raised on this rank.
@@ -56,29 +53,13 @@ def on_all_ranks(
 
 
 def on_each_rank(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
-    """Run an action on every rank and wait for all; each rank keeps its own result. Called on all ranks.
-
-    Returns:
-        The result of this rank.
-
-    Raises:
-        Exception: The error that `action` raised on this rank.
-        OtherRankFailedError: `action` raised on another rank; the message holds that rank's error.
-    """
+    """Run an action on every rank, wait for all, and return this rank's result; errors as from `on_all_ranks`."""
     results: list[Value] = []
     on_all_ranks(context, lambda: results.append(action()), doing=doing)
     return results[0]
 
 
 def on_main(context: Context, action: Callable[[], Value], *, doing: str) -> Value:
-    """Run an action on rank 0 and broadcast its result. Called on all ranks.
-
-    Returns:
-        The result of rank 0, on every rank.
-
-    Raises:
-        Exception: On rank 0, the error that `action` raised.
-        OtherRankFailedError: On the other ranks, if `action` raised; the message holds the error.
-    """
+    """Run an action on rank 0 and return its result on every rank; errors as from `on_all_ranks`."""
     is_main = context.topology.is_main
     return cast("Value", on_all_ranks(context, lambda: action() if is_main else None, doing=doing)[0])

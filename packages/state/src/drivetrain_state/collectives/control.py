@@ -2,59 +2,44 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TextIO, TypeVar, cast
+from typing import Any, ParamSpec, TextIO, TypeAlias, TypeVar, cast
 
 import torch
 
 from drivetrain_state.collectives.nested import Nested
-from drivetrain_state.collectives.operations import barrier
+from drivetrain_state.collectives.operations import barrier, check_rank
 from drivetrain_state.context import Context
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Function = Callable[Arguments, Result]
+OnSomeRanks: TypeAlias = Callable[[Callable[Arguments, Result]], Callable[Arguments, Result | None]]
 
 
-def on_main_process(
-    context: Context,
-) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
+def on_main_process(context: Context) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on rank 0 only; on other ranks the call returns None."""
     return _only_if(context.topology.is_main)
 
 
-def on_local_main_process(
-    context: Context,
-) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
+def on_local_main_process(context: Context) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on the first rank of each node; elsewhere the call returns None."""
     return _only_if(context.topology.is_local_main)
 
 
-def on_last_process(
-    context: Context,
-) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
+def on_last_process(context: Context) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on the last rank only; on other ranks the call returns None."""
     return _only_if(context.topology.is_last)
 
 
-def on_process(
-    context: Context, index: int
-) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
-    """Return a decorator that runs the function on rank `index` only; on other ranks the call returns None.
-
-    Raises:
-        ValueError: If there is no such rank, as the function would never run.
-    """
-    if not 0 <= index < context.topology.world_size:
-        raise ValueError(
-            f"index={index} with world_size={context.topology.world_size}: name a rank that exists"
-        )
+def on_process(context: Context, index: int) -> OnSomeRanks[Arguments, Result]:
+    """Return a decorator that runs the function on rank `index` only; ValueError if there is no such rank."""
+    check_rank(context, index, "index")
     return _only_if(context.topology.rank == index)
 
 
-def _only_if(chosen: bool) -> Callable[[Function[Arguments, Result]], Function[Arguments, Result | None]]:
-    def decorate(function: Function[Arguments, Result]) -> Function[Arguments, Result | None]:
+def _only_if(chosen: bool) -> OnSomeRanks[Arguments, Result]:
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
         @wraps(function)
         def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:
             return function(*args, **kwargs) if chosen else None
@@ -77,22 +62,18 @@ def print_on_main(
         print(*values, sep=sep, end=end, file=file, flush=flush)
 
 
-@contextmanager
-def main_process_first(context: Context) -> Generator[None]:
+def main_process_first(context: Context) -> AbstractContextManager[None]:
     """Run the block on rank 0 first, then on the other ranks. Must be called on all ranks.
 
     Use it for work that leaves a file for the other ranks, such as a prepared dataset. If rank 0 raises, the other
     ranks still proceed.
     """
-    with _first(context, context.topology.is_main):
-        yield
+    return _first(context, context.topology.is_main)
 
 
-@contextmanager
-def local_main_process_first(context: Context) -> Generator[None]:
+def local_main_process_first(context: Context) -> AbstractContextManager[None]:
     """Run the block on the first rank of each node first, then on the others. Must be called on all ranks."""
-    with _first(context, context.topology.is_local_main):
-        yield
+    return _first(context, context.topology.is_local_main)
 
 
 @contextmanager
@@ -160,7 +141,10 @@ def _length(inputs: Nested) -> int:
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.dim() > 0:
         return inputs.shape[0]
-    if _is_sequence(inputs) or _is_selectable(inputs):
+    # NumPy's arrays and Hugging Face's datasets are recognized by name, as neither may be installed.
+    is_array = type(inputs).__module__ == "numpy" and getattr(inputs, "ndim", 0) > 0
+    is_sequence = isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, bytearray))
+    if is_array or is_sequence or _is_selectable(inputs):
         return len(inputs)
     raise ValueError(
         f"inputs of type {type(inputs).__name__}: a list, a tuple or another sequence, a datasets.Dataset, a "
@@ -168,15 +152,8 @@ def _length(inputs: Nested) -> int:
     )
 
 
-def _is_sequence(inputs: Any) -> bool:
-    """Return whether `inputs` is a sequence or a NumPy array, recognised by name as NumPy may not be installed."""
-    if type(inputs).__module__ == "numpy":
-        return getattr(inputs, "ndim", 0) > 0
-    return isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, bytearray))
-
-
 def _is_selectable(inputs: Any) -> bool:
-    """Return whether `inputs` is a `datasets.Dataset`, recognised by name as it may not be installed."""
+    """Return whether `inputs` is a `datasets.Dataset`."""
     packages = {kind.__module__.partition(".")[0] for kind in type(inputs).__mro__}
     return "datasets" in packages and hasattr(inputs, "__len__") and hasattr(inputs, "select")
 

@@ -22,12 +22,9 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         logger: The logger that writes the lines.
         context: The context with ranks and group; without one, each call reads them from the process group or the
             launcher's environment.
-
-    Attributes:
-        prefix: The beginning of a line that several ranks log, with `{}` for the rank.
     """
 
-    prefix = "[rank {}] "
+    prefix = "[rank {}] "  # begins each line that several ranks log
 
     def __init__(self, logger: logging.Logger, context: Context | None = None) -> None:
         super().__init__(logger, {})
@@ -42,17 +39,17 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         in_order: object = False,
         **kwargs: Any,
     ) -> None:
-        """Log on rank 0, or on every rank.
-
-        Raises:
-            RuntimeError: If `in_order` is set and the ranks are not connected yet.
-        """
+        """Log on rank 0, or on every rank; RuntimeError if `in_order` is set and the ranks are not connected yet."""
         if not in_order and not self.isEnabledFor(level):
             return
         rank, world_size = self._ranks()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if in_order:
-            self._check_met(world_size)
+            if world_size > 1 and self._context is None and not dist.is_initialized():
+                raise RuntimeError(
+                    f"in_order=True of the logger {self.logger.name!r}, while the ranks are not connected: make the "
+                    "Accelerator, or call connect(), first; or log with main_process_only=False, in no order"
+                )
             for speaker in range(world_size):
                 if speaker == rank:
                     super().log(level, f"{self.prefix.format(rank)}{msg}", *args, **kwargs)
@@ -68,29 +65,19 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
     def _ranks(self) -> tuple[int, int]:
-        """Return the current rank and world size."""
         if self._context is not None:
             return self._context.topology.rank, self._context.topology.world_size
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         launched = environ.launched()
         return (0, 1) if launched is None else (launched.rank, launched.world_size)
 
     def _wait(self) -> None:
-        """Wait for all ranks, with or without a context."""
         if self._context is not None:
             barrier(self._context)
         else:
             nccl = "cuda:nccl" in str(dist.get_backend_config()).split(",")
             dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
-
-    def _check_met(self, world_size: int) -> None:
-        """Raise an error if several ranks are to log in order while no process group connects them."""
-        if world_size > 1 and self._context is None and not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                f"in_order=True of the logger {self.logger.name!r}, while the ranks are not connected: make the "
-                "Accelerator, or call connect(), first; or log with main_process_only=False, in no order"
-            )
 
 
 def get_logger(

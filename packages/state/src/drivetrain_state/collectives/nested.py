@@ -5,7 +5,7 @@ kept. Mappings with string keys are walked in sorted order, so that ranks agree 
 different orders.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias, TypeVar, cast
@@ -19,14 +19,14 @@ Data = TypeVar("Data")
 
 
 def tensors_in(data: Nested) -> list[torch.Tensor]:
-    """Return the tensors of `data`, in walking order.
-
-    Raises:
-        LeafError: If `data` holds anything but dense tensors; the message gives the path of the first such leaf.
-    """
+    """Return the tensors of `data`, in walking order; a LeafError names the first leaf of another kind."""
     found: list[torch.Tensor] = []
     if not _collect(data, found):
-        path, leaf = next((path, leaf) for path, leaf in leaves_with_paths(data) if not _is_dense(leaf))
+        path, leaf = next(
+            (path, leaf)
+            for path, leaf in leaves_with_paths(data)
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided
+        )
         kind = "a sparse tensor" if isinstance(leaf, torch.Tensor) else f"of type {type(leaf).__name__}"
         raise LeafError(
             f"data{path} is {kind}: dense tensors are allowed, in dicts, lists, tuples and "
@@ -42,25 +42,24 @@ def rebuild(data: Data, tensors: Iterator[torch.Tensor]) -> Data:
 
 def leaves_with_paths(data: Nested, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the path, such as `['labels'][0]`, and the value of each leaf, tensor or not, in walking order."""
-    if data is None:
+    items = _items(data)
+    if items is None:
+        if data is not None:
+            yield path, data
         return
-    children = _children(data)
-    if children is None:
-        yield path, data
-        return
-    for step, child in children:
+    for key, child in items:
+        step = f"[{key!r}]" if isinstance(data, (Mapping, list, tuple)) else f".{key}"
         yield from leaves_with_paths(child, path + step)
 
 
-def _children(data: Nested) -> Iterator[tuple[str, Nested]] | None:
-    if isinstance(data, torch.Tensor):
-        return None
-    if isinstance(data, Mapping):
-        return ((f"[{key!r}]", data[key]) for key in _keys(cast("Mapping[Any, Any]", data)))
+def _items(data: Nested) -> Iterable[tuple[Any, Nested]] | None:
+    """Return the key, index or field name of each child and the child, in walking order; None for a leaf."""
+    if isinstance(data, (dict, Mapping)):  # dict first, as the check of an abstract class is slow
+        return [(key, data[key]) for key in _keys(cast("Mapping[Any, Any]", data))]
     if isinstance(data, (list, tuple)):
-        return ((f"[{index}]", child) for index, child in enumerate(cast("list[Any]", data)))
+        return enumerate(cast("list[Any]", data))
     if is_dataclass(data) and not isinstance(data, type):
-        return ((f".{f.name}", getattr(data, f.name)) for f in fields(data))
+        return [(f.name, getattr(data, f.name)) for f in fields(data)]
     return None
 
 
@@ -71,25 +70,15 @@ def _keys(data: Mapping[Any, Any]) -> list[Any]:
         return list(data)
 
 
-def _is_dense(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-
-
 def _collect(data: Nested, found: list[torch.Tensor]) -> bool:
     """Append the tensors of `data` to `found`; stop and return False at the first leaf that is no dense tensor."""
     if isinstance(data, torch.Tensor):
         found.append(data)
         return data.layout is torch.strided
-    if isinstance(data, (dict, Mapping)):
-        mapping = cast("Mapping[Any, Any]", data)
-        children = [mapping[key] for key in _keys(mapping)]
-    elif isinstance(data, (list, tuple)):
-        children = cast("list[Any]", data)
-    elif is_dataclass(data) and not isinstance(data, type):
-        children = [getattr(data, f.name) for f in fields(data)]
-    else:
+    items = _items(data)
+    if items is None:
         return data is None
-    for child in children:  # noqa: SIM110 all() of a generator would cost as much as the walk itself
+    for _, child in items:  # noqa: SIM110 all() of a generator would cost as much as the walk itself
         if not _collect(child, found):
             return False
     return True

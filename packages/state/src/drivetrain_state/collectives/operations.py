@@ -30,7 +30,7 @@ from drivetrain_state.collectives.buckets import (
 from drivetrain_state.collectives.nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
-from drivetrain_state.hang.progress_mark import ProgressMark
+from drivetrain_state.hang.progress_record import ProgressMark
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 Value = TypeVar("Value")
@@ -76,15 +76,8 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
 def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
     """Gather every rank's tensors, whose first sizes may differ, and count the rows of each rank.
 
-    Must be called on all ranks, with the same structure and dtypes. A first collective exchanges the shapes.
-
-    Returns:
-        The gathered tensors as from `gather`, and the same structure with the rows per rank of each tensor: CPU
-        tensors of shape (world_size,).
-
-    Raises:
-        LeafError: If `data` holds a leaf that is not a dense tensor.
-        CollectiveMismatchError: If sizes other than the first differ between ranks.
+    Called on all ranks, with the same structure and dtypes. Returns the tensors as from `gather`, and the same
+    structure with the rows per rank of each tensor: CPU tensors of shape (world_size,).
     """
     check_agreement(context, "gather(uneven=True)", data, free_dim=0)
     tensors = tensors_in(data)
@@ -133,7 +126,7 @@ def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
 
 
 def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Return each tensor's shape on each rank, indexed [rank][tensor], by one collective; () counts as (1,)."""
+    """Return each tensor's shape on each rank, indexed [rank][tensor]; () counts as (1,)."""
     mine = [list(tensor.shape) or [1] for tensor in tensors]
     sizes = torch.tensor([size for shape in mine for size in shape], dtype=torch.int64)
     rows = _all_gather_rows(context, sizes.to(_metadata_device(context))).tolist()
@@ -336,7 +329,9 @@ def barrier(context: Context) -> None:
     context.progress.mark(ProgressMark.BARRIER_DONE)
 
 
-def check_rank(context: Context, src: int) -> None:
-    """Raise ValueError if there is no rank `src`."""
-    if not 0 <= src < context.topology.world_size:
-        raise ValueError(f"src={src} with world_size={context.topology.world_size}: name a rank that exists")
+def check_rank(context: Context, rank: int, name: str = "src") -> None:
+    """Raise ValueError if there is no such rank."""
+    if not 0 <= rank < context.topology.world_size:
+        raise ValueError(
+            f"{name}={rank} with world_size={context.topology.world_size}: name a rank that exists"
+        )

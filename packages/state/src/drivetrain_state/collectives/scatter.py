@@ -12,7 +12,7 @@ from drivetrain_state.collectives.buckets import Bucket, as_bytes, map_buckets, 
 from drivetrain_state.collectives.nested import Data, Nested, rebuild, tensors_in
 from drivetrain_state.collectives.operations import broadcast_object, check_rank
 from drivetrain_state.context import Context
-from drivetrain_state.hang.progress_mark import ProgressMark
+from drivetrain_state.hang.progress_record import ProgressMark
 
 
 @torch.no_grad()
@@ -58,22 +58,14 @@ def _scatter_plan(data: Nested, world_size: int) -> Nested | Exception:
                 f"scatter: a tensor of shape {tuple(tensor.shape)} cannot be divided among world_size={world_size} "
                 "ranks: its first size must be a multiple of it"
             )
-    return rebuild(data, (_part_like(tensor, world_size) for tensor in tensors))
-
-
-def _part_like(tensor: Tensor, world_size: int) -> Tensor:
-    return torch.empty(tensor.shape[0] // world_size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+    return rebuild(data, (tensor.to("meta").tensor_split(world_size)[0] for tensor in tensors))
 
 
 def _scatter_bucket(
     context: Context, parts: list[Tensor], whole: list[Tensor] | None, bucket: Bucket, src: int
 ) -> Iterator[Tensor]:
-    like = parts[bucket[0][0]]
-    mine = torch.empty(
-        sum(parts[position].numel() for run in bucket for position in run),
-        dtype=like.dtype,
-        device=context.device,
-    )
+    total = sum(parts[position].numel() for run in bucket for position in run)
+    mine = torch.empty(total, dtype=parts[bucket[0][0]].dtype, device=context.device)
     rows = None
     if whole is not None:
         shares = [tensor.to(context.device).tensor_split(context.topology.world_size) for tensor in whole]

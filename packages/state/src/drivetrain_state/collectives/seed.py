@@ -33,16 +33,13 @@ def derive_seed(seed: int, *, rank: int, step: int = 0) -> int:
 
 
 def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) -> int:
-    """Seed Python, NumPy (if it is imported), torch and its accelerators.
+    """Seed Python, NumPy (if it is imported), torch and its accelerators, and return the seed that they received.
 
     Args:
         seed: The seed, from 0 to 2**63 - 1.
         rank_offset: 0 uses `seed` itself, the same on every rank. Another number, such as the rank, uses
             `derive_seed(seed, rank=rank_offset)`, which differs between ranks, as for data augmentation.
         deterministic: Whether torch may use only deterministic kernels from now on.
-
-    Returns:
-        The seed that the generators received.
 
     Raises:
         ValueError: If `seed` is out of range.
@@ -52,14 +49,19 @@ def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) ->
         raise ValueError(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is allowed")
     used = derive_seed(seed, rank=rank_offset) if rank_offset else seed
     if deterministic:
-        _require_cublas_workspace()
+        chosen = environ.read(_CUBLAS_WORKSPACE) or ""
+        if torch.cuda.is_available() and chosen not in _CUBLAS_DETERMINISTIC:
+            raise RuntimeError(
+                f"deterministic=True: cuBLAS needs {_CUBLAS_WORKSPACE}=:4096:8, which is {chosen or 'not set'!r}. "
+                "Connect with StateSettings(deterministic=True), use deterministic_algorithms(), or set it first"
+            )
         torch.use_deterministic_algorithms(True)
     _seed_all(used)
     return used
 
 
 def reseed(seed: int, *, rank: int, step: int, torch_alone: bool = False) -> int:
-    """Seed every generator of `rank` for a resume at `step` with another world size.
+    """Seed every generator of `rank` for a resume at `step` with another world size, and return the derived seed.
 
     Saved states belong to the ranks of the earlier run and fit no other world size. The new streams depend only on
     `seed`, `rank` and `step`, so that repeating the resume repeats the numbers.
@@ -69,15 +71,9 @@ def reseed(seed: int, *, rank: int, step: int, torch_alone: bool = False) -> int
         rank: The rank, or the index of another part of the run that draws for itself.
         step: The step of the resume.
         torch_alone: Whether to leave Python's and NumPy's generators as they are.
-
-    Returns:
-        The seed that the generators received: `derive_seed(seed, rank=rank, step=step)`.
     """
     used = derive_seed(seed, rank=rank, step=step)
-    if torch_alone:
-        _seed_torch(used)
-    else:
-        _seed_all(used)
+    (_seed_torch if torch_alone else _seed_all)(used)
     return used
 
 
@@ -123,8 +119,7 @@ def rng_state() -> dict[str, Any]:
 def load_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the generators to a state from `rng_state`.
 
-    States for which this process has no generator (NumPy is not imported, another accelerator) are skipped with a
-    warning in the log.
+    A state without a generator here (NumPy is not imported, another accelerator) is skipped with a warning.
     """
     if "python" in state:
         of_python = state["python"]
@@ -152,11 +147,8 @@ def _load_accelerator_state(saved: Mapping[str, Any]) -> None:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = accelerator.type if accelerator is not None else "none"
     if accelerator is None or here != saved["kind"]:
-        logger.warning(
-            "the state holds the generator of %s, but the accelerator here is %s: it is left out",
-            saved["kind"],
-            here,
-        )
+        skipped = "the state holds the generator of %s, but the accelerator here is %s: it is left out"
+        logger.warning(skipped, saved["kind"], here)
         return
     torch.get_device_module(accelerator).set_rng_state(saved["state"].cpu())
 
@@ -164,13 +156,7 @@ def _load_accelerator_state(saved: Mapping[str, Any]) -> None:
 def synchronize_rng_states(
     context: Context, kinds: Collection[RngKind] = ("python", "numpy", "torch", "accelerator")
 ) -> None:
-    """Copy the generator states of rank 0 to every rank, for those of `kinds` that it has.
-
-    Must be called on all ranks.
-
-    Raises:
-        ValueError: For an unknown kind.
-    """
+    """Copy the generator states of rank 0 to every rank, for those of `kinds` that it has. Called on all ranks."""
     for kind in kinds:
         if kind not in get_args(RngKind):
             raise ValueError(f"kinds={kind!r}: known kinds are {', '.join(get_args(RngKind))}")
@@ -197,15 +183,6 @@ def deterministic_algorithms() -> Generator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _require_cublas_workspace() -> None:
-    chosen = environ.read(_CUBLAS_WORKSPACE) or ""
-    if torch.cuda.is_available() and chosen not in _CUBLAS_DETERMINISTIC:
-        raise RuntimeError(
-            f"deterministic=True: cuBLAS needs {_CUBLAS_WORKSPACE}=:4096:8, which is {chosen or 'not set'!r}. "
-            "Connect with StateSettings(deterministic=True), use deterministic_algorithms(), or set it at the start"
-        )
 
 
 def _numpy() -> Any:

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
 from time import monotonic
 
 from torch.distributed import Store
@@ -14,7 +13,7 @@ from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.report import Verdict
 from drivetrain_state.hang.stack import Frame, RankPosition, find_place, thread_frames
 from drivetrain_state.settings import StateSettings
-from drivetrain_state.store_probe import store_address
+from drivetrain_state.store_rounds import store_address
 from drivetrain_state.topology import Topology
 
 HANG_EXIT_CODE = 124  # the exit code of GNU `timeout`
@@ -33,15 +32,11 @@ class IdleTimer:
 
     @property
     def idle_seconds(self) -> float:
-        """The seconds since progress was last observed."""
+        """The seconds since the last progress."""
         return monotonic() - self._progressed_at
 
     def look(self) -> float:
-        """Check whether a record was marked since the last check.
-
-        Returns:
-            The seconds for which this process was stopped or its host asleep, usually 0; they do not count as idle.
-        """
+        """Check the records for progress; return the seconds for which this process, or its host, was stopped."""
         now = monotonic()
         gap, self._looked_at = now - self._looked_at, now
         stopped_seconds = gap if gap > self._longest_gap_seconds else 0.0
@@ -79,7 +74,7 @@ class HangMonitor(threading.Thread):
         self._threads: list[threading.Thread] = [self]
         self._stack: tuple[Frame, ...] = ()
         self._stack_since = monotonic()
-        self._told_at_change = -1
+        self._reported_at_change = -1
 
     def begin(self, reporter: threading.Thread) -> None:
         """Start this thread and the reporter, the thread that uses the store."""
@@ -108,23 +103,21 @@ class HangMonitor(threading.Thread):
     def run(self) -> None:
         """Poll the records until the last one is released."""
         while not self.stopping.wait(self.poll_seconds):
-            if stopped_seconds := self.timer.look():
-                self.heard_at += stopped_seconds
+            self.heard_at += self.timer.look()
             idle = self.timer.idle_seconds
             if idle < self.settings.hang_timeout_seconds / 2:
                 self._stack, self._verdict = (), None
                 continue
-            self._look_at_stack()
+            if (frames := thread_frames(self.timer.latest.thread_id)) != self._stack:
+                self._stack, self._stack_since = frames, monotonic()
             if idle > self.settings.timeout_seconds + 2 * self.poll_seconds:
                 self._end_process_if_stuck(idle)
             elif idle > self.settings.hang_timeout_seconds:
-                self._tell_if_alone(idle)
+                self._report_if_alone(idle)
 
     def learn(self, verdict: Verdict | None) -> None:
-        """Store the ranks' verdict, or clear it with None once the run resumes.
-
-        A verdict that is not blocked does not replace an earlier one: ranks that waited then may have failed since.
-        """
+        """Store the ranks' verdict, or clear it with None once the run resumes."""
+        # A later verdict that is not blocked changes nothing: ranks that waited then may have failed since.
         if verdict is None or verdict.blocked or self._verdict is None:
             self._verdict = verdict
 
@@ -134,28 +127,17 @@ class HangMonitor(threading.Thread):
         return self._verdict is not None and self._verdict.blocked
 
     def stuck(self, place: RankPosition) -> bool:
-        """Return whether this rank waits for another, with an unchanged stack for a third of its idle time.
-
-        A loop that marks no progress, and is in a collective at the time of the check, is not stuck.
-        """
-        return (
-            place.waits_for == "ranks"
-            and bool(self._stack)
-            and (monotonic() - self._stack_since >= self.timer.idle_seconds / 3)
-        )
-
-    def _look_at_stack(self) -> None:
-        frames = thread_frames(self.timer.latest.thread_id)
-        if frames != self._stack:
-            self._stack, self._stack_since = frames, monotonic()
+        """Return whether this rank waits for another, with an unchanged stack for a third of its idle time."""
+        # A loop that marks no progress, and is in a collective by chance, has another stack at the next check.
+        is_unchanged = bool(self._stack) and monotonic() - self._stack_since >= self.timer.idle_seconds / 3
+        return place.waits_for == "ranks" and is_unchanged
 
     def _end_process_if_stuck(self, idle: float) -> None:
         place = find_place(self._stack)
-        verdict = self._verdict
         if not self.stuck(place) and not self.will_end:
             return
         found = ""
-        if verdict is not None:
+        if (verdict := self._verdict) is not None:
             found = f"{verdict.text}\n" + (f"All stacks: {verdict.stacks}\n" if verdict.stacks else "")
         _end_process(
             f"drivetrain: rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
@@ -163,17 +145,13 @@ class HangMonitor(threading.Thread):
             f"{self.timer.latest.label}. Now at {place.where}: {place.call or 'no call'}\n{found}"
         )
 
-    def _tell_if_alone(self, idle: float) -> None:
+    def _report_if_alone(self, idle: float) -> None:
         """Write this rank's position to stderr, once per hang, if the store does not answer."""
-        if (
-            self._told_at_change == self.timer.num_changes
-            or monotonic() - self.heard_at < self.answer_seconds
-        ):
-            return
         place = find_place(self._stack)
-        if not self.stuck(place):
+        is_reported = self._reported_at_change == self.timer.num_changes
+        if is_reported or monotonic() - self.heard_at < self.answer_seconds or not self.stuck(place):
             return
-        self._told_at_change = self.timer.num_changes
+        self._reported_at_change = self.timer.num_changes
         say(
             f"drivetrain: rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
             f"{self.timer.latest.label}), at {place.where}: {place.call}\n"
@@ -204,12 +182,7 @@ def _end_process(text: str) -> None:
             child.kill()  # a loader worker would survive, and keep this process's output open
         sys.stdout.flush()
 
-    _within_seconds(last_words, 2)
-    os._exit(HANG_EXIT_CODE)
-
-
-def _within_seconds(action: Callable[[], None], seconds: float) -> None:
-    """Run an action with a time limit, since a stuck main thread may block it, such as by a lock on stdout."""
-    thread = threading.Thread(target=action, daemon=True)
+    thread = threading.Thread(target=last_words, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout=2)  # a stuck main thread may block it, such as by a lock on stdout
+    os._exit(HANG_EXIT_CODE)

@@ -20,50 +20,29 @@ _SHOWN_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The reply of one rank when the watchdog asks for its position.
-
-    Attributes:
-        rank: The rank that answers.
-        host: The name of its host.
-        pid: The rank's process id on that host.
-        idle_seconds: Seconds since its last progress, by its own monotonic clock.
-        label: The label of that progress.
-        recent: The labels of the last marks, the newest last.
-        where: The user's innermost frame, as `file:line function`.
-        call: The call that this frame executes.
-        waits: Whether `call` waits for another rank or for the device.
-        stuck: Whether the rank waits for another rank with a stack that has long been unchanged.
-        stack: The whole Python stack of the thread that makes progress.
-    """
+    """The reply of one rank when the watchdog asks for its position: its last progress, and its stack."""
 
     rank: int
     host: str
     pid: int
-    idle_seconds: float
+    idle_seconds: float  # by the rank's own monotonic clock
     label: str
     where: str
     call: str
-    waits: bool
-    stuck: bool
+    waits: bool  # for another rank or for the device
+    stuck: bool  # in a wait for another rank, with a stack that has long been unchanged
     stack: str
-    recent: str = ""
+    recent: str = ""  # the labels of the last marks, the newest last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The reporting rank's diagnosis, as published to all ranks.
-
-    Attributes:
-        text: The diagnosis as text.
-        blocked: Whether some rank is stuck waiting for another.
-        witness: The rank whose progress means that the run has resumed.
-        stacks: The path of the file with the full stacks; empty if it could not be written.
-    """
+    """The reporting rank's diagnosis, as published to all ranks."""
 
     text: str
-    blocked: bool
-    witness: int
-    stacks: str
+    blocked: bool  # whether some rank is stuck waiting for another
+    witness: int  # the rank whose progress means that the run has resumed
+    stacks: str  # the path of the file with the full stacks; empty if it could not be written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +58,10 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The conclusion from the answers of all ranks.
+    """The suspects, the likeliest first, and whether some rank is stuck waiting for another."""
 
-    Attributes:
-        suspects: The suspected ranks, the likeliest first; empty if nothing distinguishes one rank.
-        blocked: Whether some rank is stuck waiting for another. If none is, the run may just be slow, and is never
-            ended.
-    """
-
-    suspects: tuple[Suspect, ...]
-    blocked: bool
+    suspects: tuple[Suspect, ...]  # empty if nothing distinguishes one rank
+    blocked: bool  # if False, the run may just be slow, and is never ended
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -107,21 +80,14 @@ class Diagnosis:
 
 
 def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> Diagnosis:
-    """Find the ranks that probably block the others.
-
-    Args:
-        world_size: The number of ranks.
-        answers: The answers received, by rank.
-        departures: The endings that departed ranks announced, by rank, such as `"finished"`.
-    """
+    """Find the ranks that probably block the others, from the answers and the departures (`"finished"`) by rank."""
     present = {rank: answer for rank, answer in answers.items() if rank not in departures}
     waiting = sorted(rank for rank, answer in present.items() if answer.waits)
     silent = tuple(rank for rank in range(world_size) if rank not in answers and rank not in departures)
     suspects = [Suspect(ranks=silent, reason=_SILENT)] if silent else []
     suspects += _departed({r: how for r, how in departures.items() if waiting or how != "finished"})
     if waiting:
-        busy = tuple(sorted(set(present) - set(waiting)))
-        if busy:
+        if busy := tuple(sorted(set(present) - set(waiting))):
             suspects.append(Suspect(ranks=busy, reason=_OWN_CODE))
         if not suspects:
             suspects += _apart([present[rank] for rank in waiting])
@@ -137,11 +103,10 @@ def hang_table(
     for rank in range(world_size):
         groups.setdefault((rank not in marked, _row(rank, answers, departures)), []).append(rank)
     rows = [("", "rank", "idle", "last progress", "where", "in")]
-    for (innocent, (label, where, call)), members in sorted(
-        groups.items(), key=lambda item: (item[0][0], item[1])
-    ):
-        idle = _span([answers[rank].idle_seconds for rank in members if rank in answers])
-        rows.append(("" if innocent else ">", compact_ranks(members), idle, label, where, call))
+    for (innocent, place), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1])):
+        idle = {round(answers[rank].idle_seconds) for rank in members if rank in answers}
+        span = "-".join(map(str, sorted({min(idle), max(idle)}))) + " s" if idle else ""
+        rows.append(("" if innocent else ">", compact_ranks(members), span, *place))
     return format_table(rows)
 
 
@@ -149,8 +114,7 @@ def stacks_text(world_size: int, answers: Mapping[int, Answer], departures: Mapp
     """Return the full stacks of all ranks as the text of a file."""
     parts: list[str] = []
     for rank in range(world_size):
-        if rank in answers:
-            a = answers[rank]
+        if (a := answers.get(rank)) is not None:
             head = f"rank {rank} on {a.host}, process {a.pid}: {a.idle_seconds:.1f} s since {a.label!r}"
             parts.append(f"{head}\n{a.stack}")
         else:
@@ -167,10 +131,9 @@ def compact_ranks(ranks: Sequence[int]) -> str:
     """Format sorted ranks with runs of three or more as ranges: `0, 2-5`."""
     runs: list[list[int]] = []
     for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+        if not runs or runs[-1][-1] != rank - 1:
+            runs.append([])
+        runs[-1].append(rank)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
@@ -180,21 +143,14 @@ def _departed(departures: Mapping[int, str]) -> list[Suspect]:
     for rank in sorted(departures):
         by_ending.setdefault(departures[rank], []).append(rank)
     endings = sorted(by_ending, key=lambda ending: (ending == "finished", by_ending[ending]))
-    return [
-        Suspect(
-            ranks=tuple(by_ending[ending]),
-            reason=f"{ending}, while the others wait" if ending == "finished" else ending,
-        )
-        for ending in endings
-    ]
+    reasons = {"finished": "finished, while the others wait"}
+    return [Suspect(ranks=tuple(by_ending[how]), reason=reasons.get(how, how)) for how in endings]
 
 
 def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
-    """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most.
-
-    Ranks at one position may still be in different collectives, which their last progress tells, or in the same one
-    after different ones.
-    """
+    """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most."""
+    # Ranks at one position may be in different collectives, which their last progress tells, or in the same one after
+    # different ones.
     levels: tuple[tuple[Callable[[Answer], str], str, str], ...] = (
         (lambda answer: f"in {answer.call} at {answer.where}", _DIFFER, _TIE),
         (lambda answer: f"in {answer.label!r}", _DIFFERS_BEFORE, _TIE_BEFORE),
@@ -223,15 +179,6 @@ def _minority(groups: Mapping[str, list[int]], differ: str, tie: str) -> Suspect
 def _row(rank: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> tuple[str, str, str]:
     if rank in departures:
         return "", f"({departures[rank].partition(':')[0]})", ""
-    if rank not in answers:
+    if (answer := answers.get(rank)) is None:
         return "", "(no answer)", ""
-    answer = answers[rank]
     return answer.label, answer.where, answer.call
-
-
-def _span(seconds: Sequence[float]) -> str:
-    """Format idle times as `61 s`, or as `61-63 s` if the ranks of a row differ."""
-    if not seconds:
-        return ""
-    low, high = round(min(seconds)), round(max(seconds))
-    return f"{low} s" if low == high else f"{low}-{high} s"

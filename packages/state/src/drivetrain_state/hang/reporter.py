@@ -72,11 +72,7 @@ class HangReporter(threading.Thread):
         """Return whether this rank has been idle long enough, and the last question is long enough ago, to ask."""
         timer, settings = self._monitor.timer, self._monitor.settings
         if timer.num_changes != self._num_changes:
-            self._num_changes, self._num_futile_rounds, self._quiet_until = (
-                timer.num_changes,
-                0,
-                0.0,
-            )
+            self._num_changes, self._num_futile_rounds, self._quiet_until = timer.num_changes, 0, 0.0
         hang = settings.hang_timeout_seconds
         # Wait longer after each false alarm, but never so long that the process ends without a report.
         patience = min(hang * (1 + self._false_alarms), max(hang, settings.timeout_seconds / 2))
@@ -105,9 +101,8 @@ class HangReporter(threading.Thread):
         self._rounds.answer(number, asdict(answer))
         self._round = _Round(number=number, num_changes=timer.num_changes)
         self._num_futile_rounds += 1
-        self._quiet_until = (
-            monotonic() + self._monitor.settings.hang_timeout_seconds * 2**self._num_futile_rounds
-        )
+        hang = self._monitor.settings.hang_timeout_seconds
+        self._quiet_until = monotonic() + hang * 2**self._num_futile_rounds
 
     def _follow(self, current: _Round) -> None:
         """Report if this rank is the reporter, read the verdict, and detect that the run resumes."""
@@ -158,15 +153,12 @@ class HangReporter(threading.Thread):
         stacks, note = self._write(stacks_text(size, answers, departures))
         verdict = Verdict(text=str(diagnosis), blocked=diagnosis.blocked, witness=longest.rank, stacks=stacks)
         self._rounds.conclude(current.number, asdict(verdict))
-        timeout = f"{self._monitor.settings.timeout_seconds:g} s"
+        if diagnosis.blocked:
+            timeout_seconds = self._monitor.settings.timeout_seconds
+            note += f"; a rank that is stuck ends {timeout_seconds:g} s after its last progress"
         say(
             f"drivetrain: no progress for {longest.idle_seconds:.0f} s on rank {longest.rank}; {diagnosis}\n"
-            f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}"
-            + (
-                f"; a rank that is stuck ends {timeout} after its last progress\n"
-                if diagnosis.blocked
-                else "\n"
-            )
+            f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}\n"
         )
 
     def _write(self, text: str) -> tuple[str, str]:

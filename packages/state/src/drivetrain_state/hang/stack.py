@@ -31,15 +31,7 @@ _LONGEST_CALL = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A frame of a call stack.
-
-    Attributes:
-        module: The `__name__` of the module that contains the code.
-        file: The path of the source file.
-        line: The current line, from 1.
-        function: The qualified name of the function.
-        expression: The source of the current call; empty if the source is not available.
-    """
+    """A frame of a call stack; `expression` is the source of its current call, empty if that is not available."""
 
     module: str
     file: str
@@ -50,13 +42,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """The position of a rank, for one row of a table.
-
-    Attributes:
-        where: The user's innermost frame, as `file:line function`.
-        call: The call that this frame executes: a collective, `backward`, a function's name, or the call's source.
-        waits_for: The party that the call waits for.
-    """
+    """The position of a rank: the user's innermost frame as `file:line function`, and the call that it executes."""
 
     where: str
     call: str
@@ -83,13 +69,11 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
 
 
 def find_place(frames: Sequence[Frame]) -> RankPosition:
-    """Return the user's innermost line and the call that it executes, from a stack with the outermost call first.
-
-    The user's own code takes precedence over that of installed packages, wherever they are on the stack.
-    """
+    """Return the user's innermost line and the call that it executes, from a stack with the outermost call first."""
     if not frames:
         return RankPosition(where="(its thread has ended)", call="", waits_for="nothing")
     owners = [frame_owner(frame) for frame in frames]
+    # The user's own code takes precedence over that of installed packages, wherever they are on the stack.
     wanted = next((owner for owner in ("user", "installed") if owner in owners), owners[0])
     index = len(owners) - 1 - owners[::-1].index(wanted)
     user, inside = frames[index], frames[index + 1 :]
@@ -144,7 +128,6 @@ def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
 
 
 def _native_wait(frame: Frame) -> WaitsFor:
-    """Return what the native code called by a frame waits for."""
     names = {_called_name(frame.expression)}
     if frame_owner(frame) == "torch":
         names.add(frame.function)  # torch.cuda.synchronize calls a native function of another name
@@ -161,7 +144,7 @@ def _is_communication(frame: Frame) -> bool:
 
 
 def _called_name(expression: str) -> str:
-    """Return the name of the function in the source of a call: `item` for `loss.mean().item()`."""
+    """Return `item` for `loss.mean().item()`."""
     depth = 0
     for index in range(len(expression) - 1, -1, -1):
         depth += {")": 1, "(": -1}.get(expression[index], 0)
@@ -182,7 +165,9 @@ def _expression(frame: FrameType) -> str:
     if positions is None:
         return ""
     first, last, start, end = positions
-    if first is None or last is None or start is None or end is None:
+    if (
+        first is None or last is None or start is None or end is None
+    ):  # an interpreter with -X no_debug_ranges
         return ""
     lines = [linecache.getline(frame.f_code.co_filename, line).encode() for line in range(first, last + 1)]
     lines[-1] = lines[-1][:end]  # columns are byte offsets
