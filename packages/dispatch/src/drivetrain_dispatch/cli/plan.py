@@ -23,7 +23,7 @@ from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
-from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.planning.device_map import Device, Tier, tier_of
 from drivetrain_dispatch.planning.hardware import Described, Hardware, described, hardware_of
 from drivetrain_dispatch.planning.infer_device_map import rooms_of
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
@@ -278,11 +278,12 @@ def _as_text(
 def _limit(found: Forecast) -> str:
     """Return a line that tells whether the model fits, and what limits the time of a token."""
     computed = sum(found.device_map.seconds.values())
-    if all(device not in ("cpu", "disk") for device in found.device_map.values()):
+    tiers = set(map(tier_of, found.device_map.values()))
+    if tiers == {Tier.DEVICE}:
         return "fits: all weights stay where they are computed; computing is what takes the time"
-    if set(found.device_map.values()) == {"cpu"}:
+    if tiers == {Tier.HOST}:
         return "fits into the host's memory, which computes"
-    slow = "disk" if "disk" in found.device_map.values() else "link"
+    slow = "disk" if Tier.DISK in tiers else "link"
     if found.token_seconds <= 1.1 * computed:
         return "fits with weights that come and go, behind what is computed meanwhile"
     return f"fits with weights that come and go: the {slow} is what takes the time"

@@ -9,6 +9,7 @@ import torch
 from drivetrain_dispatch.conversion.converted_file import write_converted_file
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
+from drivetrain_dispatch.planning.device_map import HOST, Tier
 from drivetrain_messages import format_size, list_some
 
 
@@ -22,7 +23,7 @@ def with_computed_in_memory(
         if not any(name in sources and not sources[name].files() for name in planned.maps):
             return planned
         moved.extend(planned.names)
-        return replace(planned, place=torch.device("cpu"), reads=planned.maps, maps=())
+        return replace(planned, place=HOST, reads=planned.maps, maps=())
 
     return replace(plan, tensors=tuple(map(in_memory, plan.tensors))), tuple(moved)
 
@@ -91,7 +92,7 @@ def with_mapped_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> 
 
     def mapped(planned: PlannedTensor) -> PlannedTensor:
         is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
-        is_kept = is_full and planned.place == torch.device("cpu") and planned.dtype == planned.stored_dtype
+        is_kept = is_full and planned.tier is Tier.HOST and planned.dtype == planned.stored_dtype
         if not is_kept or not _fits(planned, sources[planned.stored]):
             return planned
         return replace(planned, reads=(), maps=planned.reads)

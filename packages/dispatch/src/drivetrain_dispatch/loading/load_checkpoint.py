@@ -31,7 +31,7 @@ from drivetrain_dispatch.loading.quantize_on_load import (
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import Device
+from drivetrain_dispatch.planning.device_map import HOST, Device, Tier
 from drivetrain_dispatch.planning.memory_budget import free_bytes
 from drivetrain_dispatch.planning.placement import check_places, placements_of, places_of_tensors
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
@@ -335,9 +335,9 @@ def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]
 
 def _check_host(tensors: Sequence[PlannedTensor]) -> None:
     """Check that the host has room for its tensors, as the system overcommits memory and kills the process later."""
-    free = free_bytes(torch.device("cpu"))
+    free = free_bytes(HOST)
     taken = 0
-    here = [planned for planned in tensors if str(planned.place) == "cpu"]
+    here = [planned for planned in tensors if planned.tier is Tier.HOST]
     for index, planned in enumerate(here):
         taken += planned.size_bytes
         if free is not None and taken > free:

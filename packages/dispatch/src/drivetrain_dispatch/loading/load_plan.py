@@ -12,7 +12,7 @@ from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.loading.load_target import LoadTarget, load_target
 from drivetrain_dispatch.loading.state_dict_diff import StateDictDiff
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import Place
+from drivetrain_dispatch.planning.device_map import HOST, Place, Tier, tier_of
 from drivetrain_weights import Box
 
 
@@ -55,14 +55,19 @@ class PlannedTensor:
         return self.numel * self.dtype.itemsize
 
     @property
+    def tier(self) -> Tier:
+        """The tier of storage of its place."""
+        return tier_of(self.place)
+
+    @property
     def on_disk(self) -> bool:
         """True if the tensor stays in a file."""
-        return self.place == "disk"
+        return self.tier is Tier.DISK
 
     @property
     def in_memory(self) -> bool:
         """True if the tensor takes memory, rather than staying in a file or without values."""
-        return not self.on_disk and not _is_meta(self.place)
+        return self.tier in (Tier.DEVICE, Tier.HOST)
 
     @property
     def is_quantized(self) -> bool:
@@ -136,9 +141,8 @@ def _wanted(layout: ModelLayout, places: Mapping[str, Place]) -> list[_Wanted]:
         spec = TensorSpec(tuple(target.tensor.shape), layout.dtypes[special or names[0]])
         saved = tuple(name for name in names if name in in_checkpoints)
         # A tied tensor goes to the first device among those of its names.
-        places_of_names: list[Place] = [places[name] for name in names]
-        devices = [place for place in places_of_names if place != "disk" and place.type != "meta"]
-        place = devices[0] if devices else places_of_names[0]
+        named: list[Place] = [places[name] for name in names]
+        place = next((each for each in named if tier_of(each) in (Tier.DEVICE, Tier.HOST)), named[0])
         wanted.append(_Wanted(names, saved, target, spec, special is not None, place))
     return wanted
 
@@ -157,7 +161,7 @@ def _planned(
     names, saved, target, spec, converts, place = wanted
     there = [name for name in saved if name in found]
     if not there:
-        empty = target.tensor.is_meta and not _is_meta(place)
+        empty = target.tensor.is_meta and tier_of(place) is not Tier.META
         diff.absent(names[0], spec, persistent=bool(saved), empty=empty)
         return None
     for name in there:
@@ -165,11 +169,12 @@ def _planned(
     first, *copies = (found[name] for name in there)
     for copy in copies:
         diff.compare_copies(there, stored[first], stored[copy])
-    if place == "disk" and names[0] in layout.running_statistics and stored[first].dtype != spec.dtype:
-        place = torch.device("cpu")
+    tier = tier_of(place)
+    if tier is Tier.DISK and names[0] in layout.running_statistics and stored[first].dtype != spec.dtype:
+        place, tier = HOST, Tier.HOST
     box = target.box()
-    quantized_bytes = None if _is_meta(place) else layout.special_sizes.get(names[0])
-    reads, maps = _sources(first, stored, place, packs=quantized_bytes is not None)
+    quantized_bytes = None if tier is Tier.META else layout.special_sizes.get(names[0])
+    reads, maps = _sources(first, stored, tier, packs=quantized_bytes is not None)
     return PlannedTensor(
         names=names, target=target, stored=first, copies=tuple(copies), reads=reads, maps=maps,
         shape=spec.shape if box is None else box.sizes, stored_dtype=stored[first].dtype, dtype=spec.dtype,
@@ -178,16 +183,16 @@ def _planned(
 
 
 def _sources(
-    name: str, stored: Collection[str], place: Place, *, packs: bool
+    name: str, stored: Collection[str], tier: Tier, *, packs: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names in the checkpoint that are read for a tensor, and those whose values stay on the disk."""
     kept = packs and fp8_parts(name)[0] in stored
     names = fp8_parts(name) if kept else (name,)
     if packs and not kept:
         return names, ()  # read in full to be packed, wherever it goes
-    if place == "disk":
+    if tier is Tier.DISK:
         return (), names
-    return (() if _is_meta(place) else names), ()
+    return (() if tier is Tier.META else names), ()
 
 
 def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None) -> dict[str, str]:
@@ -203,7 +208,3 @@ def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None)
             )
         found[new] = name
     return found
-
-
-def _is_meta(place: Place) -> bool:
-    return place != "disk" and place.type == "meta"

@@ -19,11 +19,9 @@ from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine, chec
 from drivetrain_dispatch.offload.relocate import relocate
 from drivetrain_dispatch.offload.residency import OffloadedTensor, TensorSlot
 from drivetrain_dispatch.offload.transfer import TransferRequest, default_windows
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, as_others_see_it, place_of
+from drivetrain_dispatch.planning.device_map import HOST, Device, DeviceMap, as_others_see_it, place_of
 from drivetrain_dispatch.planning.placement import Placement, devices_of_parts
 from drivetrain_weights import MappedFile
-
-_CPU = torch.device("cpu")
 
 
 def dispatch_model(
@@ -189,7 +187,7 @@ def _move_inputs(
     model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]
 ) -> list[Removable]:
     """Move inputs to the device that computes: those of the model, and of each module on another device."""
-    if all(placement.device == _CPU for placement in placements.values()):
+    if all(placement.device == HOST for placement in placements.values()):
         return []
     modules = dict(model.named_modules())
     handles: list[Removable] = []

@@ -16,8 +16,6 @@ from drivetrain_dispatch.offload.parameter import is_offloaded
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.planning.placement import Placement, check_places, placements_of
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchPlan:
@@ -54,9 +52,7 @@ def plan_dispatch(
         name: dtype for name, dtype in (dtypes or {}).items() if name not in layout.running_statistics
     }
     fetched = [
-        name
-        for name, placement in placements.items()
-        if name in compute_dtypes or not (placement.stays or placement.device == _CPU)
+        name for name, placement in placements.items() if name in compute_dtypes or placement.is_fetched
     ]
     units = units_of(layout, fetched, whole=preload_module_classes)
     check_devices(units, {name: placement.device for name, placement in placements.items()})

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +14,16 @@ from drivetrain_messages import format_size, format_table
 Device: TypeAlias = int | str | torch.device
 # The same in canonical form; "disk" only stores weights, another device computes with them.
 Place: TypeAlias = torch.device | Literal["disk"]
+HOST = torch.device("cpu")
+
+
+class Tier(IntEnum):
+    """A tier of storage, the fastest first; tensors on the meta device have no values to store."""
+
+    META = 0
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
 
 
 class DeviceMap(dict[str, Device]):
@@ -137,13 +148,21 @@ def place_of(device: Device) -> Place:
         ) from error
 
 
+def tier_of(device: Device) -> Tier:
+    """Return the tier of storage that a device belongs to."""
+    place = place_of(device)
+    if place == "disk":
+        return Tier.DISK
+    return {"cpu": Tier.HOST, "meta": Tier.META}.get(place.type, Tier.DEVICE)
+
+
 def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:
     """Return an equivalent map whose first device computes: transformers' pipelines put inputs on that device.
 
     The placement is the same, since weights on disk before the first accelerator are computed by that accelerator. A
     map with only the disk becomes a map with only the host, which computes then.
     """
-    first = next((name for name, device in device_map.items() if device != "disk"), None)
+    first = next((name for name, device in device_map.items() if tier_of(device) is not Tier.DISK), None)
     if first is None:
         return dict.fromkeys(device_map, "cpu")
     return {first: device_map[first]} | dict(device_map)

@@ -10,15 +10,13 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, place_of
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Tier, place_of, tier_of
 from drivetrain_dispatch.planning.hardware import assumed_rates
 from drivetrain_dispatch.planning.initial_placement import Budgets
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.placement import check_places
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
-
-_CPU = torch.device("cpu")
 
 
 def infer_auto_device_map(
@@ -134,13 +132,12 @@ def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[l
 
     `in_place` says that a host that computes uses weights on disk as pages of the files.
     """
-    places = {device: place_of(device) for device in budgets}
-    host = sum(budgets[device] for device, place in places.items() if place == _CPU)
-    computing = [device for device, place in places.items() if place not in ("disk", _CPU)]
-    rooms = [budgets[device] for device in computing]
+    host = sum(size_bytes for device, size_bytes in budgets.items() if tier_of(device) is Tier.HOST)
+    computing = [device for device in budgets if tier_of(device) < Tier.HOST]
+    rooms = tuple(budgets[device] for device in computing)
     if not computing:
         return ["cpu"], Budgets(devices=(host,), host=0, disk=budgets.get("disk"), in_place=in_place)
-    return computing, Budgets(devices=tuple(rooms), host=host, disk=budgets.get("disk"))
+    return computing, Budgets(devices=rooms, host=host, disk=budgets.get("disk"))
 
 
 def map_of(

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.planning.blocks import Block
-from drivetrain_dispatch.planning.device_map import Device, place_of
+from drivetrain_dispatch.planning.device_map import Device, Tier, place_of, tier_of
 from drivetrain_memory.batch_size.host_limit import available_host_bytes
 from drivetrain_messages import parse_size
 
@@ -51,7 +51,7 @@ def balanced_budgets(
     generation, for example.
     """
     balanced = dict(budgets)
-    spread = [device for device in budgets if _is_accelerator(device)]
+    spread = [device for device in budgets if tier_of(device) is Tier.DEVICE]
     if len(spread) < 2:
         return balanced
     first, *others = spread
@@ -86,11 +86,6 @@ def free_of_host() -> int:
     available = int(psutil.virtual_memory().available)
     of_container = available_host_bytes()
     return available if of_container is None else min(available, of_container)
-
-
-def _is_accelerator(device: Device) -> bool:
-    place = place_of(device)
-    return place != "disk" and place.type not in ("cpu", "meta")
 
 
 def _free_of(device: torch.device) -> int:

@@ -10,10 +10,9 @@ from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import enclosing_modules, nearest_entry
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Place, place_of
+from drivetrain_dispatch.planning.device_map import HOST, Device, DeviceMap, Place, Tier, place_of, tier_of
 from drivetrain_messages import list_some, suggest
 
-_CPU = torch.device("cpu")
 _NUM_SHOWN = 5  # names in an error message
 
 
@@ -30,12 +29,17 @@ class Placement(NamedTuple):
     @property
     def on_disk(self) -> bool:
         """True if the tensor's values are in a file while no forward uses them."""
-        return self.home == "disk"
+        return tier_of(self.home) is Tier.DISK
 
     @property
     def stays(self) -> bool:
         """True if the tensor always stays on the device that computes with it."""
         return self.home == self.device
+
+    @property
+    def is_fetched(self) -> bool:
+        """True if an accelerator fetches the tensor at each use; the host uses tensors where they are."""
+        return not self.stays and self.device != HOST
 
 
 def placements_of(
@@ -51,7 +55,7 @@ def placements_of(
     the beginning of the map. Without any accelerator the host computes. A tied tensor has one home: the first
     computing device among its names, otherwise the host rather than the disk.
     """
-    homes = places_of_tensors(layout, device_map)
+    entries = _entries_of(layout, device_map)
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
     if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
         # A plan that offloads everything names its computing device only in its windows.
@@ -59,47 +63,34 @@ def placements_of(
     main = None if main_device is None else place_of(main_device)
     if main == "disk":
         raise DeviceMapError("main_device='disk' does not compute: give an accelerator or 'cpu'")
-    devices = _devices_of(places, main)
-    may_leave = layout.parameters.keys()
-    if offload_buffers:
-        may_leave = homes.keys() - layout.running_statistics
-    placements: dict[str, Placement] = {}
-    for name, home in homes.items():
-        entry = nearest_entry(name, devices)
-        assert entry is not None  # or places_of_tensors would have raised
-        placements[name] = Placement(home if name in may_leave else devices[entry], devices[entry])
-    return _tied(layout, placements)
-
-
-def _devices_of(places: Mapping[str, Place], main: torch.device | None) -> dict[str, torch.device]:
-    """Return the device that computes each entry of a map."""
-    current = next(filter(_computes, places.values()), _CPU) if main is None else main
-    devices: dict[str, torch.device] = {}
+    current = next(filter(_computes, places.values()), HOST) if main is None else main
+    devices: dict[str, torch.device] = {}  # that compute each entry
     for name, place in places.items():
-        if _computes(place):
-            current = place
+        current = place if _computes(place) else current
         devices[name] = current
-    return devices
+    may_leave = entries.keys() - layout.running_statistics if offload_buffers else layout.parameters.keys()
+    placements = {
+        name: Placement(places[entry] if name in may_leave else devices[entry], devices[entry])
+        for name, entry in entries.items()
+    }
+    _unite_tied(layout, placements)
+    return placements
 
 
 def _computes(place: Place) -> TypeGuard[torch.device]:
-    return place not in ("disk", _CPU)
+    return tier_of(place) < Tier.HOST
 
 
-def _tied(layout: ModelLayout, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return placements in which all names of a tied tensor have one home."""
-    tied = dict(placements)
+def _unite_tied(layout: ModelLayout, placements: dict[str, Placement]) -> None:
+    """Give all names of a tied tensor one home."""
     for group in layout.aliases:
         if len(devices := {placements[name].device for name in group}) > 1:
             raise DeviceMapError(
                 f"device_map: {' and '.join(map(repr, group))} are one tensor, which "
                 f"{' and '.join(sorted(map(str, devices)))} would compute with: give them to one device"
             )
-        homes: list[Place] = [placements[name].home for name in group]
-        home = min(homes, key=lambda place: (place == "disk", place == _CPU))
-        for name in group:
-            tied[name] = placements[name]._replace(home=home)
-    return tied
+        fastest = min((placements[name] for name in group), key=lambda placement: tier_of(placement.home))
+        placements.update(dict.fromkeys(group, fastest))
 
 
 def devices_of_parts(
@@ -123,6 +114,11 @@ def devices_of_parts(
 
 def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dict[str, Place]:
     """Return where each parameter and buffer of a model goes, under every name that it has. Pure."""
+    return {name: place_of(devices[entry]) for name, entry in _entries_of(layout, devices).items()}
+
+
+def _entries_of(layout: ModelLayout, devices: Mapping[str, Device]) -> dict[str, str]:
+    """Check a device map, and return the entry of each parameter and buffer."""
     check_map(
         devices, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
     )
@@ -130,19 +126,20 @@ def places_of_tensors(layout: ModelLayout, devices: Mapping[str, Device]) -> dic
         known = [*layout.modules, *layout.tensors]
         meant = suggest(unknown[0], known) or "; see model.named_modules()"
         raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{meant}")
-    places: dict[str, Place] = {name: place_of(device) for name, device in devices.items()}
-    chosen = {name: nearest_entry(name, places) for name in layout.tensors}
+    for device in devices.values():
+        place_of(device)
+    chosen = {name: nearest_entry(name, devices) for name in layout.tensors}
     if left := [name for name, key in chosen.items() if key is None]:
         raise DeviceMapError(
             f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
         )
-    return {name: places[key] for name, key in chosen.items() if key is not None}
+    return {name: entry for name, entry in chosen.items() if entry is not None}
 
 
 def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
     """Check that this machine has the devices that an argument names."""
     for place in dict.fromkeys(places):
-        if place == "disk" or place.type in ("cpu", "meta"):
+        if place == "disk" or tier_of(place) is not Tier.DEVICE:
             continue
         found = torch.accelerator.current_accelerator()
         count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
