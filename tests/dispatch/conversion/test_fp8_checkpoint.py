@@ -24,8 +24,7 @@ from drivetrain_dispatch import (
 )
 from drivetrain_dispatch.conversion.fp8_checkpoint import can_be_kept
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
-from drivetrain_dispatch.loading.load_options import WeightLoadOptions
+from drivetrain_dispatch.loading.checkpoint_tensors import WeightLoadOptions, open_checkpoint
 from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor

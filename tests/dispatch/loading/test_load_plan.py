@@ -9,8 +9,7 @@ from torch import nn
 
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.errors import WeightsMismatchError
-from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
-from drivetrain_dispatch.loading.load_options import WeightLoadOptions
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec, WeightLoadOptions
 from drivetrain_dispatch.loading.load_plan import LoadPlan, plan_load
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import Place

@@ -10,9 +10,13 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.loading.checkpoint_tensors import open_checkpoint
+from drivetrain_dispatch.loading.checkpoint_tensors import (
+    Progress,
+    WeightLoadOptions,
+    check_load_dtype,
+    open_checkpoint,
+)
 from drivetrain_dispatch.loading.load_checkpoint import load_tensors
-from drivetrain_dispatch.loading.load_options import Progress, WeightLoadOptions, check_load_dtype
 from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.loading.tensor_reader import EachRank
 from drivetrain_dispatch.model.model_layout import ModelLayout
@@ -85,14 +89,26 @@ def load_checkpoint_and_dispatch(
     opened = open_checkpoint(layout, Path(checkpoint), options)
     layout = with_quantized_sizes(layout, opened.specs, quantization)
     if isinstance(device_map, str):
-        device_map = _planned_map(
-            layout, device_map, max_memory, no_split_module_classes, preload_module_classes, offload_buffers
+        blocks = blocks_of(
+            layout,
+            no_split=no_split_module_classes,
+            whole=preload_module_classes,
+            offload_buffers=offload_buffers,
         )
+        budgets = get_max_memory(max_memory)
+        if device_map != "sequential":
+            budgets = balanced_budgets(budgets, blocks, low_zero=device_map == "balanced_low_0")
+        device_map = plan_device_map(blocks, budgets, converts=layout.converts)
     report = load_tensors(layout, opened, device_map, options, EachRank())
-    return model if device_map is None else dispatch_model(
-        model, _with_computed(device_map, report.computed), offload_dir=offload_folder,
-        skip_keys=skip_keys, preload_module_classes=preload_module_classes, mapped=report.mapped,
-        dtypes=report.converted_at_use, release_pages=release_pages, offload_buffers=offload_buffers,
+    if device_map is None:
+        return model
+    # Tensors that the model computes are on the host now; a planned map's windows stay.
+    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
+    placed = DeviceMap({**device_map, **dict.fromkeys(report.computed, "cpu")}, window_bytes=windows)
+    return dispatch_model(
+        model, placed, offload_dir=offload_folder, skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes, mapped=report.mapped, dtypes=report.converted_at_use,
+        release_pages=release_pages, offload_buffers=offload_buffers,
     )  # fmt: skip
 
 
@@ -146,25 +162,3 @@ def _check_early(
     units_of(layout, (), whole=whole)
     if device_map is not None and not isinstance(device_map, str):
         placements_of(layout, device_map)
-
-
-def _with_computed(device_map: Mapping[str, Device], names: Collection[str]) -> DeviceMap:
-    """Return a map with the windows of a planned one, and tensors on the host that the model computes."""
-    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
-    return DeviceMap({**device_map, **dict.fromkeys(names, "cpu")}, window_bytes=windows)
-
-
-def _planned_map(
-    layout: ModelLayout,
-    way: str,
-    max_memory: Mapping[Device, int | str] | None,
-    no_split: Collection[str],
-    whole: Collection[str],
-    offload_buffers: bool,
-) -> DeviceMap:
-    """Return a device map that fits the budgets."""
-    blocks = blocks_of(layout, no_split=no_split, whole=whole, offload_buffers=offload_buffers)
-    budgets = get_max_memory(max_memory)
-    if way != "sequential":
-        budgets = balanced_budgets(budgets, blocks, low_zero=way == "balanced_low_0")
-    return plan_device_map(blocks, budgets, converts=layout.converts)

@@ -1,24 +1,85 @@
-"""The tensors of an open checkpoint, by a model's names and in its form, before any of them is read."""
+"""The options of a load, and the tensors of an open checkpoint in a model's names and form, not read yet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_dispatch.conversion.fp8_checkpoint import Fp8Weights, can_be_kept, dequantised, fp8_weights
+from drivetrain_dispatch.arguments import check_computed, check_dtype
+from drivetrain_dispatch.conversion.fp8_checkpoint import can_be_kept, dequantised, fp8_weights
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.conversion.transformers_tables import converted_names
 from drivetrain_dispatch.errors import TiedParametersError
-from drivetrain_dispatch.loading.load_options import WeightLoadOptions
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.quantization.protocol import StoredFP8
+from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 from drivetrain_weights import open_weights
 
+# A function called with the bytes read so far and the total.
+Progress: TypeAlias = Callable[[int, int], None]
+ReadBy = Literal["each", "rank 0"]
+_QUANTIZATION = ("pack", "layer", "size_bytes", "skip_modules")  # the members of a Quantization
 _COMPARED_BYTES = 8 * 2**20  # at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLoadOptions:
+    """The options of a load, as `load_checkpoint_in_model` describes them."""
+
+    strict: bool = True
+    rename: Callable[[str], str | None] | None = None
+    num_threads: int | None = None
+    progress: Progress | None = None
+    read_by: ReadBy = "each"
+    process_group: dist.ProcessGroup | None = None
+    quantization: Quantization | StoredFP8 | None = None
+    offload_folder: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what a user gave."""
+        if self.progress is not None and not callable(self.progress):
+            raise ValueError(
+                f"progress={self.progress!r} cannot be called: give a function of the bytes read and of all"
+            )
+        _check_quantization(self.quantization)
+        if self.read_by not in get_args(ReadBy):
+            raise ValueError(
+                f"read_by={self.read_by!r}: must be one of {', '.join(map(repr, get_args(ReadBy)))}"
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads={self.num_threads}: must be at least 1")
+
+
+def check_load_dtype(dtype: object) -> None:
+    """Check the dtype of a load.
+
+    Raises:
+        ValueError: The argument is not a `torch.dtype`, or no layer computes in it.
+    """
+    if dtype is None:
+        return
+    check_dtype("dtype", dtype)
+    if isinstance(dtype, torch.dtype):
+        check_computed(
+            "dtype", dtype, "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
+        )
+
+
+def _check_quantization(quantization: object) -> None:
+    absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
+    packs = not (absent or isinstance(quantization, type))
+    if quantization is None or packs or isinstance(quantization, StoredFP8):
+        return
+    given = quantization.__name__ if isinstance(quantization, type) else repr(quantization)
+    hint = f", called: {given}()" if isinstance(quantization, type) and not absent else ""
+    raise ValueError(
+        f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap "
+        f"torchao's configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
+    )
 
 
 class TensorSpec(NamedTuple):
@@ -108,21 +169,14 @@ def _converted(layout: ModelLayout, held: dict[str, LazyTensor], *, keeps_fp8: b
     fp8 = fp8_weights(held, layout.tensors.keys())
     found = converted_names(layout, dequantised(held, fp8))
     if keeps_fp8:
-        found |= _kept_parts(layout, fp8)
+        every_values, every_scales = (converted_names(layout, part) for part in fp8)
+        for name, values in every_values.items():
+            scales = every_scales.get(name)
+            if scales is not None and can_be_kept(values, scales):
+                found.update(zip(fp8_parts(name), (values, scales), strict=True))
     if found.keys() == held.keys() and all(found[name] is tensor for name, tensor in held.items()):
         return held
     return {name: found[name] for name in sorted(found, key=lambda name: found[name].position())}
-
-
-def _kept_parts(layout: ModelLayout, fp8: Fp8Weights) -> dict[str, LazyTensor]:
-    """Return the values and scales of the model's weights that can be kept in fp8."""
-    every_values, every_scales = (converted_names(layout, part) for part in fp8)
-    found: dict[str, LazyTensor] = {}
-    for name, values in every_values.items():
-        scales = every_scales.get(name)
-        if scales is not None and can_be_kept(values, scales):
-            found.update(zip(fp8_parts(name), (values, scales), strict=True))
-    return found
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

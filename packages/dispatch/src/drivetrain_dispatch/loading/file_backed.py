@@ -1,16 +1,24 @@
 """Tensors of a load whose values stay in files: on the disk, or as pages in the host's memory."""
 
-from collections.abc import Mapping
+import hashlib
+import logging
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
-from drivetrain_dispatch.conversion.converted_file import write_converted_file
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
+from drivetrain_dispatch.errors import WeightFilesError
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor
 from drivetrain_dispatch.planning.device_map import HOST, Tier
 from drivetrain_messages import format_size, list_some
+from drivetrain_weights import MappedFile
+from drivetrain_weights.aligned_file import create_aligned
+
+logger = logging.getLogger(__name__)
 
 
 def with_computed_in_memory(
@@ -59,13 +67,70 @@ def write_converted(
     names = _to_write(plan, sources)
     if not names or folder is None:
         return plan, {}
-    file = write_converted_file(sources, names, Path(folder).expanduser())
+    file = _write_converted_file(sources, names, Path(folder).expanduser())
     written = {name: LazyTensor.in_file(file, name) for name in names}
     tensors = (
         replace(planned, stored_dtype=planned.dtype) if planned.stored in names else planned
         for planned in plan.tensors
     )
     return replace(plan, tensors=tuple(tensors)), written
+
+
+def _write_converted_file(
+    tensors: Mapping[str, LazyTensor], dtypes: Mapping[str, torch.dtype], folder: Path
+) -> MappedFile:
+    """Write converted tensors to a file in a folder, or open the file that an earlier call has written.
+
+    The file's name contains a hash of the tensors' recipes and of the sizes and times of the checkpoint's files.
+    The file is never deleted here. Tensors are written one after the other, into the file's pages.
+    """
+    recipes = "\n".join(f"{name} {dtypes[name]} {tensors[name].recipe()}" for name in sorted(dtypes))
+    path = folder / f"converted-{hashlib.sha256(recipes.encode()).hexdigest()[:16]}.safetensors"
+    if (earlier := _open_earlier(path, dtypes)) is not None:
+        return earlier
+    unfinished = path.with_name(f".{uuid4().hex[:12]}-{path.name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            like = {
+                name: torch.empty(tensors[name].shape, dtype=dtype, device="meta")
+                for name, dtype in dtypes.items()
+            }
+            for name, target in create_aligned(like, unfinished).items():
+                tensors[name].read_into(target)
+            with unfinished.open("rb+") as written:
+                os.fsync(written.fileno())  # also flushes pages that were changed through the mapping
+            # Open before the rename, as another process may replace `path` with its own file.
+            file = MappedFile(unfinished)
+            os.replace(unfinished, path)
+            file.path = path.absolute()
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise WeightFilesError(
+            f"converted weights could not be written to {folder} ({error}): name another folder, or free the disk"
+        ) from error
+    logger.warning(
+        "wrote %s of converted weights for the disk to %s; later loads of the same checkpoint with the same "
+        "map reuse them",
+        format_size(path.stat().st_size),
+        path,
+    )
+    return file
+
+
+def _open_earlier(path: Path, names: Collection[str]) -> MappedFile | None:
+    """Open the file that an earlier load has written; None if it is missing, damaged or lacks a tensor."""
+    if not path.exists():
+        return None
+    try:
+        file = MappedFile(path)
+    except WeightFilesError as error:
+        logger.warning("%s; it is written anew", error)
+        return None
+    logger.info("reading converted weights from %s", path)
+    return file if file.names >= set(names) else None
 
 
 def _to_write(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> dict[str, torch.dtype]:

@@ -12,14 +12,20 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import LoadError, WeightFilesError
-from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, open_checkpoint
+from drivetrain_dispatch.loading.checkpoint_tensors import (
+    CheckpointTensors,
+    Progress,
+    ReadBy,
+    WeightLoadOptions,
+    check_load_dtype,
+    open_checkpoint,
+)
 from drivetrain_dispatch.loading.file_backed import (
     check_folder,
     with_computed_in_memory,
     with_mapped_in_memory,
     write_converted,
 )
-from drivetrain_dispatch.loading.load_options import Progress, ReadBy, WeightLoadOptions, check_load_dtype
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
 from drivetrain_dispatch.loading.quantize_on_load import (
@@ -123,12 +129,7 @@ def load_checkpoint_in_model(
     )  # fmt: skip
     check_load_dtype(dtype)
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
-    return _open_and_load(layout, Path(checkpoint), device_map, options)
-
-
-def _open_and_load(
-    layout: ModelLayout, path: Path, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
-) -> LoadReport:
+    path = Path(checkpoint)
     _check_sharded(layout, device_map, options)  # on all ranks alike, before one opens files for the others
     each = options.read_by == "each"
     reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)

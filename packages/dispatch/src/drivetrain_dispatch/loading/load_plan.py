@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec, fp8_parts
-from drivetrain_dispatch.loading.load_options import WeightLoadOptions
+from drivetrain_dispatch.loading.checkpoint_tensors import (
+    CheckpointTensors,
+    TensorSpec,
+    WeightLoadOptions,
+    fp8_parts,
+)
 from drivetrain_dispatch.loading.load_target import LoadTarget, load_target
 from drivetrain_dispatch.loading.state_dict_diff import StateDictDiff
 from drivetrain_dispatch.model.model_layout import ModelLayout
@@ -109,10 +113,10 @@ def plan_load(
     """
     stored = checkpoint.weights
     found = _renamed(stored, options.rename)
-    wanted = _wanted(layout, places)
+    known = layout.model.state_dict(keep_vars=True).keys() & layout.tensors.keys()
     diff = StateDictDiff(checkpoint=str(checkpoint.path), strict=options.strict)
-    planned = [_planned(each, layout, checkpoint.specs, found, diff) for each in wanted]
-    known = {name for each in wanted for name in each.saved}
+    planner = _Planner(layout, places, checkpoint.specs, known, found, diff)
+    planned = list(map(planner.plan, layout.aliases))
     diff.unexpected.update({name: stored[file] for name, file in found.items() if name not in known})
     diff.check(known=known, found=found)
     order = {name: index for index, name in enumerate(stored)}
@@ -120,66 +124,48 @@ def plan_load(
     return LoadPlan(tensors=tuple(tensors), missing=tuple(diff.missing), unexpected=tuple(diff.unexpected))
 
 
-class _Wanted(NamedTuple):
-    """A tensor of the model: all its names, those in checkpoints, its shape and dtype to load, and its place."""
+class _Planner(NamedTuple):
+    """The model and the checkpoint of a load, with the model's names in checkpoints, and where each is found."""
 
-    names: tuple[str, ...]
-    saved: tuple[str, ...]
-    target: LoadTarget
-    spec: TensorSpec
-    converts: bool  # the user asked for exactly this dtype
-    place: Place
+    layout: ModelLayout
+    places: Mapping[str, Place]
+    stored: Mapping[str, TensorSpec]
+    known: Collection[str]
+    found: Mapping[str, str]
+    diff: StateDictDiff
 
-
-def _wanted(layout: ModelLayout, places: Mapping[str, Place]) -> list[_Wanted]:
-    """Return the distinct parameters and buffers of a model."""
-    in_checkpoints = layout.model.state_dict(keep_vars=True).keys()
-    wanted: list[_Wanted] = []
-    for names in layout.aliases:
+    def plan(self, names: tuple[str, ...]) -> PlannedTensor | None:
+        """Return the plan for a tensor of the model; None if the checkpoint has nothing for it."""
+        layout, stored, found, diff = self.layout, self.stored, self.found, self.diff
         target = load_target(names[0], layout.tensors[names[0]])
         special = next((name for name in names if name in layout.special_dtypes), None)
         spec = TensorSpec(tuple(target.tensor.shape), layout.dtypes[special or names[0]])
-        saved = tuple(name for name in names if name in in_checkpoints)
         # A tied tensor goes to the first device among those of its names.
-        named: list[Place] = [places[name] for name in names]
-        place = next((each for each in named if tier_of(each) in (Tier.DEVICE, Tier.HOST)), named[0])
-        wanted.append(_Wanted(names, saved, target, spec, special is not None, place))
-    return wanted
-
-
-def _planned(
-    wanted: _Wanted,
-    layout: ModelLayout,
-    stored: Mapping[str, TensorSpec],
-    found: Mapping[str, str],
-    diff: StateDictDiff,
-) -> PlannedTensor | None:
-    """Return the plan for a tensor of the model; None if the checkpoint has nothing for it.
-
-    A tensor that a forward writes to cannot be converted at use: if its dtype is not the file's, it goes to memory.
-    """
-    names, saved, target, spec, converts, place = wanted
-    there = [name for name in saved if name in found]
-    if not there:
-        empty = target.tensor.is_meta and tier_of(place) is not Tier.META
-        diff.absent(names[0], spec, persistent=bool(saved), empty=empty)
-        return None
-    for name in there:
-        diff.compare(name, stored[found[name]], spec, converts=converts)
-    first, *copies = (found[name] for name in there)
-    for copy in copies:
-        diff.compare_copies(there, stored[first], stored[copy])
-    tier = tier_of(place)
-    if tier is Tier.DISK and names[0] in layout.running_statistics and stored[first].dtype != spec.dtype:
-        place, tier = HOST, Tier.HOST
-    box = target.box()
-    quantized_bytes = None if tier is Tier.META else layout.special_sizes.get(names[0])
-    reads, maps = _sources(first, stored, tier, packs=quantized_bytes is not None)
-    return PlannedTensor(
-        names=names, target=target, stored=first, copies=tuple(copies), reads=reads, maps=maps,
-        shape=spec.shape if box is None else box.sizes, stored_dtype=stored[first].dtype, dtype=spec.dtype,
-        place=place, box=box, quantized_bytes=quantized_bytes,
-    )  # fmt: skip
+        named: list[Place] = [self.places[name] for name in names]
+        place = min(named, key=lambda each: tier_of(each) not in (Tier.DEVICE, Tier.HOST))
+        saved = [name for name in names if name in self.known]
+        there = [name for name in saved if name in found]
+        if not there:
+            empty = target.tensor.is_meta and tier_of(place) is not Tier.META
+            diff.absent(names[0], spec, persistent=bool(saved), empty=empty)
+            return None
+        for name in there:
+            diff.compare(name, stored[found[name]], spec, converts=special is not None)
+        first, *copies = (found[name] for name in there)
+        for copy in copies:
+            diff.compare_copies(there, stored[first], stored[copy])
+        tier = tier_of(place)
+        # A forward writes to it, so that it cannot be converted at use.
+        if tier is Tier.DISK and names[0] in layout.running_statistics and stored[first].dtype != spec.dtype:
+            place, tier = HOST, Tier.HOST
+        box = target.box()
+        quantized_bytes = None if tier is Tier.META else layout.special_sizes.get(names[0])
+        reads, maps = _sources(first, stored, tier, packs=quantized_bytes is not None)
+        return PlannedTensor(
+            names=names, target=target, stored=first, copies=tuple(copies), reads=reads, maps=maps,
+            shape=spec.shape if box is None else box.sizes, stored_dtype=stored[first].dtype, dtype=spec.dtype,
+            place=place, box=box, quantized_bytes=quantized_bytes,
+        )  # fmt: skip
 
 
 def _sources(

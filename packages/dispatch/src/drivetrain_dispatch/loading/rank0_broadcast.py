@@ -89,8 +89,11 @@ class Rank0Broadcast:
             for index, piece in enumerate(pieces):
                 ended, reading = reading, begin(index + 1)
                 self._broadcast_piece(piece, targets, buffers[index % 2][: piece.size_bytes + 1], ended)
-                if failure is None:
-                    failure = _failure_of(progress, piece.size_bytes)
+                try:
+                    if failure is None:
+                        progress(piece.size_bytes)
+                except Exception as error:  # noqa: BLE001 raised at the end: the other ranks wait for the next pieces
+                    failure = error
         if failure is not None:
             raise LoadError("progress failed; the model is as it was") from failure
 
@@ -116,15 +119,6 @@ class Rank0Broadcast:
         if (target := targets.get(piece.name)) is not None:
             values = handed[:-1].view(piece.dtype)
             target.view(-1)[piece.start : piece.stop].copy_(values)
-
-
-def _failure_of(progress: Callable[[int], object], size_bytes: int) -> Exception | None:
-    """Return the error of a user's function rather than raise it, as the other ranks wait for the next pieces."""
-    try:
-        progress(size_bytes)
-    except Exception as error:  # noqa: BLE001 raised once all pieces are broadcast
-        return error
-    return None
 
 
 def _read(piece: ReadRange, sources: Mapping[str, LazyTensor], buffer: Tensor) -> None:

@@ -2,9 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
@@ -12,8 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
-from drivetrain_dispatch.loading.load_options import Progress
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, Progress, TensorSpec
 from drivetrain_weights import Box
 
 PIECE_BYTES = 8 * 2**20  # of a file: enough for a disk's full rate, and small beside large tensors
@@ -94,9 +92,9 @@ class EachRank:
                 buffers.put(buffer)
             return piece.size_bytes
 
-        with _threads(self._num_threads) as pool:
-            waiting = iter(pieces)
-            running: set[Future[int]] = set()
+        waiting, running = iter(pieces), set[Future[int]]()
+        pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="load")
+        try:
             while True:
                 # Few pieces are submitted at a time, so that an error or an interrupt ends the load at once.
                 while len(running) < 2 * self._num_threads and (piece := next(waiting, None)) is not None:
@@ -109,6 +107,8 @@ class EachRank:
                 ended, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in ended:
                     progress(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class ReadProgress:
@@ -152,13 +152,3 @@ def staging_buffer(targets: Iterable[Tensor], *, size_bytes: int = PIECE_BYTES) 
     """Return a byte buffer on the host, pinned if one of the tensors is on a CUDA device."""
     pinned = any(target.is_cuda for target in targets)
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-@contextmanager
-def _threads(count: int) -> Generator[ThreadPoolExecutor]:
-    """Run the block with a pool of threads; its end cancels reads that have not begun."""
-    pool = ThreadPoolExecutor(count, thread_name_prefix="load")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)

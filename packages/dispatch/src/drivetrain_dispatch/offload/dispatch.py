@@ -1,26 +1,36 @@
-"""Place a model's weights by a device map, and fetch the offloaded ones when they are used."""
+"""Plan where the weights of a model go by a device map, move them there, and fetch offloaded ones at use."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import ref
 
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.quantized_tensor import KeptLayout
-from drivetrain_dispatch.model.units import Unit, units_of
+from drivetrain_dispatch.arguments import check_dtype
+from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
+from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.quantized_tensor import KeptLayout, why_unready
+from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.device_transfer import InputMover
-from drivetrain_dispatch.offload.dispatch_plan import DispatchPlan, plan_dispatch
-from drivetrain_dispatch.offload.dispatched_model import Dispatched, Removable, mark_dispatched
+from drivetrain_dispatch.offload.dispatched_model import (
+    Removable,
+    check_has_weights,
+    check_not_dispatched,
+    mark_dispatched,
+)
 from drivetrain_dispatch.offload.engine import OffloadEngine
 from drivetrain_dispatch.offload.forward_hooks import listen, listen_to_units
-from drivetrain_dispatch.offload.immovable import keep_in_place
 from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine, check_release
+from drivetrain_dispatch.offload.parameter import is_offloaded, keep_in_place
 from drivetrain_dispatch.offload.relocate import relocate
 from drivetrain_dispatch.offload.residency import OffloadedTensor, TensorSlot
 from drivetrain_dispatch.offload.transfer import TransferRequest, default_windows
 from drivetrain_dispatch.planning.device_map import HOST, Device, DeviceMap, as_others_see_it, place_of
-from drivetrain_dispatch.planning.placement import Placement, devices_of_parts
+from drivetrain_dispatch.planning.placement import Placement, check_places, devices_of_parts, placements_of
 from drivetrain_weights import MappedFile
 
 
@@ -73,56 +83,125 @@ def dispatch_model(
     )  # fmt: skip
     files = relocate(plan.layout, plan.placements, mapped or {}, offload_dir, write_back=write_back)
     dispatched = mark_dispatched(model)
-    _fetch_at_use(dispatched, model, plan, files, device_map)
-    _use_mapped(dispatched, model, plan, files, release_pages=release_pages)
+    units = plan.fetched_units
+    if units:
+        engine = _offload_engine(plan, files, device_map)
+        dispatched.engines.append(engine)
+        dispatched.handles += listen_to_units(model, [unit.module for unit in units], engine)
+        dispatched.handles += keep_in_place(plan.layout, plan.fetched)
+    # The host uses tensors in files in place, unless they are converted.
+    if in_place := units_of(plan.layout, files.keys() - set(plan.fetched)):
+        engine = MappedWeightsEngine(in_place, files, releases=release_pages)
+        dispatched.engines.append(engine)
+        dispatched.handles += listen(model, engine)
+    quantized = plan.layout.quantized
+    dispatched.handles += [
+        KeptLayout(unit.module) for unit in [*units, *in_place] if not quantized.isdisjoint(unit.tensors)
+    ]
     dispatched.handles += _move_inputs(model, plan.placements, skip_keys)
-    _show_map(model, device_map)
+    # Other libraries read the map. For encoder-decoders, `generate` would look for Accelerate's hooks then
+    # (transformers 5.23).
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        model.hf_device_map = as_others_see_it(device_map)  # type: ignore[assignment] no module
     return model
 
 
-def _fetch_at_use(
-    dispatched: Dispatched,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchPlan:
+    """A decision where each tensor of a model is stored and computed, and which are fetched."""
+
+    layout: ModelLayout
+    placements: Mapping[str, Placement]
+    compute_dtypes: Mapping[str, torch.dtype]
+    fetched: Sequence[str]
+    fetched_units: Sequence[Unit]
+
+
+def plan_dispatch(
     model: nn.Module,
-    plan: DispatchPlan,
-    files: Mapping[str, MappedFile],
     device_map: Mapping[str, Device],
-) -> None:
-    """Have an engine fetch the tensors of a plan whenever their modules are called."""
-    if units := plan.fetched_units:
-        engine = _offload_engine(model, plan, files, device_map)
-        dispatched.engines.append(engine)
-        dispatched.handles += listen_to_units(model, [unit.module for unit in units], engine)
-        dispatched.handles += _keep_layouts(plan, units)
-        dispatched.handles += keep_in_place(plan.layout, [name for unit in units for name in unit.tensors])
-
-
-def _use_mapped(
-    dispatched: Dispatched,
-    model: nn.Module,
-    plan: DispatchPlan,
-    files: Mapping[str, MappedFile],
     *,
-    release_pages: bool,
-) -> None:
-    """Have the host use the tensors that are in files and not fetched in place."""
-    fetched = {name for unit in plan.fetched_units for name in unit.tensors}
-    if units := units_of(
-        plan.layout, [name for name in plan.placements if name in files and name not in fetched]
-    ):
-        engine = MappedWeightsEngine(units, files, releases=release_pages)
-        dispatched.engines.append(engine)
-        dispatched.handles += listen(model, engine)
-        dispatched.handles += _keep_layouts(plan, units)
+    main_device: Device | None = None,
+    write_back: bool = False,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> DispatchPlan:
+    """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`."""
+    layout = ModelLayout.of(model)
+    placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
+    _check_dtypes(layout, dtypes or {})
+    if write_back and not any(placement.on_disk for placement in placements.values()):
+        raise DeviceMapError(
+            "write_back=True: device_map puts nothing on 'disk' that training could change; leave it out, or put "
+            "weights there"
+        )
+    check_dispatchable(layout, placements)
+    # Norms write to running statistics in a forward, and nothing tells so: these keep their dtype.
+    compute_dtypes = {
+        name: dtype for name, dtype in (dtypes or {}).items() if name not in layout.running_statistics
+    }
+    fetched = [
+        name for name, placement in placements.items() if name in compute_dtypes or placement.is_fetched
+    ]
+    units = units_of(layout, fetched, whole=preload_module_classes)
+    check_devices(units, {name: placement.device for name, placement in placements.items()})
+    return DispatchPlan(
+        layout=layout,
+        placements=placements,
+        compute_dtypes=compute_dtypes,
+        fetched=fetched,
+        fetched_units=units,
+    )
+
+
+def _check_dtypes(layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Check the compute dtypes of single tensors."""
+    if unknown := sorted(dtypes.keys() - layout.tensors.keys()):
+        raise ValueError(
+            f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
+        )
+    for name, dtype in dtypes.items():
+        check_dtype(f"dtypes[{name!r}]", dtype)
+        if name in layout.quantized and dtype != layout.tensors[name].dtype:
+            raise DeviceMapError(
+                f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
+            )
+
+
+def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
+    """Check all of a model that can be checked before any tensor is moved."""
+    check_not_dispatched(layout.model)
+    tensors = layout.tensors
+    for name, tensor in tensors.items():
+        if is_offloaded(tensor):
+            raise OffloadedError(
+                f"{name!r} belongs to another model that is dispatched: call remove_hooks on that one first"
+            )
+        if tensor.is_inference():
+            raise DeviceMapError(
+                f"{name!r} was made in torch.inference_mode, where nothing tells when a tensor is written to: build "
+                "and load the model outside of it"
+            )
+        layer = layout.modules[name.rpartition(".")[0]]
+        if name in layout.quantized and not tensor.is_meta and (reason := why_unready(tensor, layer)):
+            raise DeviceMapError(
+                f"{name!r} is a quantised weight that {reason}: quantise it and freeze it before the model is "
+                "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"
+            )
+    check_places([place for placement in placements.values() for place in placement])
+    check_has_weights(tensors.items())
 
 
 def _offload_engine(
-    model: nn.Module,
-    plan: DispatchPlan,
-    files: Mapping[str, MappedFile],
-    device_map: Mapping[str, Device],
+    plan: DispatchPlan, files: Mapping[str, MappedFile], device_map: Mapping[str, Device]
 ) -> OffloadEngine:
     """Return the engine that fetches the tensors of a plan from where they are stored by now."""
-    slots = _slots_of_tensors(model)
+    slots = defaultdict[int, list[TensorSlot]](list)  # the modules that hold each tensor, by its id
+    for module in plan.layout.model.modules():
+        for attribute in (PARAMETERS, BUFFERS):
+            for name, tensor in vars(module)[attribute].items():
+                slots[id(tensor)].append(TensorSlot(ref(module), name, is_buffer=attribute == BUFFERS))
     offloaded: dict[int, OffloadedTensor] = {}
     for unit in plan.fetched_units:
         for name, tensor in unit.tensors.items():
@@ -140,24 +219,12 @@ def _offload_engine(
         for unit in plan.fetched_units
     ]
     names = [unit.name for unit in plan.fetched_units]
-    fetched = [name for unit in plan.fetched_units for name in unit.tensors]
     return OffloadEngine(
         units,
         names=names,
         window_bytes=_windows(device_map, names, units),
-        files=list(dict.fromkeys(files[name] for name in fetched if name in files)),
+        files=list(dict.fromkeys(files[name] for name in plan.fetched if name in files)),
     )
-
-
-def _slots_of_tensors(model: nn.Module) -> dict[int, list[TensorSlot]]:
-    """Return the modules that hold each parameter and buffer, by the tensor's id."""
-    slots: dict[int, list[TensorSlot]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            slots.setdefault(id(parameter), []).append(TensorSlot(ref(module), name, is_buffer=False))
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            slots.setdefault(id(buffer), []).append(TensorSlot(ref(module), name, is_buffer=True))
-    return slots
 
 
 def _windows(
@@ -178,11 +245,6 @@ def _windows(
     return windows
 
 
-def _keep_layouts(plan: DispatchPlan, units: Iterable[Unit]) -> list[Removable]:
-    """Stop the layers of quantised weights from changing them."""
-    return [KeptLayout(unit.module) for unit in units if not plan.layout.quantized.isdisjoint(unit.tensors)]
-
-
 def _move_inputs(
     model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]
 ) -> list[Removable]:
@@ -194,12 +256,3 @@ def _move_inputs(
     for name, device in devices_of_parts(modules, placements).items():
         handles += InputMover(device, skip_keys, returns=name == "").attach(modules[name])
     return handles
-
-
-def _show_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Set `hf_device_map`, which transformers and other libraries read.
-
-    Encoder-decoders get none: their `generate` would look for Accelerate's hooks (transformers 5.23).
-    """
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        model.hf_device_map = as_others_see_it(device_map)  # type: ignore[assignment] no module

@@ -10,10 +10,8 @@ from torch import nn
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout
-from drivetrain_dispatch.model.quantized_tensor import is_quantized
 from drivetrain_dispatch.model.sizes import listed
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatch_plan import check_dispatchable
+from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched
 from drivetrain_dispatch.planning.placement import placements_of
 
@@ -56,7 +54,11 @@ def apply_layerwise_casting(
         raise OffloadedError(
             "the model is dispatched already: convert its weights before, and give dispatch_model(dtypes=...)"
         )
-    _check_dtypes(storage_dtype, compute_dtype)
+    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+        check_dtype(name, dtype)
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name}={dtype}: must be a floating-point dtype such as torch.float8_e4m3fn")
+    check_computed("compute_dtype", compute_dtype, "give torch.bfloat16, and this one as storage_dtype")
     _check_skipped(listed(skip_modules_pattern), skip_modules_classes)
     layout = ModelLayout.of(model)
     skipped = {
@@ -65,7 +67,7 @@ def apply_layerwise_casting(
     parameters = {
         name: tensor
         for name, tensor in layout.parameters.items()
-        if tensor.is_floating_point() and not is_quantized(tensor)
+        if tensor.is_floating_point() and name not in layout.quantized
     }
     whole = {
         id(tensor)
@@ -81,15 +83,6 @@ def apply_layerwise_casting(
     for tensor in parameters.values():
         tensor.data = tensor.data.to(compute_dtype if id(tensor) in whole else storage_dtype)
     return dispatch_model(model, devices, dtypes=dict.fromkeys(stored, compute_dtype))
-
-
-def _check_dtypes(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Check the dtypes of storage and computation."""
-    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
-        check_dtype(name, dtype)
-        if not dtype.is_floating_point:
-            raise ValueError(f"{name}={dtype}: must be a floating-point dtype such as torch.float8_e4m3fn")
-    check_computed("compute_dtype", compute_dtype, "give torch.bfloat16, and this one as storage_dtype")
 
 
 def _check_skipped(patterns: Collection[str], classes: object) -> None:

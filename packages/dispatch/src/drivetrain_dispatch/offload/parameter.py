@@ -5,15 +5,19 @@ The class of an offloaded parameter is `OffloadedParameter`, which torch calls b
 flat list) computes with the fetched weight, on the device that computes. Elsewhere, it is the stored tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.compat import READ_VERSION
+from drivetrain_dispatch.compat import APPLY, READ_VERSION
 from drivetrain_dispatch.errors import OffloadedError
+from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules
+from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 
 # The attributes and methods of a tensor that need none of its values.
 _METADATA = frozenset(
@@ -214,3 +218,44 @@ def _replace(value: Any, replaced: Mapping[int, Tensor]) -> Any:
     if type(value) is dict:
         return {key: _replace(item, replaced) for key, item in cast("dict[str, Any]", value).items()}
     return value
+
+
+def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[MethodWrapper]:
+    """Refuse to move or convert the modules that hold offloaded tensors, until the returned wrappers are removed.
+
+    Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none where
+    a quantized weight is offloaded.
+    """
+    quantized = {id(layout.tensors[name]): name in layout.quantized for name in offloaded}
+    holds_quantized: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
+    for name, module in layout.modules.items():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        found = [quantized[id(tensor)] for tensor in own if id(tensor) in quantized]
+        for outer in [*enclosing_modules(name), name] if found else ():
+            around = layout.modules[outer]
+            holds_quantized[around] = holds_quantized.get(around, False) or any(found)
+    return [
+        MethodWrapper(module, APPLY, partial(_refuse_changes, quantized_too))
+        for module, quantized_too in holds_quantized.items()
+    ]
+
+
+def _refuse_changes(always: bool, apply: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function to the tensors of a module, unless it would change an offloaded one."""
+    module = apply.alive_module()
+    function: Callable[[Tensor], Tensor] = kwargs["fn"] if "fn" in kwargs else args[0]
+    tensors = [*module.parameters(), *module.buffers()]
+    if always or any(is_offloaded(tensor) and _changes(function, tensor) for tensor in tensors):
+        raise OffloadedError(CANNOT_BE_CHANGED)
+    return apply.call_original(args, kwargs)
+
+
+def _changes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
+    """Return whether a function changes a tensor, tried on a few elements of its dtype and device."""
+    kind = kind_in_use(tensor)
+    if kind is None:
+        return True  # stored on one device, computed by another
+    dtype, device = kind
+    with torch.no_grad():
+        probe = torch.empty([min(size, 2) for size in tensor.shape], dtype=dtype, device=device)
+        return fn(probe) is not probe

@@ -94,7 +94,12 @@ class OffloadedTensor:
             if shown.grad_fn is not None or not tracked:
                 return
             self._restore_slots()
-        shown = self.shown = (_with_gradient if tracked else _without_gradient)(self.tensor, value)
+        if tracked:
+            shown = call_plainly(_Fetched.apply, self.tensor, [value])
+        else:
+            # F.linear sums non-contiguous inputs in another order if it is set, even under no_grad (torch 2.15).
+            shown = value.detach().requires_grad_() if self.tensor.requires_grad else value
+        self.shown = shown
         for slot in self.slots:
             attributes = slot.attributes()
             tensors = attributes.get(BUFFERS if slot.is_buffer else PARAMETERS, {})
@@ -297,15 +302,3 @@ class _Fetched(torch.autograd.Function):
                 stacklevel=2,
             )
         return gradients[0].to(ctx.device, ctx.dtype), None
-
-
-def _with_gradient(parameter: Tensor, values: Tensor) -> Tensor:
-    shown = call_plainly(_Fetched.apply, parameter, [values])
-    assert isinstance(shown, Tensor)
-    return shown
-
-
-def _without_gradient(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return the values with the tensor's `requires_grad`."""
-    # F.linear sums non-contiguous inputs in another order if it is set, even under no_grad (torch 2.15).
-    return values.detach().requires_grad_() if tensor.requires_grad else values
