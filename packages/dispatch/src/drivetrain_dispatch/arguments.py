@@ -43,14 +43,6 @@ def check_map(device_map: object, otherwise: str = "") -> None:
     raise DeviceMapError(f"device_map={device_map!r}: {example}{otherwise}")
 
 
-def check_budgets(max_memory: object) -> None:
-    """Check that `max_memory` is a mapping from devices to sizes."""
-    if not isinstance(max_memory, Mapping):
-        raise ValueError(
-            f'max_memory={max_memory!r}: give a size for each device, such as {{0: "20GB", "cpu": "60GB"}}'
-        )
-
-
 def _is_device(given: object) -> bool:
     """Return whether a value is a string that names a device or the disk."""
     if not isinstance(given, str):

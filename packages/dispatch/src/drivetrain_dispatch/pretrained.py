@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.load_and_dispatch import Way, load_checkpoint_and_dispatch
-from drivetrain_dispatch.loading.load_options import Progress
+from drivetrain_dispatch.loading.checkpoint_tensors import Progress
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_dispatch.planning.device_map import Device
 from drivetrain_dispatch.quantization.block_scaled import BLOCK
@@ -98,11 +98,16 @@ def load_pretrained(
     build = _builder(model_class)
     model: Any = build(path, None if dtype == "auto" else dtype, config, model_options)
     _keep_in_fp32(model)
-    whole = _whole_classes(model) if no_split_module_classes is None else no_split_module_classes
+    whole = no_split_module_classes
+    if whole is None:  # the classes that the model's class keeps whole, if the model contains them
+        there = {type(module).__name__ for module in model.modules()}
+        whole = there.intersection(getattr(model, "_no_split_modules", None) or ())
+    # Keyword arguments, such as caches, that the model moves between devices itself.
+    skipped = getattr(model, "_skip_keys_device_placement", None) or getattr(model, "_skip_keys", None) or ()
     load_checkpoint_and_dispatch(
         model, find_variant(path, variant), device_map, max_memory, no_split_module_classes=whole, strict=strict,
         progress=progress, offload_folder=offload_folder, offload_buffers=offload_buffers, quantization=quantization,
-        release_pages=release_pages, skip_keys=_skip_keys(model),
+        release_pages=release_pages, skip_keys=skipped,
     )  # fmt: skip
     return cast("AnyModel", model.eval())
 
@@ -188,20 +193,17 @@ def _from_transformers(
     said = {name: value for name, value in options.items() if name in _IMPLEMENTATIONS}
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are dequantised while they are read
-    chosen = dtype or _dtype_of(config) or torch.float32
-    # Values without memory would be drawn one by one, for nothing.
-    with _described(path, model_class), init_empty_weights(), _without_initial_values():
+    named = [part.dtype for part in (config, config.get_text_config()) if isinstance(part.dtype, torch.dtype)]
+    chosen = dtype or next(iter(named), torch.float32)
+    # Values without memory would be drawn one by one, for nothing; before transformers 5 they are.
+    draws = find_spec("transformers.initialization") is None
+    undrawn = nullcontext() if draws else import_module("transformers.initialization").no_init_weights()
+    with _described(path, model_class), init_empty_weights(), undrawn:
         model: Any = from_config(config, dtype=chosen, **said)
     model.tie_weights()  # which comes with the initial values
     if model.can_generate() and (path / _GENERATION).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
-
-
-def _without_initial_values() -> AbstractContextManager[None]:
-    """Return a context in which transformers initialises no weights; one that does nothing before transformers 5."""
-    found = find_spec("transformers.initialization")
-    return nullcontext() if found is None else import_module("transformers.initialization").no_init_weights()
 
 
 def _from_diffusers(
@@ -275,14 +277,6 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
-def _dtype_of(config: Any) -> torch.dtype | None:
-    """Return the dtype in a configuration, that of the whole model or of its language model."""
-    for part in (config, config.get_text_config()):
-        if isinstance(part.dtype, torch.dtype):
-            return part.dtype
-    return None
-
-
 def _keep_in_fp32(model: Any) -> None:
     """Convert the parameters that the model's class keeps in fp32, on the meta device.
 
@@ -298,17 +292,3 @@ def _keep_in_fp32(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and pattern.search(name):
             parameter.data = parameter.data.to(torch.float32)
-
-
-def _whole_classes(model: nn.Module) -> Collection[str]:
-    """Return the module classes that the model's class keeps whole, if the model contains them."""
-    said: Any = getattr(model, "_no_split_modules", None) or ()
-    return {type(module).__name__ for module in model.modules()}.intersection(said)
-
-
-def _skip_keys(model: Any) -> Collection[str]:
-    """Return the keyword arguments, such as caches, that the model moves between devices itself."""
-    said: Any = (
-        getattr(model, "_skip_keys_device_placement", None) or getattr(model, "_skip_keys", None) or ()
-    )
-    return (said,) if isinstance(said, str) else tuple(said)

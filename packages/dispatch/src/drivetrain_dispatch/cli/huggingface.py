@@ -34,7 +34,13 @@ def read_config(folder: Path) -> tuple[Any, Any]:
         raise ImportError(
             "to build a Hugging Face model the package transformers is needed: pip install transformers"
         ) from error
-    _check_not_quantised(folder / _CONFIG)
+    found = read_json(folder / _CONFIG)
+    if said := found.get("quantization_config") if isinstance(found, dict) else None:
+        method = said.get("quant_method", "quantised") if isinstance(said, dict) else said
+        raise ValueError(
+            f"{folder / _CONFIG} has a quantization_config ({method}): its own library loads such a checkpoint; "
+            "leave that key out of a copy, and plan with --quantize"
+        )
     try:
         return transformers, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, invalid) as error:
@@ -107,15 +113,3 @@ def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str,
             "prompt: plan with infer_auto_device_map, and give what each part does by hand"
         )
     return {**prompt_of(model, batch_size, 1), **caches}
-
-
-def _check_not_quantised(config: Path) -> None:
-    """Check that a configuration describes weights in full precision."""
-    found = read_json(config)
-    said = found.get("quantization_config") if isinstance(found, dict) else None
-    if said:
-        method = said.get("quant_method", "quantised") if isinstance(said, dict) else said
-        raise ValueError(
-            f"{config} has a quantization_config ({method}): its own library loads such a checkpoint; "
-            "leave that key out of a copy, and plan with --quantize"
-        )

@@ -44,15 +44,12 @@ def build_to_train(
     if recompute:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ValueError(f"--recompute: {type(model).__name__} cannot compute its activations again")
-        _recompute(model)
+        trained: Any = model
+        if hasattr(model, "activation_checkpointing_enable"):
+            trained.activation_checkpointing_enable(activation_checkpointing_kwargs=_RECOMPUTE)
+        else:  # its name before transformers 5.10
+            trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTE)
     return model if lora_rank is None else _with_adapters(model, lora_rank, recompute=recompute)
-
-
-def _recompute(model: Any) -> None:
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=_RECOMPUTE)
-    else:  # its name before transformers 5.10
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTE)
 
 
 def _with_adapters(model: nn.Module, rank: int, *, recompute: bool) -> nn.Module:

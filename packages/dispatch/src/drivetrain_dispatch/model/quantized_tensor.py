@@ -7,7 +7,7 @@ name of their class's module, so that bitsandbytes is never imported without nee
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -49,7 +49,11 @@ def _made(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
     if not is_quantized(tensor):
         return next(parts)
     if _is_of_bitsandbytes(tensor):
-        return _rebuild(tensor, parts)
+        data, kind = next(parts), cast("Any", type(tensor))
+        attributes = _with_tensors(_attributes(tensor), parts)
+        if "CB" in vars(tensor):  # an 8-bit weight's alias of its data
+            attributes["CB"] = data
+        return kind(data, requires_grad=False, **attributes)
     wrapper: Any = tensor
     names, context = wrapper.__tensor_flatten__()
     inner = {name: _made(getattr(tensor, name), parts) for name in names}
@@ -73,7 +77,9 @@ def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
             f"others refer to it ({error}): let go of losses and outputs that were computed with it, or move its "
             "module before the model is dispatched, module.to(...)"
         ) from error
-    _update_layer(tensor)
+    layer = vars(tensor).get("module")  # of a 4-bit weight, which refers to the scales too
+    if isinstance(layer, nn.Module):
+        layer.quant_state = vars(tensor)["quant_state"]
 
 
 def takes(tensor: Tensor, value: Tensor) -> bool:
@@ -107,16 +113,6 @@ def _is_of_bitsandbytes(tensor: Tensor) -> bool:
     return any(kind.__module__.startswith("bitsandbytes.") for kind in type(tensor).__mro__)
 
 
-def _rebuild(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
-    """Return a copy of a bitsandbytes weight made of other tensors, in the order of `parts_of`."""
-    kind: Any = type(tensor)
-    data = next(parts)
-    attributes = _with_tensors(_attributes(tensor), parts)
-    if "CB" in vars(tensor):  # an 8-bit weight's alias of its data
-        attributes["CB"] = data
-    return kind(data, requires_grad=False, **attributes)
-
-
 def restore_scales(model: nn.Module) -> None:
     """Move the scales of 8-bit weights, which a forward took into their layers' state, back into the weights."""
     for layer in model.modules():
@@ -131,13 +127,6 @@ def _state_with_scales(layer: nn.Module) -> Any:
     state, weight = layer.__dict__.get("state"), layer.__dict__[PARAMETERS].get("weight")
     took = state is not None and isinstance(weight, Tensor) and "CB" in vars(weight) and state.CB is not None
     return state if took else None
-
-
-def _update_layer(weight: Tensor) -> None:
-    """Update the reference to the scales that the layer of a 4-bit weight keeps."""
-    layer = vars(weight).get("module")
-    if isinstance(layer, nn.Module):
-        layer.quant_state = vars(weight)["quant_state"]
 
 
 def lend_state(attributes: dict[str, Any], weight: Any) -> None:

@@ -1,7 +1,8 @@
 """Measure the cost of each block of a model with one forward on the meta device."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,11 @@ def measure_costs(
     block that never runs costs nothing.
     """
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
-    _check_plain(layout)
+    if layout.quantized:
+        raise CostError(
+            f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "
+            "quantised, and plan with special_sizes=quantized_sizes(...)"
+        )
     try:
         copied, (positional, named) = meta_copy(layout, (tuple(args), dict(kwargs or {})))
     except (TypeError, RuntimeError, NotImplementedError, ValueError) as error:
@@ -82,33 +87,21 @@ def measure_costs(
     return _costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
 
 
-def _check_plain(layout: ModelLayout) -> None:
-    if layout.quantized:
-        raise CostError(
-            f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "
-            "quantised, and plan with special_sizes=quantized_sizes(...)"
-        )
-
-
 def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder: OpRecorder) -> None:
     """Register hooks that tell a recorder when each block's forward begins and ends."""
 
-    def ended(*_: object) -> None:
+    def begin(block: int, *_: object) -> None:
+        recorder.begin(block)
+
+    def end(*_: object) -> None:
         recorder.end()
 
     watched: set[int] = set()  # a module with several names runs under the first of them
     for name, module in modules.items():
         if name in places and id(module) not in watched:
             watched.add(id(module))
-            module.register_forward_pre_hook(_beginning(recorder, places[name]))
-            module.register_forward_hook(ended, always_call=True)
-
-
-def _beginning(recorder: OpRecorder, block: int) -> Callable[..., None]:
-    def begun(*_: object) -> None:
-        recorder.begin(block)
-
-    return begun
+            module.register_forward_pre_hook(partial(begin, places[name]))
+            module.register_forward_hook(end, always_call=True)
 
 
 def _costs(

@@ -1,11 +1,11 @@
 """The memory budget of each device: what is free now, what a user specifies, or an even share."""
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import psutil
 import torch
 
-from drivetrain_dispatch.arguments import check_budgets
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.device_map import Device, Tier, place_of, tier_of
 from drivetrain_memory.batch_size.host_limit import available_host_bytes
@@ -29,7 +29,10 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
         ValueError: `max_memory` is not a mapping, or a size is invalid.
     """
     if max_memory is not None:
-        check_budgets(max_memory)
+        if not isinstance(cast("object", max_memory), Mapping):
+            raise ValueError(
+                f'max_memory={max_memory!r}: give a size for each device, such as {{0: "20GB", "cpu": "60GB"}}'
+            )
         for device in max_memory:
             place_of(device)
         return {device: parse_size(size) for device, size in max_memory.items()}
