@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from drivetrain_memory.usage.amd import AmdDriver, open_amd
-from drivetrain_memory.usage.device_drivers import DriversFound, find_drivers
+from drivetrain_memory.usage.device_drivers import DriverPoller, DriversFound, find_drivers
 from drivetrain_memory.usage.device_reading import DeviceReading, DriverAbsentError
-from drivetrain_memory.usage.driver_poller import DriverPoller
-from drivetrain_memory.usage.habana import HabanaDriver, open_habana
 from drivetrain_memory.usage.intel import IntelDriver, open_intel
-from drivetrain_memory.usage.nvidia import NvidiaDriver, open_nvidia
+from drivetrain_memory.usage.nvml import HABANA, NVIDIA, NvmlDriver
 
 
 class VendorError(Exception):
@@ -26,7 +24,6 @@ def refuses(*arguments: object) -> object:
 def nvml() -> SimpleNamespace:
     return SimpleNamespace(
         NVMLError=VendorError,
-        NVML_TEMPERATURE_GPU=0,
         nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: b"NVIDIA H100",
@@ -78,7 +75,12 @@ def hlml() -> SimpleNamespace:
 
 
 def test_each_vendor_tells_in_one_form() -> None:
-    drivers = (NvidiaDriver(nvml()), AmdDriver(amdsmi()), IntelDriver(xpu()), HabanaDriver(hlml()))
+    drivers = (
+        NvmlDriver(NVIDIA, nvml()),
+        AmdDriver(amdsmi()),
+        IntelDriver(xpu()),
+        NvmlDriver(HABANA, hlml()),
+    )
     readings = [reading for driver in drivers for reading in driver.read()]
     assert readings == [
         DeviceReading(
@@ -124,10 +126,10 @@ def test_an_absent_driver_is_no_error_and_says_what_is_missing() -> None:
     assert found.drivers == ()
     assert set(found.absent) == {"nvidia", "amd", "intel", "habana"}
     for opens, reason in {
-        open_nvidia: "no NVIDIA driver: NVMLError",  # the real package, asked without a driver
+        NVIDIA.open: "no NVIDIA driver: NVMLError",  # the real package, asked without a driver
         open_amd: "amdsmi",
         open_intel: "torch sees no Intel device",
-        open_habana: "pyhlml",
+        HABANA.open: "pyhlml",
     }.items():
         with pytest.raises(DriverAbsentError, match=reason):
             opens()
@@ -135,7 +137,7 @@ def test_an_absent_driver_is_no_error_and_says_what_is_missing() -> None:
 
 def test_a_slow_driver_is_read_beside_and_a_failing_one_ends_its_numbers() -> None:
     library = nvml()
-    driver = NvidiaDriver(library)
+    driver = NvmlDriver(NVIDIA, library)
     poller = DriverPoller([driver], interval_seconds=0.01)
     assert poller.newest[0].temperature_celsius == 61
     library.nvmlDeviceGetTemperature = lambda handle, sensor: 70
@@ -153,7 +155,7 @@ def test_a_driver_that_fails_from_the_start_stops_nothing(caplog: pytest.LogCapt
         raise RuntimeError("GPU is lost\nand more")
 
     library.nvmlDeviceGetHandleByIndex = lost
-    found = find_drivers({"nvidia": lambda: NvidiaDriver(library)})
+    found = find_drivers({"nvidia": lambda: NvmlDriver(NVIDIA, library)})
     assert found == DriversFound(drivers=(), absent={"nvidia": "the driver fails: RuntimeError: GPU is lost"})
 
     class Failing:
@@ -173,5 +175,5 @@ def test_a_driver_that_fails_from_the_start_stops_nothing(caplog: pytest.LogCapt
 
 
 def test_found_drivers_are_handed_on() -> None:
-    driver = NvidiaDriver(nvml())
+    driver = NvmlDriver(NVIDIA, nvml())
     assert find_drivers({"nvidia": lambda: driver}) == DriversFound(drivers=(driver,), absent={})

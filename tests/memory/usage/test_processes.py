@@ -5,8 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from drivetrain_memory.usage.process_tree import descendants_of, start_time
-from drivetrain_memory.usage.process_usage import ProcessReader
+from drivetrain_memory.usage.processes import ProcessReader, descendants_of, start_time
 
 GRANDCHILD = (
     "import subprocess, sys; subprocess.run([sys.executable, '-ISc', 'print(1, flush=True); input()'])"

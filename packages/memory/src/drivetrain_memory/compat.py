@@ -7,7 +7,6 @@ tests/hardware/test_memory.py, hold each one to what is relied on, and docs/plat
 import ctypes
 import sys
 import tracemalloc
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,21 +57,6 @@ def host_allocator_bytes() -> int:
     stats = torch.cuda.host_memory_stats()
     # torch 2.9 has no bytes in use, and counts as allocated what is.
     return int(stats.get("active_bytes.current", stats.get("allocated_bytes.current", 0)))
-
-
-def start_device_history() -> None:
-    """Record the Python stack of each allocation on CUDA devices from now on; costs microseconds for each."""
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python")  # pyright: ignore[reportPrivateUsage]
-
-
-def stop_device_history() -> None:
-    """Stop to record allocations on CUDA devices, and forget those recorded."""
-    torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
-
-
-def device_snapshot() -> Mapping[str, Any]:
-    """Return what the allocator of CUDA devices holds, with the stacks recorded since `start_device_history`."""
-    return torch.cuda.memory._snapshot()  # pyright: ignore[reportPrivateUsage]
 
 
 def allocation_frames(value: object) -> list[tuple[str, int]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, cgroup_folders, nearest_limit
-from drivetrain_memory.usage.process_tree import PROC
+from drivetrain_memory.usage.processes import PROC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """AMD's devices, read through AMD's own package amdsmi, which comes with ROCm in the version of its driver."""
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -14,8 +13,10 @@ class AmdDriver:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        handles = list(library.amdsmi_get_processor_handles())
-        self._devices = [(handle, self._model(handle)) for handle in handles]
+        self._devices: list[tuple[object, str]] = []
+        for handle in library.amdsmi_get_processor_handles():
+            about = self._ask("gpu_asic_info", handle) or {}
+            self._devices.append((handle, str(about.get("market_name", "AMD device"))))
 
     def read(self) -> tuple[DeviceReading, ...]:
         """Return the numbers of every device."""
@@ -26,40 +27,28 @@ class AmdDriver:
         self._library.amdsmi_shut_down()
 
     def _read(self, index: int, handle: object, model: str) -> DeviceReading:
-        library = self._library
-        memory = self._ask(lambda: library.amdsmi_get_gpu_vram_usage(handle)) or {}
-        power = self._ask(lambda: library.amdsmi_get_power_info(handle)) or {}
-        activity = self._ask(lambda: library.amdsmi_get_gpu_activity(handle)) or {}
+        memory = self._ask("gpu_vram_usage", handle) or {}
+        power = self._ask("power_info", handle) or {}
+        activity = self._ask("gpu_activity", handle) or {}
         used, total = _number(memory.get("vram_used")), _number(memory.get("vram_total"))
         # Newer chips tell the current power, older ones the average.
         watts = _number(power.get("current_socket_power"))
+        kinds, metric = self._library.AmdSmiTemperatureType, self._library.AmdSmiTemperatureMetric.CURRENT
+        sensors = (kinds.EDGE, kinds.HOTSPOT)  # data-centre chips have no edge sensor
+        degrees = [_number(self._ask("temp_metric", handle, sensor, metric)) for sensor in sensors]
         return DeviceReading(
             device=f"amd:{index}",
             model=model,
             used_bytes=None if used is None else int(used * _MB),
             total_bytes=None if total is None else int(total * _MB),
             power_watts=_number(power.get("average_socket_power")) if watts is None else watts,
-            temperature_celsius=self._temperature(handle),
+            temperature_celsius=next((found for found in degrees if found is not None), None),
             utilization_percent=_number(activity.get("gfx_activity")),
         )
 
-    def _temperature(self, handle: object) -> float | None:
-        library = self._library
-        metric = library.AmdSmiTemperatureMetric.CURRENT
-        for sensor in ("EDGE", "HOTSPOT"):  # data-centre chips have no edge sensor
-            kind = getattr(library.AmdSmiTemperatureType, sensor)
-            found = _number(self._ask(lambda kind=kind: library.amdsmi_get_temp_metric(handle, kind, metric)))
-            if found is not None:
-                return found
-        return None
-
-    def _model(self, handle: object) -> str:
-        about = self._ask(lambda: self._library.amdsmi_get_gpu_asic_info(handle)) or {}
-        return str(about.get("market_name", "AMD device"))
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, name: str, *arguments: object) -> Any:
         try:
-            return question()
+            return getattr(self._library, f"amdsmi_get_{name}")(*arguments)
         except self._library.AmdSmiLibraryException:  # the device does not have the number
             return None
 

@@ -11,11 +11,11 @@ and `writeback` the part of it that must be written before it can be dropped. Ve
 slab: there it counts as held.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from drivetrain_memory.usage.process_tree import PROC
+from drivetrain_memory.usage.processes import PROC
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 # Version 1 writes "no limit" as the largest multiple of a page; no machine has as much.
@@ -118,7 +118,7 @@ def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:
 
 def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsage:
     """Return the memory of a group from the text of its files."""
-    counts = _counts(stat)
+    counts = {name: int(count) for name, count in map(str.split, stat.splitlines())}
     if group.version == 2:
         unwritten = counts.get("file_dirty", 0) + counts.get("file_writeback", 0)
         prefix, slab = "", counts.get("slab_reclaimable", 0)
@@ -151,8 +151,3 @@ def _limit(folder: Path, version: int) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None
-
-
-def _counts(stat: str) -> Mapping[str, int]:
-    pairs = (line.split() for line in stat.splitlines())
-    return {name: int(count) for name, count in pairs}

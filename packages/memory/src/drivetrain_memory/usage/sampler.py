@@ -2,18 +2,18 @@
 
 import math
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
-from drivetrain_memory.usage.device_drivers import DriversFound, find_drivers
-from drivetrain_memory.usage.driver_poller import DriverPoller
+from drivetrain_memory.usage.device_drivers import DriverPoller, DriversFound, find_drivers
 from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, CgroupUsage, find_cgroups, read_cgroup
-from drivetrain_memory.usage.process_tree import PROC, ProcessKey, descendants_of
-from drivetrain_memory.usage.process_usage import ProcessReader
-from drivetrain_memory.usage.torch_allocators import accelerator_names, pinned_bytes, read_allocator
+from drivetrain_memory.usage.processes import PROC, ProcessKey, ProcessReader, descendants_of
 
+_CGROUP_COLUMNS = ("current_bytes", "held_bytes", "cache_bytes", "limit_bytes")
 HOST_COLUMNS = (
     "host/resident_bytes",
     "host/shared_bytes",
@@ -22,10 +22,7 @@ HOST_COLUMNS = (
     "children/proportional_bytes",
     "children/count",
     "host/pinned_bytes",
-    "cgroup/current_bytes",
-    "cgroup/held_bytes",
-    "cgroup/cache_bytes",
-    "cgroup/limit_bytes",
+    *(f"cgroup/{name}" for name in _CGROUP_COLUMNS),
 )
 _ALLOCATOR_COLUMNS = ("allocated_bytes", "reserved_bytes")
 _DRIVER_COLUMNS = (
@@ -102,7 +99,12 @@ class UsageSampler:
         if own is None:
             return None
         if self._is_due("children", self._settings.children_seconds, now):
-            self._find_children()
+            living = descendants_of(self.pid, proc=self._proc)
+            for key in self._children.keys() - set(living):
+                self._children.pop(key).close()
+            for key in living:
+                if key not in self._children:
+                    self._children[key] = ProcessReader(key.pid, proc=self._proc)
         children = [usage for reader in self._children.values() if (usage := reader.read()) is not None]
         if self._is_due("cgroup", self._settings.cgroup_seconds, now):
             used = [usage for group in self._cgroups if (usage := read_cgroup(group)) is not None]
@@ -110,7 +112,10 @@ class UsageSampler:
         if self._is_due("pinned", self._settings.pinned_seconds, now):
             self._pinned = pinned_bytes() if self._devices else None
         if self._is_due("proportional", self._settings.proportional_seconds, now):
-            self._proportional = self._read_proportional()
+            of_children = [reader.proportional_bytes() for reader in self._children.values()]
+            known = [size for size in of_children if size is not None]
+            total = sum(known) if known or not of_children else None
+            self._proportional = self._process.proportional_bytes(), total
         row: list[float | None] = [
             own.resident_bytes,
             own.shared_bytes,
@@ -119,11 +124,10 @@ class UsageSampler:
             self._proportional[1],
             len(children),
             self._pinned,
-            *_cgroup_row(self._cgroup),
+            *(None if self._cgroup is None else getattr(self._cgroup, name) for name in _CGROUP_COLUMNS),
         ]
         for device in self._devices:
-            held = read_allocator(device)
-            row += [held.allocated_bytes, held.reserved_bytes]
+            row += read_allocator(device)
         for reading in self._poller.newest:
             row += [getattr(reading, name) for name in _DRIVER_COLUMNS]
         return [math.nan if value is None else float(value) for value in row]
@@ -140,21 +144,34 @@ class UsageSampler:
         self._next[name] = now + interval_seconds
         return True
 
-    def _find_children(self) -> None:
-        living = descendants_of(self.pid, proc=self._proc)
-        for key in self._children.keys() - set(living):
-            self._children.pop(key).close()
-        for key in living:
-            if key not in self._children:
-                self._children[key] = ProcessReader(key.pid, proc=self._proc)
 
-    def _read_proportional(self) -> tuple[int | None, int | None]:
-        children = [reader.proportional_bytes() for reader in self._children.values()]
-        known = [size for size in children if size is not None]
-        return self._process.proportional_bytes(), sum(known) if known or not children else None
+def accelerator_names() -> tuple[str, ...]:
+    """Return the names of all accelerators that torch sees; empty if torch is not imported or sees none."""
+    torch = _torch()
+    kind = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
+    if torch is None or kind is None:
+        return ()
+    return tuple(f"{kind.type}:{index}" for index in range(torch.accelerator.device_count()))
 
 
-def _cgroup_row(usage: CgroupUsage | None) -> Sequence[float | None]:
-    if usage is None:
-        return (None, None, None, None)
-    return (usage.current_bytes, usage.held_bytes, usage.cache_bytes, usage.limit_bytes)
+def read_allocator(device: str) -> tuple[int, int]:
+    """Return the bytes of tensors on an accelerator, and those that its allocator holds, cache included."""
+    torch = _torch()
+    assert torch is not None
+    # One call tells both numbers, without waiting for the device. It says nothing before the first tensor is there.
+    stats = torch.accelerator.memory_stats(int(device.rpartition(":")[2]))
+    return stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
+
+
+def pinned_bytes() -> int | None:
+    """Return the pinned host memory that torch's allocator for CUDA holds; None where torch does not tell."""
+    torch = _torch()
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    stats = torch.cuda.host_memory_stats()
+    return int(stats.get("allocated_bytes.current", 0))  # the blocks that it owns, cached ones included
+
+
+def _torch() -> ModuleType | None:
+    """Return torch where the program imported it: a program that is watched from outside needs none."""
+    return sys.modules.get("torch")

@@ -1,0 +1,128 @@
+"""The descendants of a process, and the memory that a process holds, read at next to no cost."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+PROC = Path("/proc")
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_START_TIME = 19  # field 22 of proc_pid_stat(5), counted behind the name: ticks since the system began
+
+
+class ProcessKey(NamedTuple):
+    """A process that no later one is taken for: the system uses process ids again.
+
+    Attributes:
+        started: The start time, in the system's own unit.
+    """
+
+    pid: int
+    started: float
+
+
+def descendants_of(pid: int, *, proc: Path = PROC) -> tuple[ProcessKey, ...]:
+    """Return all living descendants of a process, parents before children; empty if the process is gone.
+
+    On Linux this reads the kernel's own lists of children, which takes some 10 us for each thread of each process.
+    """
+    if not (proc / str(pid) / "task" / str(pid) / "children").exists():
+        try:
+            children = psutil.Process(pid).children(recursive=True)
+            return tuple(ProcessKey(child.pid, child.create_time()) for child in children)
+        except psutil.Error:
+            return ()
+    return tuple(_descend(pid, proc))
+
+
+def start_time(pid: int, *, proc: Path = PROC) -> float | None:
+    """Return when a process started, in the system's own unit; None if it is gone."""
+    try:
+        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return float(fields[_START_TIME])
+
+
+def _descend(pid: int, proc: Path) -> Iterator[ProcessKey]:
+    for child in _children(pid, proc):
+        if (started := start_time(child, proc=proc)) is not None:
+            yield ProcessKey(child, started)
+            yield from _descend(child, proc)
+
+
+def _children(pid: int, proc: Path) -> list[int]:
+    found: list[int] = []
+    try:
+        threads = list((proc / str(pid) / "task").iterdir())
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            found += map(int, (thread / "children").read_bytes().split())
+        except OSError:  # the thread ended meanwhile
+            continue
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUsage:
+    """The memory of one process.
+
+    Attributes:
+        resident_bytes: The pages in memory, those of files and those shared with other processes included.
+        shared_bytes: The part of them that belongs to files or to shared memory; 0 where the system does not tell.
+    """
+
+    resident_bytes: int
+    shared_bytes: int
+
+
+class ProcessReader:
+    """A reader of one process that keeps its file open, so that a look is one system call of some 10 us."""
+
+    def __init__(self, pid: int, *, proc: Path = PROC) -> None:
+        self._pid, self._proc = pid, proc
+        self._process: psutil.Process | None = None
+        self._file: int | None = None
+        try:
+            self._file = os.open(proc / str(pid) / "statm", os.O_RDONLY)
+        except OSError:
+            if psutil.pid_exists(pid):
+                self._process = psutil.Process(pid)
+
+    def read(self) -> ProcessUsage | None:
+        """Return what the process holds now; None if it is gone."""
+        if self._file is not None:
+            try:
+                fields = os.pread(self._file, 128, 0).split()
+            except ProcessLookupError:
+                return None
+            if len(fields) < 3:
+                return None
+            return ProcessUsage(resident_bytes=int(fields[1]) * _PAGE, shared_bytes=int(fields[2]) * _PAGE)
+        try:
+            held = None if self._process is None else self._process.memory_info()
+        except psutil.Error:
+            return None
+        return held and ProcessUsage(resident_bytes=held.rss, shared_bytes=getattr(held, "shared", 0))
+
+    def proportional_bytes(self) -> int | None:
+        """Return the proportional set size: shared pages divided by the number of processes that share them.
+
+        The kernel walks all pages for it, which takes milliseconds. None if it does not tell.
+        """
+        try:
+            lines = (self._proc / str(self._pid) / "smaps_rollup").read_bytes().splitlines()
+        except OSError:  # not Linux, or a process of another user, or it is gone
+            return None
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:")), None)
+
+    def close(self) -> None:
+        """Close the file that is kept open."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
