@@ -1,7 +1,6 @@
 from drivetrain_memory.leaks.findings import Leak, grown_holders, unexplained, with_graphs
 from drivetrain_memory.leaks.measure import MemorySample
 from drivetrain_memory.leaks.named_memory import GRAPH, Holding
-from drivetrain_memory.leaks.origin import device_growth
 
 
 def sample(step: int, heap: int, **more) -> MemorySample:
@@ -49,13 +48,3 @@ def test_objects_explain_the_heap_and_pinned_memory_and_graphs_take_the_rest() -
     named, others = with_graphs([graph], unexplained(first, last, [graph], workers={}))
     assert others == []
     assert named[0].bytes_per_step == (1 << 20) / 10
-
-
-def test_growth_of_a_device_is_told_by_the_users_line() -> None:
-    def blocks(count: int) -> dict:
-        frames = [{"filename": "/x/train.py", "line": 3}]
-        one = {"state": "active_allocated", "size": 512, "frames": frames}
-        return {"segments": [{"blocks": [one] * count + [{"state": "inactive", "size": 9}]}]}
-
-    (found,) = device_growth(blocks(2), blocks(5))
-    assert (found.line, found.bytes, found.count) == ("train.py:3", 1536, 3)

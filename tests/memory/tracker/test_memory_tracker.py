@@ -20,9 +20,9 @@ from drivetrain_memory import (
     read_summaries,
     record_peak,
 )
-from drivetrain_memory.tracker.phases import OTHER_PHASES, PhaseStack
+from drivetrain_memory.tracker.memory_tracker import OTHER_PHASES, PhaseStack
 from drivetrain_memory.tracker.rank_summary import write_summary
-from drivetrain_memory.tracker.sample_stream import SampleStream
+from drivetrain_memory.tracker.sample_recorder import SampleStream
 
 MB = 2**20
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_memory.tracker.ring import SampleRing
+from drivetrain_memory.tracker.sample_recorder import SampleRing
 from drivetrain_memory.tracker.timeline import Timeline, TimelineBuilder
 
 numbers = st.one_of(st.just(math.nan), st.floats(0, 1e15))

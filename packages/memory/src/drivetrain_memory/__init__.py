@@ -9,9 +9,9 @@ writes one trace per rank.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain_memory.batch_size.executable import ExecutableBatchSize as ExecutableBatchSize
-    from drivetrain_memory.batch_size.executable import TryOutcome as TryOutcome
-    from drivetrain_memory.batch_size.executable import accumulation_steps as accumulation_steps
+    from drivetrain_memory.batch_size.search import ExecutableBatchSize as ExecutableBatchSize
+    from drivetrain_memory.batch_size.search import TryOutcome as TryOutcome
+    from drivetrain_memory.batch_size.search import accumulation_steps as accumulation_steps
     from drivetrain_memory.batch_size.search import find_executable_batch_size as find_executable_batch_size
     from drivetrain_memory.breakdown.activations import ActivationMemory as ActivationMemory
     from drivetrain_memory.breakdown.activations import record_activations as record_activations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from drivetrain_memory.leaks.cycles import TensorCycle as TensorCycle
     from drivetrain_memory.leaks.detector import LeakDetector as LeakDetector
     from drivetrain_memory.leaks.findings import Leak as Leak
+    from drivetrain_memory.leaks.findings import LeakReport as LeakReport
     from drivetrain_memory.leaks.growth import Growth as Growth
-    from drivetrain_memory.leaks.leak_report import LeakReport as LeakReport
     from drivetrain_memory.memory_guard import MemoryGuard as MemoryGuard
     from drivetrain_memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from drivetrain_memory.peaks.device_peak import DevicePeak as DevicePeak
@@ -54,11 +54,11 @@ _MODULES = {
     "ActivationMemory": "breakdown.activations",
     "ChildPeak": "peaks.host_peak",
     "DevicePeak": "peaks.device_peak",
-    "ExecutableBatchSize": "batch_size.executable",
+    "ExecutableBatchSize": "batch_size.search",
     "Growth": "leaks.growth",
     "Leak": "leaks.findings",
     "LeakDetector": "leaks.detector",
-    "LeakReport": "leaks.leak_report",
+    "LeakReport": "leaks.findings",
     "MemoryBreakdown": "breakdown.memory_shares",
     "MemoryGuard": "memory_guard",
     "MemoryTracker": "tracker.memory_tracker",
@@ -70,8 +70,8 @@ _MODULES = {
     "RunMemory": "tracker.rank_summary",
     "SamplerSettings": "usage.sampler",
     "TensorCycle": "leaks.cycles",
-    "TryOutcome": "batch_size.executable",
-    "accumulation_steps": "batch_size.executable",
+    "TryOutcome": "batch_size.search",
+    "accumulation_steps": "batch_size.search",
     "clear_device_cache": "freeing.release",
     "find_executable_batch_size": "batch_size.search",
     "flame_graph": "profiling.flame_graphs",

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,7 +16,7 @@ from drivetrain_memory.usage.memory_cgroup import (
     find_cgroups,
     read_cgroup,
 )
-from drivetrain_memory.usage.process_tree import PROC
+from drivetrain_memory.usage.processes import PROC
 
 _logger = logging.getLogger(__name__)
 _REARM = 0.05  # held memory falls by this part of the limit below the threshold before another warning
@@ -173,23 +173,19 @@ def describe_usage(usage: CgroupUsage, breakdown: MemoryBreakdown | None) -> str
         f"{bytes_text(usage.droppable_bytes)}",
     ]
     if breakdown is not None:
-        lines += _breakdown_lines(breakdown)
+        largest = sorted(breakdown.totals.items(), key=lambda item: -item[1])
+        kinds = [f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in largest if size]
+        modules = [
+            f"{module.name or '(the model)'} {bytes_text(module.total)}"
+            for module in breakdown.largest(_NUM_NAMED)
+        ]
+        host = breakdown.by_device.get("cpu", {})
+        lines += [
+            f"  tensors: {', '.join(kinds)}",
+            f"  of these on the host: {bytes_text(sum(host.values()))}",
+            f"  largest modules: {', '.join(modules) or 'none'}",
+        ]
     return "\n".join(lines)
-
-
-def _breakdown_lines(breakdown: MemoryBreakdown) -> Sequence[str]:
-    kinds = sorted(breakdown.totals.items(), key=lambda item: -item[1])
-    modules = [
-        f"{module.name or '(the model)'} {bytes_text(module.total)}"
-        for module in breakdown.largest(_NUM_NAMED)
-    ]
-    host = breakdown.by_device.get("cpu", {})
-    return (
-        "  tensors: "
-        + ", ".join(f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in kinds if size),
-        f"  of these on the host: {bytes_text(sum(host.values()))}",
-        f"  largest modules: {', '.join(modules) or 'none'}",
-    )
 
 
 def _usage_above(group: CgroupFiles, fraction: float) -> CgroupUsage | None:

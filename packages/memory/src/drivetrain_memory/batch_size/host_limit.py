@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from drivetrain_memory.usage.memory_cgroup import CGROUP_ROOT, nearest_limit
-from drivetrain_memory.usage.process_tree import PROC
+from drivetrain_memory.usage.processes import PROC
 
 _STATUS = Path("/proc/self/status")
 

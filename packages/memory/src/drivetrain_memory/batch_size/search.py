@@ -6,11 +6,11 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
-from drivetrain_memory.batch_size.executable import ExecutableBatchSize, TryOutcome
 from drivetrain_memory.batch_size.host_limit import available_host_bytes, limit_host_memory
 from drivetrain_memory.errors import NoBatchSizeFitsError
 from drivetrain_memory.freeing.release import free_memory
@@ -20,6 +20,36 @@ logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+class TryOutcome(Enum):
+    """The outcome of a try with one batch size, on one rank or on all of them."""
+
+    FITS = "fits"
+    OUT_OF_MEMORY = "out of memory"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class ExecutableBatchSize:
+    """The batch size of a search, to be kept with a run: a search that is given it begins with it.
+
+    Attributes:
+        batch_size: The samples of a micro-batch on one rank, of the try that runs or of the last one that fitted;
+            None before the first try, and after one that did not fit.
+    """
+
+    batch_size: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the answer, to be saved."""
+        return {"batch_size": self.batch_size}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load an answer that was saved."""
+        self.batch_size = state_dict["batch_size"]
+
+
 Agree: TypeAlias = Callable[[TryOutcome], TryOutcome]
 
 
@@ -273,3 +303,20 @@ def _told(error: BaseException) -> str:
     """Return an error's type and the first line of its message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def accumulation_steps(starting_batch_size: int, batch_size: int, *, steps: int = 1) -> int:
+    """Return the micro-batches of `batch_size` that make up one step of `steps` micro-batches of the starting size.
+
+    Rounded up: the global batch never shrinks, and grows by less than one micro-batch on each rank where the size
+    does not divide it.
+
+    Raises:
+        ValueError: A number is below 1, or the batch size is above the starting one.
+    """
+    if min(starting_batch_size, batch_size, steps) < 1 or batch_size > starting_batch_size:
+        raise ValueError(
+            f"batch_size={batch_size}, starting_batch_size={starting_batch_size}, steps={steps}: each must be at "
+            "least 1, and the batch size at most the starting one"
+        )
+    return -(-starting_batch_size * steps // batch_size)

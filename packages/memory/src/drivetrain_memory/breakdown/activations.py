@@ -2,10 +2,11 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -60,11 +61,11 @@ class ActivationRecorder:
                 by_module=dict(self._peak_by_module),
             )
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, *_: object) -> None:
         """Note that a module's forward begins."""
         self._modules.append(name)
 
-    def leave(self) -> None:
+    def leave(self, *_: object) -> None:
         """Note that a module's forward ended."""
         self._modules.pop()
 
@@ -134,28 +135,8 @@ def record_activations(model: nn.Module) -> Generator[ActivationRecorder]:
     recorder = ActivationRecorder(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(_entering(recorder, name)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(recorder.enter, name)).remove)
             # `always_call`: a forward that raises has left the module too.
-            stack.callback(module.register_forward_hook(_leaving(recorder), always_call=True).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack))
+            stack.callback(module.register_forward_hook(recorder.leave, always_call=True).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, attrgetter("tensor")))
         yield recorder
-
-
-def _unpack(saved: Any) -> torch.Tensor:
-    return saved.tensor
-
-
-def _entering(recorder: ActivationRecorder, name: str) -> Callable[..., None]:
-    def enter(module: nn.Module, inputs: object) -> None:
-        del module, inputs
-        recorder.enter(name)
-
-    return enter
-
-
-def _leaving(recorder: ActivationRecorder) -> Callable[..., None]:
-    def leave(module: nn.Module, inputs: object, output: object) -> None:
-        del module, inputs, output
-        recorder.leave()
-
-    return leave

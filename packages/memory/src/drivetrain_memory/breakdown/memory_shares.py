@@ -75,13 +75,10 @@ class MemoryBreakdown:
         for module in self.modules:
             name = ".".join(module.name.split(".")[:depth])
             before = found.get(name, ModuleMemory(name=name, kind=module.kind if name == module.name else ""))
-            found[name] = _sum(before, module)
+            sums = {kind: getattr(before, kind) + getattr(module, kind) for kind in KINDS}
+            found[name] = replace(before, **sums)
         return tuple(found.values())
 
     def largest(self, number: int) -> tuple[ModuleMemory, ...]:
         """Return the modules that hold most, largest first."""
         return tuple(sorted(self.modules, key=lambda module: -module.total)[:number])
-
-
-def _sum(left: ModuleMemory, right: ModuleMemory) -> ModuleMemory:
-    return replace(left, **{kind: getattr(left, kind) + getattr(right, kind) for kind in KINDS})

@@ -10,6 +10,7 @@ from torch import nn
 from drivetrain_memory.breakdown.activations import ActivationMemory
 from drivetrain_memory.breakdown.memory_shares import REST, MemoryBreakdown, ModuleMemory
 from drivetrain_memory.breakdown.storages import StorageKey, storages_of, tensors_in
+from drivetrain_memory.usage.sampler import accelerator_names
 
 
 def memory_breakdown(
@@ -38,8 +39,13 @@ def memory_breakdown(
     listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for optimizer in listed:
         count.add_optimizer(optimizer)
-    held = _allocated() if allocated is None else allocated
-    for device, size_bytes in held.items():
+    if allocated is None:
+        allocated = {
+            name: size_bytes
+            for index, name in enumerate(accelerator_names())
+            if (size_bytes := torch.accelerator.memory_allocated(index))
+        }
+    for device, size_bytes in allocated.items():
         counted = sum(count.by_device[device].values())
         count.by_device[device][REST] = max(0, size_bytes - counted)
     return MemoryBreakdown(
@@ -107,12 +113,3 @@ def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, str, torch.Tensor
         named = module.named_parameters if kind == "parameters" else module.named_buffers
         for name, tensor in named(recurse=False, remove_duplicate=False):
             yield owner, f"{owner}.{name}" if owner else name, tensor
-
-
-def _allocated() -> dict[str, int]:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return {}
-    names = {f"{kind.type}:{index}": index for index in range(torch.accelerator.device_count())}
-    held = {name: torch.accelerator.memory_allocated(index) for name, index in names.items()}
-    return {name: size_bytes for name, size_bytes in held.items() if size_bytes}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -35,7 +35,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[StorageSize]:
     local = getattr(tensor, "to_local", None)
     if callable(local):  # a DTensor; its wrapper has no storage of its own
         with torch.no_grad():
-            tensor = _as_tensor(local())
+            tensor = cast("torch.Tensor", local())
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if callable(flatten):
         names: Any = flatten()
@@ -78,8 +78,3 @@ def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return detached.ccol_indices(), detached.row_indices(), detached.values()
     return ()
-
-
-def _as_tensor(value: object) -> torch.Tensor:
-    assert isinstance(value, torch.Tensor)
-    return value

@@ -35,17 +35,15 @@ class LiveTable:
                 self._most[name] = value
         seconds = newest["seconds"]
         if self._is_terminal:
-            self._redraw(table_lines(newest, self._most))
+            lines = table_lines(newest, self._most)
+            up = _UP.format(self._num_lines) if self._num_lines else ""
+            self._stream.write(up + "".join(f"{_CLEAR_LINE}{line}\n" for line in lines))
+            self._stream.flush()
+            self._num_lines = len(lines)
         elif seconds >= self._next_line:
             self._next_line = seconds + _LINE_SECONDS
             self._stream.write(f"{plain_line(newest)}\n")
             self._stream.flush()
-
-    def _redraw(self, lines: list[str]) -> None:
-        text = _UP.format(self._num_lines) if self._num_lines else ""
-        self._stream.write(text + "".join(f"{_CLEAR_LINE}{line}\n" for line in lines))
-        self._stream.flush()
-        self._num_lines = len(lines)
 
 
 def table_lines(newest: Mapping[str, float], most: Mapping[str, float]) -> list[str]:

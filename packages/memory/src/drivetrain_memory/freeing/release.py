@@ -87,7 +87,10 @@ class _Released:
                     if id(tensor) not in kept:
                         _empty_tensor(tensor)
             elif isinstance(one, Optimizer):
-                _empty_optimizer(one, kept)
+                for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+                    if id(parameter) not in kept:
+                        parameter.grad = None
+                one.state.clear()
             elif isinstance(one, DataLoader):
                 end_persistent_workers(cast("DataLoader[Any]", one))
             elif isinstance(one, Tensor) and id(one) not in kept:
@@ -98,6 +101,7 @@ class _Released:
     def _used_elsewhere(self) -> set[int]:
         """Return the ids of the tensors that live modules and optimizers hold which are not released."""
         modules = [one for one in self.objects if isinstance(one, nn.Module)]
+        released = {id(parameter) for one in modules for parameter in one.parameters()}
         own = {id(inner) for one in modules for inner in one.modules()} | set(map(id, self.objects))
         # A wrapper such as DDP holds the module that is released, and is no user of it beside.
         live = live_objects(nn.Module)
@@ -109,15 +113,11 @@ class _Released:
                     id(tensor) for tensor in [*one.parameters(recurse=False), *one.buffers(recurse=False)]
                 }
         for one in live_objects(Optimizer):
-            if id(one) not in own and not (modules and _trains_only(one, modules)):
-                found |= {id(tensor) for group in one.param_groups for tensor in group["params"]}
+            trained = {id(tensor) for group in one.param_groups for tensor in group["params"]}
+            # One that trains nothing but parameters of released modules has no use left.
+            if id(one) not in own and not (modules and trained <= released):
+                found |= trained
         return found
-
-
-def _trains_only(optimizer: Optimizer, modules: Iterable[nn.Module]) -> bool:
-    """Return whether an optimizer trains nothing but parameters of modules that are released: it has no use left."""
-    own = {id(parameter) for one in modules for parameter in one.parameters()}
-    return all(id(one) in own for group in optimizer.param_groups for one in group["params"])
 
 
 def _empty_tensor(tensor: Tensor) -> None:
@@ -126,11 +126,3 @@ def _empty_tensor(tensor: Tensor) -> None:
         tensor.detach_()
     if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):  # DTensors and the like own several, and refuse
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-
-def _empty_optimizer(optimizer: Optimizer, kept: set[int]) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in kept:
-                parameter.grad = None
-    optimizer.state.clear()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from drivetrain_memory.leaks.origin import line_that_made
+from drivetrain_memory.leaks.roots import line_that_made
 from drivetrain_messages import format_size
 
 
@@ -60,7 +60,9 @@ def _described(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
         tensors = [own[key] for key in _reached(circle, edges) if isinstance(own[key], Tensor)]
         if tensors:
             names = tuple(type(own[key]).__name__ for key in circle)
-            entry = grouped.setdefault(_turned(names), [0, 0, None])
+            # Turned so that equal circles read the same, from wherever they were entered.
+            turned = min(names[i:] + names[:i] for i in range(len(names)))
+            entry = grouped.setdefault(turned, [0, 0, None])
             entry[0] += 1
             entry[1] += sum(
                 one.untyped_storage().nbytes() for one in tensors if not (one.is_meta or is_lazy(one))
@@ -106,8 +108,3 @@ def _reached(start: Sequence[int], edges: dict[int, list[int]]) -> set[int]:
                 seen.add(after)
                 pending.append(after)
     return seen
-
-
-def _turned(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names turned so that equal circles read the same, from wherever they were entered."""
-    return min(names[i:] + names[:i] for i in range(len(names)))

@@ -3,7 +3,7 @@
 import gc
 import logging
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -11,17 +11,29 @@ from typing import Self
 from drivetrain_memory.compat import WORKERS_ITERATOR, workers_of
 from drivetrain_memory.freeing.live_objects import live_objects
 from drivetrain_memory.leaks.cycles import collect_cycles
-from drivetrain_memory.leaks.findings import Leak, grown_holders, has_grown, unexplained, with_graphs
+from drivetrain_memory.leaks.findings import (
+    LeakReport,
+    grown_holders,
+    has_grown,
+    unexplained,
+    with_graphs,
+)
 from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth, is_fragmented
-from drivetrain_memory.leaks.leak_report import LeakReport
-from drivetrain_memory.leaks.measure import MemorySample, measure, measure_collected
-from drivetrain_memory.leaks.measurements import SUSPICIOUS, Measurements
+from drivetrain_memory.leaks.measure import (
+    SUSPICIOUS,
+    Measurements,
+    MemorySample,
+    measure,
+    measure_collected,
+)
 from drivetrain_memory.leaks.named_memory import Census, take_census
-from drivetrain_memory.leaks.origin import line_that_made
+from drivetrain_memory.leaks.roots import line_that_made
 
 logger = logging.getLogger(__name__)
 
 _TRACED_FRAMES = 16
+# The measurement that each kind of memory without a name belongs to.
+_SERIES = {"native": "heap_used", "worker": "children", "pinned": "pinned", "device": "device_allocated"}
 _CONFIRMED_SHARE = 0.5  # of the rate before: the rest was garbage, which the investigation collects
 
 
@@ -190,9 +202,21 @@ class _Investigation:
         last = measure_collected(step)
         census = take_census()
         named = grown_holders(self._census, census, step - self.first.step, least_rate=least_rate)
-        others = unexplained(self.first, last, named, workers=_known_workers())
+        workers = {
+            pid: name for one in live_objects(WORKERS_ITERATOR) for pid, name in workers_of(one).items()
+        }
+        others = unexplained(self.first, last, named, workers=workers)
         named, others = with_graphs(named, others)
-        leaks = [_with_line(one) for one in named] + _doubtless(others, growth)
+        # Memory without a name counts if its measurement grew before too, and now not much slower.
+        fits = [growth[_SERIES[one.kind]] for one in others]
+        leaks = [
+            one
+            for one, fit in zip(others, fits, strict=True)
+            if fit.goes_on and one.bytes_per_step >= _CONFIRMED_SHARE * fit.rate
+        ]
+        for one in named:
+            line = next(filter(None, map(line_that_made, one.samples)), None)
+            leaks.append(replace(one, line=line, samples=()))
         self.stop_tracing()
         return LeakReport(
             first_step=self.first.step,
@@ -202,22 +226,3 @@ class _Investigation:
             is_fragmented=is_fragmented(growth),
             growth=growth,
         )
-
-
-def _doubtless(leaks: list[Leak], growth: Mapping[str, Growth]) -> list[Leak]:
-    """Return the leaks without a name whose measurement grew before the investigation too, and not much faster."""
-    series = {"native": "heap_used", "worker": "children", "pinned": "pinned", "device": "device_allocated"}
-    grown = [(one, growth[series[one.kind]]) for one in leaks]
-    return [one for one, fit in grown if fit.goes_on and one.bytes_per_step >= _CONFIRMED_SHARE * fit.rate]
-
-
-def _with_line(leak: Leak) -> Leak:
-    line = next(filter(None, map(line_that_made, leak.samples)), None)
-    return replace(leak, line=line, samples=())
-
-
-def _known_workers() -> dict[int, str]:
-    found: dict[int, str] = {}
-    for iterator in live_objects(WORKERS_ITERATOR):
-        found |= workers_of(iterator)
-    return found

@@ -1,9 +1,11 @@
 """The growth between two moments: named objects, child processes, and memory that no object explains (pure)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from drivetrain_memory.leaks.cycles import TensorCycle
+from drivetrain_memory.leaks.growth import Growth
 from drivetrain_memory.leaks.measure import MemorySample
 from drivetrain_memory.leaks.named_memory import GRAPH, Census
 
@@ -138,8 +140,6 @@ def _native(before: MemorySample, after: MemorySample, steps: int) -> str:
 
 def with_graphs(named: Sequence[Leak], others: Sequence[Leak]) -> tuple[list[Leak], list[Leak]]:
     """Give unexplained memory to growing autograd graphs, whose saved tensors are no Python objects."""
-    from dataclasses import replace
-
     holders = [one for one in named if GRAPH in one.per_step]
     native = [one for one in others if one.kind in ("native", "device")]
     if not holders or not native:
@@ -153,3 +153,36 @@ def with_graphs(named: Sequence[Leak], others: Sequence[Leak]) -> tuple[list[Lea
         for one in named
     ]
     return shared, [one for one in others if one not in native]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakReport:
+    """The result of an investigation of growing memory.
+
+    Attributes:
+        first_step: The step at which the investigation began.
+        last_step: The step at which it ended.
+        leaks: The memory that grows, the largest first; empty if none does.
+        cycles: The reference cycles that held tensors.
+        is_fragmented: Whether the allocator of the host or the device takes more memory while what is in use does not
+            grow.
+        growth: The growth of each measurement before the investigation, by name.
+    """
+
+    first_step: int
+    last_step: int
+    leaks: Sequence[Leak]
+    cycles: Sequence[TensorCycle] = ()
+    is_fragmented: bool = False
+    growth: dict[str, Growth]
+
+    def __str__(self) -> str:
+        where = f"steps {self.first_step} to {self.last_step}"
+        lines = [f"memory grows ({where}):" if self.leaks else f"no memory leaks ({where})"]
+        lines += [f"  {one}" for one in self.leaks]
+        lines += [f"  {one}" for one in self.cycles]
+        if self.is_fragmented:
+            lines.append(
+                "  the allocator takes more memory while what is in use does not grow: fragmentation"
+            )
+        return "\n".join(lines)

@@ -34,6 +34,7 @@ GRAPH = "autograd graph"
 _TENSOR_BYTES = 320  # beside its elements, as measured: its Python object, TensorImpl, sizes and strides
 _MOST_PARTS = 9  # of a name; longer paths keep the first ones
 _SKIPPED = (ModuleType, CodeType, BuiltinFunctionType, bool, type(None), type(Ellipsis), type(NotImplemented))
+_OWN = "drivetrain_memory.leaks"  # holds measurements of its own
 _LEAVES = (int, float, complex, str, bytes, bytearray)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
@@ -66,16 +67,11 @@ class _Walk:
         self._kept: list[Any] = []  # objects made by the walk: their ids must not be given again
 
     def run(self, roots: Iterable[tuple[str, Any]]) -> None:
-        queue: deque[tuple[Any, str, int]] = deque()
-        for name, value in roots:
-            queue.append((value, name, 0))
-        self._drain(queue)
-
-    def _drain(self, queue: deque[tuple[Any, str, int]]) -> None:
+        queue = deque((value, name, 0) for name, value in roots)
         while queue:
             value, name, depth = queue.popleft()
             kind = type(value)  # asked in place of isinstance, which reads attributes of proxies
-            if id(value) in self.seen or issubclass(kind, _SKIPPED) or _is_own(kind):
+            if id(value) in self.seen or issubclass(kind, _SKIPPED) or str(kind.__module__).startswith(_OWN):
                 continue
             self.seen.add(id(value))
             self._count(value, name)
@@ -183,11 +179,6 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", held) for name, held in list(vars(function).items()))
 
 
-def _is_own(kind: type) -> bool:
-    """Return whether a type belongs to this package, which holds measurements of its own."""
-    return str(kind.__module__).startswith("drivetrain_memory.leaks")
-
-
 def _attributes(value: Any) -> Mapping[str, Any]:
     """Return an object's own attributes without running any code of its class."""
     if not type(value).__dictoffset__:
@@ -209,11 +200,7 @@ def take_census() -> Census:
     walk.run(names.users)
     for name, container in names.of_libraries:
         if id(container) not in walk.seen:
-            length = _length(container)
+            is_cache = not hasattr(type(container), "__len__")
+            length = int(container.cache_info().currsize) if is_cache else len(container)
             walk.found[name, "entry"] = Holding(count=length, bytes=sys.getsizeof(container, 0))
     return walk.found
-
-
-def _length(container: Any) -> int:
-    is_cache = not hasattr(type(container), "__len__")
-    return int(container.cache_info().currsize) if is_cache else len(container)

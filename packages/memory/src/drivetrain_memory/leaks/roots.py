@@ -1,5 +1,6 @@
-"""The names that a user knows: globals of modules, and locals of every running function in every thread."""
+"""The names and lines that a user knows: globals of modules, and locals of every running function and thread."""
 
+import linecache
 import sys
 import sysconfig
 import threading
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from drivetrain_memory.compat import allocation_frames
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 _CONTAINERS = (
@@ -40,6 +43,18 @@ def is_users(file: str | None, libraries: tuple[str, ...]) -> bool:
     return not file.startswith((*libraries, str(Path(__file__).parent)))
 
 
+def line_that_made(value: object) -> str | None:
+    """Return the user's file, line and source where an object was made; None if its making was not traced.
+
+    Needs `tracemalloc` to trace when the object is made. A tensor counts as made where its Python object was.
+    """
+    libraries = library_folders()
+    for file, line in allocation_frames(value):
+        if is_users(file, libraries):
+            return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """The names by which objects are reached.
@@ -59,7 +74,9 @@ def find_names() -> Names:
     """Find the names of the whole process."""
     libraries = library_folders()
     modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType]
-    of_user = [one for one in modules if _is_users_module(one, libraries)]
+    of_user = [
+        one for one in modules if one.__name__ == "__main__" or is_users(vars(one).get("__file__"), libraries)
+    ]
     frames = list(_frames())
     users = list(_locals(frames))
     for one in of_user:
@@ -84,10 +101,6 @@ def find_names() -> Names:
         of_libraries=of_libraries,
         users_modules=frozenset(one.__name__ for one in of_user) | executed,
     )
-
-
-def _is_users_module(module: ModuleType, libraries: tuple[str, ...]) -> bool:
-    return module.__name__ == "__main__" or is_users(vars(module).get("__file__"), libraries)
 
 
 def _items(namespace: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -47,26 +47,19 @@ def begin_device_peaks() -> tuple[DevicePeak, ...]:
 
 def read_device_peaks(begun: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
     """Return the peaks, raised to the allocators' counters."""
-    return tuple(
-        replace(
-            peak,
-            peak_bytes=max(peak.peak_bytes, torch.accelerator.max_memory_allocated(index)),
-            reserved_bytes=max(peak.reserved_bytes, torch.accelerator.max_memory_reserved(index)),
-        )
-        for index, peak in enumerate(begun)
-    )
+    read, read_reserved = torch.accelerator.max_memory_allocated, torch.accelerator.max_memory_reserved
+    return tuple(_raise(peak, read(index), read_reserved(index)) for index, peak in enumerate(begun))
 
 
 def including(outer: tuple[DevicePeak, ...], inner: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
     """Return the peaks of a measurement, raised to those of one within it."""
     found = {peak.device: peak for peak in inner}
+    within = [found.get(peak.device, peak) for peak in outer]
     return tuple(
-        replace(
-            peak,
-            peak_bytes=max(peak.peak_bytes, found[peak.device].peak_bytes),
-            reserved_bytes=max(peak.reserved_bytes, found[peak.device].reserved_bytes),
-        )
-        if peak.device in found
-        else peak
-        for peak in outer
+        _raise(peak, one.peak_bytes, one.reserved_bytes) for peak, one in zip(outer, within, strict=True)
     )
+
+
+def _raise(peak: DevicePeak, peak_bytes: int, reserved_bytes: int) -> DevicePeak:
+    peak_bytes, reserved_bytes = max(peak.peak_bytes, peak_bytes), max(peak.reserved_bytes, reserved_bytes)
+    return replace(peak, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes)

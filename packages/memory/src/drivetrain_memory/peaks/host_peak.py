@@ -4,13 +4,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_memory.peaks.portable_peak import PortablePeak
 from drivetrain_memory.peaks.process_peak import (
     PeakSource,
+    PortablePeak,
     ProcessPeak,
     largest_ended_child_bytes,
 )
-from drivetrain_memory.usage.process_tree import PROC, ProcessKey, descendants_of
+from drivetrain_memory.usage.processes import PROC, ProcessKey, descendants_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,11 @@ class HostPeakMeter:
         else:
             source = self._own.source
         if self._counts_children:
-            self._update_children()
+            self._living = set(descendants_of(self._pid, proc=self._proc))
+            for key in self._living:
+                if key not in self._children:
+                    self._children[key] = ProcessPeak(key.pid, born_within=True, proc=self._proc)
+                self._children[key].update()
         peak_bytes = self._own.peak_bytes
         return HostPeak(
             peak_bytes=peak_bytes,
@@ -93,13 +97,6 @@ class HostPeakMeter:
         """End what runs beside the block."""
         if isinstance(self._own, PortablePeak):
             self._own.stop()
-
-    def _update_children(self) -> None:
-        self._living = set(descendants_of(self._pid, proc=self._proc))
-        for key in self._living:
-            if key not in self._children:
-                self._children[key] = ProcessPeak(key.pid, born_within=True, proc=self._proc)
-            self._children[key].update()
 
     def _child(self, key: ProcessKey, peak: ProcessPeak) -> ChildPeak:
         return ChildPeak(

@@ -15,7 +15,7 @@ from drivetrain_memory.peaks.device_peak import (
 )
 from drivetrain_memory.peaks.host_peak import ChildPeak, HostPeak, HostPeakMeter
 from drivetrain_memory.peaks.process_peak import PeakSource
-from drivetrain_memory.usage.process_tree import PROC
+from drivetrain_memory.usage.processes import PROC
 
 # The innermost block being measured in this context. It records its peak before a nested block resets the counters.
 _ENCLOSING: "ContextVar[PeakRecord | None]" = ContextVar("drivetrain_memory_enclosing_block", default=None)
@@ -155,7 +155,10 @@ class PeakRecord:
         if meter is not None:
             meter.stop()
             if self._enclosing is not None:
-                self._enclosing._include(meter, self._devices)
+                enclosing = self._enclosing
+                if enclosing._meter is not None:
+                    enclosing._meter.include(meter)
+                enclosing._devices = including(enclosing._devices, self._devices)
         self._enclosing = None
 
     def _update(self) -> None:
@@ -163,11 +166,6 @@ class PeakRecord:
         if self._meter is not None:
             self._host = self._meter.read()
             self._devices = read_device_peaks(self._devices)
-
-    def _include(self, inner: HostPeakMeter, devices: tuple[DevicePeak, ...]) -> None:
-        if self._meter is not None:
-            self._meter.include(inner)
-        self._devices = including(self._devices, devices)
 
     def _current(self) -> DevicePeak | None:
         devices = self.devices

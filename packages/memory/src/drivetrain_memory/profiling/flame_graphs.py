@@ -1,12 +1,12 @@
 """A page with a flame graph of every rank: HTML alone, without a script or a request, all text escaped."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from drivetrain_memory.profiling.operation_times import Span, nest
+from drivetrain_memory.profiling.operation_times import nest
 
 _LEAST_SHARE = 0.001  # of the width; narrower calls are not drawn
 _MOST_DEPTH = 60
@@ -39,7 +39,7 @@ def flame_graph(traces: Mapping[int, Sequence[Mapping[str, Any]]], *, title: str
         traces: The events of the traces by rank, from `read_traces`.
         title: The title of the page.
     """
-    parts = [f"<h2>Rank {rank}</h2>{_drawn(events)}" for rank, events in sorted(traces.items())]
+    parts = [f"<h2>Rank {rank}</h2>{_draw_rank(events)}" for rank, events in sorted(traces.items())]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
@@ -58,24 +58,19 @@ def write_flame_graph(
     return path
 
 
-def _drawn(events: Sequence[Mapping[str, Any]]) -> str:
+def _draw_rank(events: Sequence[Mapping[str, Any]]) -> str:
     root = _Box()
-    for spans in nest(events).values():
-        _join(root, spans)
-    root.microseconds = sum(one.microseconds for one in root.inner.values())
-    boxes: list[str] = []
-    deepest = _draw(root, boxes, 0.0, 0, root.microseconds or 1.0)
-    return f'<div class="graph" style="height:{deepest * _ROW_PIXELS}px">{"".join(boxes)}</div>'
-
-
-def _join(box: _Box, spans: Iterable[Span]) -> None:
-    pending = [(box, span) for span in spans]
+    pending = [(root, span) for spans in nest(events).values() for span in spans]
     while pending:
         parent, span = pending.pop()
         one = parent.inner.setdefault(span.name, _Box(category=span.category))
         one.microseconds += span.duration_us
         one.count += 1
         pending += [(one, inner) for inner in span.inner]
+    root.microseconds = sum(one.microseconds for one in root.inner.values())
+    boxes: list[str] = []
+    deepest = _draw(root, boxes, 0.0, 0, root.microseconds or 1.0)
+    return f'<div class="graph" style="height:{deepest * _ROW_PIXELS}px">{"".join(boxes)}</div>'
 
 
 def _draw(box: _Box, boxes: list[str], left: float, depth: int, whole: float) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from drivetrain_messages import format_table
+
 _CATEGORIES = frozenset(
     {"cpu_op", "user_annotation", "python_function", "kernel", "gpu_memcpy", "gpu_memset"}
 )
@@ -83,7 +85,10 @@ def merge_operations(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[
     own: dict[str, dict[int, float]] = {}
     total: dict[str, dict[int, float]] = {}
     for rank, events in traces.items():
-        for span in _all(one for spans in nest(events).values() for one in spans):
+        pending = [span for spans in nest(events).values() for span in spans]
+        while pending:
+            span = pending.pop()
+            pending += span.inner
             if span.category in _COUNTED:
                 counts[span.name] = counts.get(span.name, 0) + 1
                 for table, value in ((own, span.own_us), (total, span.duration_us)):
@@ -94,14 +99,6 @@ def merge_operations(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[
         for name, count in counts.items()
     ]
     return sorted(merged, key=lambda one: (-one.mean_own_ms, one.name))
-
-
-def _all(spans: Iterable[Span]) -> Iterable[Span]:
-    pending = list(spans)
-    while pending:
-        span = pending.pop()
-        yield span
-        pending += span.inner
 
 
 def read_traces(directory: Path | str) -> dict[int, list[Mapping[str, Any]]]:
@@ -135,7 +132,4 @@ def operation_table(operations: Sequence[OperationTime], *, limit: int = 20) -> 
         )
         for one in operations[:limit]
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 5))]) for row in rows
-    )
+    return format_table(rows, right=range(1, 5))

@@ -53,8 +53,11 @@ def profile(
         profiler.export_chrome_trace(str(place / name))
         cycles += 1
 
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    on_device = [] if accelerator is None or accelerator.type not in kinds else [kinds[accelerator.type]]
     with torch_profile(
-        activities=_activities(),
+        activities=[ProfilerActivity.CPU, *on_device],
         schedule=schedule,
         on_trace_ready=write,
         record_shapes=record_shapes,
@@ -64,11 +67,3 @@ def profile(
         with_modules=with_modules,
     ) as profiler:
         yield profiler
-
-
-def _activities() -> list[ProfilerActivity]:
-    """Return the activities of the CPU and, if the profiler supports it, the accelerator."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kinds = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-    wanted = [] if accelerator is None or accelerator.type not in kinds else [kinds[accelerator.type]]
-    return [ProfilerActivity.CPU, *wanted]

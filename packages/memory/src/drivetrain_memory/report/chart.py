@@ -40,7 +40,8 @@ def line_chart(
     drawn = [line for line in lines if any(not math.isnan(value) for value in line.values)]
     num_buckets = max((len(line.values) for line in drawn), default=1)
     most = max([1.0, *(v for line in drawn for v in line.values if not math.isnan(v))])
-    top = _ceiling(most)
+    unit = 10 ** math.floor(math.log10(most))
+    top = next(step * unit for step in (1, 2, 2.5, 4, 5, 8, 10) if step * unit >= most * 0.9999999)
     strip = _STRIP if any(phases) else 0
     height = _TOP + _HEIGHT + strip + _BOTTOM
     parts = [
@@ -58,7 +59,14 @@ def line_chart(
         ]
     if strip:
         parts += _phase_strip(phases, phase_names, num_buckets)
-    return "\n".join([*parts, "</svg>", _legend(drawn)])
+    items = [
+        (
+            _LIMIT_COLOUR if line.is_limit else colour_of(index),
+            f"{line.label} (at most {bytes_text(_most(line.values))})",
+        )
+        for index, line in enumerate(drawn)
+    ]
+    return "\n".join([*parts, "</svg>", _legend_of(items)])
 
 
 def phase_legend(phase_names: Sequence[str]) -> str:
@@ -120,17 +128,6 @@ def _phase_strip(
     return parts
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    items = [
-        (
-            _LIMIT_COLOUR if line.is_limit else colour_of(index),
-            f"{line.label} (at most {bytes_text(_most(line.values))})",
-        )
-        for index, line in enumerate(lines)
-    ]
-    return _legend_of(items)
-
-
 def _legend_of(items: Sequence[tuple[str, str]]) -> str:
     spans = [f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in items]
     return f'<div class="legend">{"".join(spans)}</div>'
@@ -138,9 +135,3 @@ def _legend_of(items: Sequence[tuple[str, str]]) -> str:
 
 def _most(values: Sequence[float]) -> float:
     return max(value for value in values if not math.isnan(value))
-
-
-def _ceiling(value: float) -> float:
-    """Return the next of 1, 2, 2.5, 4, 5, 8, 10 times a power of ten."""
-    unit = 10 ** math.floor(math.log10(value))
-    return next(step * unit for step in (1, 2, 2.5, 4, 5, 8, 10) if step * unit >= value * 0.9999999)

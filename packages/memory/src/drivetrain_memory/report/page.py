@@ -38,7 +38,9 @@ overflow: hidden; margin: .3em 0; } .note { color: #666; }
 
 def render_page(run: RunMemory, *, title: str = "Memory of a run") -> str:
     """Return the page as text: time line by rank with phases, peaks, and where memory went."""
-    phases = _phase_names(run)
+    named = [path for rank in run.ranks for path in rank.phases]
+    sampled = [path for rank in run.ranks for shares in rank.timeline.phases for path in shares]
+    phases = list(dict.fromkeys([*named, *sampled]))
     started = datetime.fromtimestamp(run.started_at, UTC)
     ranks = f"{len(run.ranks)} rank{'' if len(run.ranks) == 1 else 's'}"
     body = [
@@ -50,7 +52,12 @@ def render_page(run: RunMemory, *, title: str = "Memory of a run") -> str:
         "<h2>Peaks</h2>",
         _peaks(run),
         *([f"<h2>Phases</h2>{_phases(run)}"] if phases else []),
-        *_breakdowns(run),
+        *(
+            line
+            for rank in run.ranks[:_MOST_CHARTS]
+            if rank.breakdown is not None
+            for line in (f"<h2>Where it went: rank {rank.rank}</h2>", *_breakdown(rank.breakdown))
+        ),
         "<h2>Highest samples</h2>",
         _highest(run),
         *_notes(run),
@@ -176,13 +183,6 @@ def _phases(run: RunMemory) -> str:
     return _table(["phase", "runs", "time", "host peak", "added by a run", "device peak"], rows)
 
 
-def _breakdowns(run: RunMemory) -> Iterable[str]:
-    for rank in run.ranks[:_MOST_CHARTS]:
-        if rank.breakdown is not None:
-            yield f"<h2>Where it went: rank {rank.rank}</h2>"
-            yield from _breakdown(rank.breakdown)
-
-
 def _breakdown(breakdown: MemoryBreakdown) -> Iterable[str]:
     kinds = (*KINDS, REST)
     for device, held in breakdown.by_device.items():
@@ -246,12 +246,6 @@ def _notes(run: RunMemory) -> Iterable[str]:
         yield f'<p class="note">{lost:,} samples could not be written to disk.</p>'
     for vendor, reason in first.absent_drivers.items():
         yield f'<p class="note">No numbers of {escape(vendor)} devices: {escape(reason)}.</p>'
-
-
-def _phase_names(run: RunMemory) -> list[str]:
-    named = [*(path for rank in run.ranks for path in rank.phases)]
-    sampled = [path for rank in run.ranks for shares in rank.timeline.phases for path in shares]
-    return list(dict.fromkeys([*named, *sampled]))
 
 
 def _sampled(rank: RankSummary, name: str) -> str:

@@ -16,12 +16,13 @@ from torch import nn
 from drivetrain_memory.breakdown.activations import ActivationMemory
 from drivetrain_memory.breakdown.model_memory import MemoryBreakdown, memory_breakdown
 from drivetrain_memory.peaks.peak_record import PeakRecord, record_peak
-from drivetrain_memory.tracker.phases import PhaseStack
-from drivetrain_memory.tracker.rank_summary import RankSummary, write_summary
+from drivetrain_memory.tracker.rank_summary import PhaseUse, RankSummary, write_summary
 from drivetrain_memory.tracker.sample_recorder import SampleRecorder, samples_file
 from drivetrain_memory.usage.sampler import SamplerSettings, UsageSampler
 
 _logger = logging.getLogger(__name__)
+_MOST_PHASES = 64  # names that differ; the others count as one
+OTHER_PHASES = "(other)"
 
 
 class MemoryTracker:
@@ -216,3 +217,37 @@ class MemoryTracker:
                 return
             finally:
                 self._cpu_seconds = time.thread_time()
+
+
+class PhaseStack:
+    """The phases that run now, and the peaks of those that ran.
+
+    The thread that trains enters and leaves; another may read `path` at any time.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.uses: dict[str, PhaseUse] = {}
+
+    def enter(self, name: str) -> str:
+        """Begin a phase within the one that runs; return the path before."""
+        if not name or "/" in name:
+            raise ValueError(
+                f"phase {name!r}: give a name without a slash; nested phases are joined by slashes"
+            )
+        before, path = self.path, f"{self.path}/{name}" if self.path else name
+        is_known = path in self.uses or len(self.uses) < _MOST_PHASES
+        self.path = path if is_known else OTHER_PHASES
+        return before
+
+    def leave(self, before: str, seconds: float, peak: PeakRecord) -> None:
+        """End the phase that runs."""
+        use = self.uses.get(self.path, PhaseUse())
+        self.uses[self.path] = PhaseUse(
+            count=use.count + 1,
+            seconds=use.seconds + seconds,
+            host_peak_bytes=max(use.host_peak_bytes, peak.host_bytes),
+            host_added_bytes=max(use.host_added_bytes, peak.host_bytes - peak.host_before_bytes),
+            device_peak_bytes=max(use.device_peak_bytes, sum(one.peak_bytes for one in peak.devices)),
+        )
+        self.path = before

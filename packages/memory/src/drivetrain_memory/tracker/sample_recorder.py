@@ -1,18 +1,22 @@
 """The record of samples: the newest in a ring, all of them on disk, the whole run in a timeline."""
 
+import json
+import logging
 import math
 import socket
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 from drivetrain_memory.breakdown.memory_shares import MemoryBreakdown
 from drivetrain_memory.tracker.rank_summary import PhaseUse, RankSummary, SampledPeak
-from drivetrain_memory.tracker.ring import SampleRing
-from drivetrain_memory.tracker.sample_stream import SampleStream
 from drivetrain_memory.tracker.timeline import TimelineBuilder
 from drivetrain_memory.usage.sampler import UsageSampler
 
+_logger = logging.getLogger(__name__)
+_FLUSH_EVERY = 10  # lines
 _RING_ROWS = 6000  # ten minutes at ten a second
 
 
@@ -94,3 +98,83 @@ class SampleRecorder:
 def samples_file(folder: Path, rank: int) -> Path:
     """Return the file of a rank's samples."""
     return folder / f"memory-rank-{rank:05}.jsonl"
+
+
+class SampleRing:
+    """A ring of rows of numbers; a new row takes the place of the oldest."""
+
+    def __init__(self, num_columns: int, num_rows: int) -> None:
+        if num_columns < 1 or num_rows < 1:
+            raise ValueError(f"a ring of {num_rows} rows of {num_columns} numbers: both must be at least 1")
+        self._num_columns, self._num_rows = num_columns, num_rows
+        self._values = array("d", bytes(8 * num_columns * num_rows))
+        self._count = 0  # of all rows that were ever added
+
+    def __len__(self) -> int:
+        return min(self._count, self._num_rows)
+
+    def add(self, row: Sequence[float]) -> None:
+        """Add a row."""
+        if len(row) != self._num_columns:
+            raise ValueError(f"a row of {len(row)} numbers: this ring has {self._num_columns} columns")
+        start = (self._count % self._num_rows) * self._num_columns
+        self._values[start : start + self._num_columns] = array("d", row)
+        self._count += 1
+
+    def __iter__(self) -> Iterator[tuple[float, ...]]:
+        """Yield the rows, oldest first."""
+        for number in range(self._count - len(self), self._count):
+            start = (number % self._num_rows) * self._num_columns
+            yield tuple(self._values[start : start + self._num_columns])
+
+
+class SampleStream:
+    """A file of JSON lines. A full disk loses samples, not the run: one warning, and lost lines are counted."""
+
+    def __init__(self, file: Path, header: Mapping[str, object]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._path = file
+        self._file: TextIOWrapper | None = file.open("w", encoding="utf-8")
+        self.num_lost = 0
+        self._num_lines = 0
+        self._write(json.dumps(header))
+
+    def write(self, names: Sequence[str], row: Sequence[float], *, phase: str, step: int | None) -> None:
+        """Write one sample; numbers that are not known are left out."""
+        values: dict[str, object] = {
+            name: int(value) if value.is_integer() else round(value, 6)
+            for name, value in zip(names, row, strict=True)
+            if math.isfinite(value)
+        }
+        if phase:
+            values["phase"] = phase
+        if step is not None:
+            values["step"] = step
+        self._write(json.dumps(values))
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            self._lose(error)
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self.num_lost += 1
+            return
+        try:
+            self._file.write(f"{line}\n")
+            self._num_lines += 1
+            if self._num_lines % _FLUSH_EVERY == 1:
+                self._file.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        if not self.num_lost:
+            _logger.warning("samples of memory are lost from here on: %s: %s", self._path, error)
+        self.num_lost += 1

@@ -75,7 +75,9 @@ class TimelineBuilder:
     def add(self, seconds: float, row: Sequence[float], phase: str) -> None:
         """Add a sample that was taken some seconds after the beginning."""
         while int(seconds / self._bucket_seconds) >= self._num_buckets:
-            self._halve()
+            pairs = [self._buckets[at : at + 2] for at in range(0, len(self._buckets), 2)]
+            self._buckets = [_merge(pair) for pair in pairs]
+            self._bucket_seconds *= 2
         index = int(seconds / self._bucket_seconds)
         while len(self._buckets) <= index:
             self._buckets.append(Bucket([math.nan] * len(self._columns)))
@@ -100,13 +102,8 @@ class TimelineBuilder:
             ),
         )
 
-    def _halve(self) -> None:
-        pairs = [self._buckets[index : index + 2] for index in range(0, len(self._buckets), 2)]
-        self._buckets = [_merged(pair) for pair in pairs]
-        self._bucket_seconds *= 2
 
-
-def _merged(pair: Sequence[Bucket]) -> Bucket:
+def _merge(pair: Sequence[Bucket]) -> Bucket:
     first, *others = pair
     for other in others:
         first.most = _most(first.most, other.most)
