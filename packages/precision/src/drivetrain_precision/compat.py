@@ -25,12 +25,9 @@ _profiler, _config = _bindings._autograd, _bindings._profiler
 
 
 def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients in place, and write 1.0 to `found_inf` if one is not finite, in one kernel.
+    """Multiply gradients of one dtype on one device by `inverse`, in place, in one kernel.
 
-    Args:
-        gradients: The gradients, of one dtype on one device.
-        found_inf: A tensor of shape () in fp32 on the host or on that device, which is otherwise left as it is.
-        inverse: The factor, a tensor of shape () in fp32 there.
+    It writes 1.0 to `found_inf`, of shape () in fp32, if one is not finite, and else leaves it as it is.
     """
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
@@ -46,13 +43,7 @@ def update_scale(
 ) -> None:
     """Write the scale of the next step, and the number of steps since it last changed, without reading the device.
 
-    Args:
-        scale: The scale, of shape () in fp32.
-        growth_tracker: The number of steps, of shape () in int32.
-        found_inf: A tensor of shape () in fp32 that is not 0 if the step overflowed.
-        growth_factor: The factor of the scale after `growth_interval` steps without an overflow.
-        backoff_factor: The factor of the scale after an overflow.
-        growth_interval: The number of steps.
+    The tensors have the shape (); `found_inf` is not 0 if the step overflowed.
     """
     torch.ops.aten._amp_update_scale_(
         scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
@@ -91,11 +82,7 @@ def arguments_of(operation: Any) -> list[tuple[str, str, bool, Any]]:
 
 
 class CastSeenError(Exception):
-    """Ends a call of an operation on `ValuelessTensor`, at the first operation below autocast.
-
-    Args:
-        dtypes: The dtype that autocast casts to, or those of the operation's arguments.
-    """
+    """Ends a call of an operation on `_ValuelessTensor`, and holds the dtypes that it would compute in."""
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
         super().__init__()
@@ -134,17 +121,9 @@ def valueless_tensor(dtype: torch.dtype, device_type: str) -> Tensor:
 def mxfp8_product(
     rows: Tensor, weight: Tensor, *, kernels: Any, scales: Any, plain_weight_gradient: bool
 ) -> Tensor:
-    """Multiply rows by a weight in MXFP8, by torchao 0.18; so does the gradient.
+    """Multiply rows (rows, in_features) by a weight (out_features, in_features) in MXFP8, by torchao 0.18.
 
-    Args:
-        rows: Shape (rows, in_features).
-        weight: Shape (out_features, in_features), in the dtype of the rows.
-        kernels: torchao's choice of kernels.
-        scales: torchao's way to compute scales.
-        plain_weight_gradient: Whether the gradient of the weight is computed in the dtype of the rows.
-
-    Returns:
-        The product, of shape (rows, out_features).
+    Both have one dtype, and so has the weight's gradient with `plain_weight_gradient`; others are in MXFP8 too.
     """
     from torchao.prototype.moe_training.mxfp8_linear import (
         _to_mxfp8_then_scaled_mm,  # pyright: ignore[reportPrivateUsage]
@@ -165,15 +144,7 @@ def rounding_seed(layer: nn.Module) -> Tensor:
 
 
 def exchange_weight_scale(weight: Any, scale: Tensor | None) -> Tensor | None:
-    """Give the shard of a weight that torchao 0.18 gathers in float8 another scale.
-
-    Args:
-        weight: The sharded weight.
-        scale: The scale that its gathers use from now on; None if each computes its own.
-
-    Returns:
-        The scale that it had.
-    """
+    """Give the shard of a weight that torchao 0.18 gathers in float8 another scale; return the one that it had."""
     # Not by `to_local`, which returns another object than the one that FSDP gathers.
     shard = weight._local_tensor
     before, shard._precomputed_scale = shard._precomputed_scale, scale
@@ -182,13 +153,7 @@ def exchange_weight_scale(weight: Any, scale: Tensor | None) -> Tensor | None:
 
 @dataclass(slots=True)
 class OperationEvent:
-    """An operation that ran.
-
-    Attributes:
-        name: The operation's name, such as "aten::mm".
-        caller: The operation that ran it; None for the outermost.
-        called: The operations that it ran.
-    """
+    """An operation that ran, such as "aten::mm", the one that ran it, and those that it ran."""
 
     name: str
     caller: "OperationEvent | None" = None
@@ -210,10 +175,9 @@ class OperationEvent:
 
 @contextmanager
 def record_operations() -> Generator[list[OperationEvent] | None]:
-    """Record the operations of the block, with those of backwards and of compiled code.
+    """Record the operations of the block, with those of backwards and of compiled code, into a list.
 
-    Yields:
-        A list that is filled when the block ends; None if another profiler records, of which torch allows one.
+    It is filled when the block ends; None if another profiler records, of which torch allows one.
     """
     # The profiler that torch.profiler replaced: it needs no Kineto, which writes to the standard error where it finds
     # no GPU, and starts a thread. Both record the same operations. Its own reading of the records fails where an
@@ -260,20 +224,14 @@ def is_in_backward() -> bool:
 
 
 def unseen_by_modes() -> AbstractContextManager[object]:
-    """Return a context whose operations on plain tensors no dispatch mode sees.
-
-    Selective checkpointing replays the operations that its mode saw, and others count them; an observer's own must
-    not be among them.
-    """
+    """Return a context whose operations on plain tensors no dispatch mode sees."""
+    # Selective checkpointing replays the operations that its mode saw, and others count them; an observer's own must
+    # not be among them.
     return torch._C._DisableTorchDispatch()  # pyright: ignore[reportPrivateUsage]
 
 
 def compiled_part(module: nn.Module) -> str | None:
-    """Return what of a module torch.compile or TorchScript compiles.
-
-    Returns:
-        "call" if its call with all hooks is compiled, "forward" if hooks run around a compiled forward, or None.
-    """
+    """Return "call" if a module's call with all hooks is compiled, "forward" if its forward alone is, or None."""
     if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage]
         return "call"
     if "_orig_mod" in module._modules or hasattr(module.forward, "_torchdynamo_orig_callable"):  # pyright: ignore[reportPrivateUsage]

@@ -51,7 +51,7 @@ def choose_policy(
     *,
     recipe: Fp8Recipe | str | None = None,
 ) -> Policy:
-    """Choose the precision for `device`.
+    """Choose the precision for `device`; the policy's `reason` explains the choice.
 
     Args:
         mode: The mode: "no" (fp32), "fp16", "bf16", "fp8" or "auto" (the first of bf16, fp16 and fp32 that the
@@ -60,9 +60,6 @@ def choose_policy(
         settings: The settings of fp16's loss scale, of skipped steps, of fp8, and of the dtypes that models are held
             in.
         recipe: The recipe of mode "fp8" or its name; None for the one that the settings name.
-
-    Returns:
-        The policy; its `reason` explains the choice.
 
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.

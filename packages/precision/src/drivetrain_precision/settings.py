@@ -136,11 +136,7 @@ class PrecisionSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Raise ValueError for a value outside its range; the message begins with the field's name."""
         _check_types(self)
         if not 0 < self.initial_scale < inf:
             raise ValueError(f"initial_scale={self.initial_scale!r}: must be above 0 and finite")
@@ -167,11 +163,7 @@ class PrecisionSettings:
 
 
 def _check_types(settings: PrecisionSettings) -> None:
-    """Refuse values that would be taken for something else, where no layer has parsed them.
-
-    Raises:
-        ValueError: A switch is no boolean, a number of steps no integer, or patterns are no tuple of strings.
-    """
+    """Refuse values that would be taken for something else, where no layer has parsed them."""
     for name in ("check_half", "fp8_skip_ends"):
         if type(getattr(settings, name)) is not bool:
             raise ValueError(f"{name}={getattr(settings, name)!r}: must be True or False")
@@ -186,11 +178,6 @@ def _check_types(settings: PrecisionSettings) -> None:
 
 
 def _check_dtypes(settings: PrecisionSettings) -> None:
-    """Refuse an unknown dtype or rounding.
-
-    Raises:
-        ValueError: A value is not one of those allowed.
-    """
     allowed = {
         "param_dtype": ("fp32", "bf16"),
         **dict.fromkeys(("reduce_dtype", "output_dtype", "buffer_dtype"), ("fp32", "bf16", "fp16")),

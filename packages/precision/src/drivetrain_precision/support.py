@@ -54,14 +54,7 @@ _VOLTA = (7, 0)
 
 
 def supported_modes(device: torch.device) -> dict[str, Support]:
-    """Return how well `device` supports each mode.
-
-    Args:
-        device: The device that training runs on.
-
-    Returns:
-        The level of support and the reason for it, for each of "no" (fp32), "fp16" and "bf16".
-    """
+    """Return how well `device` supports each of "no" (fp32), "fp16" and "bf16", and why."""
     fp32 = Support(level="native", reason="fp32 is computed everywhere")
     if device.type == "cuda" and not torch.cuda.is_available():
         absent = Support(level="none", reason="torch finds no CUDA device here")

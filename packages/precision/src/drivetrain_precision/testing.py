@@ -47,21 +47,14 @@ class RecipeContract(ABC):
         """Return the recipe, always with the same options."""
 
     def check_all(self) -> list[str]:
-        """Run every check.
-
-        Returns:
-            The names of the checks that ran.
-
-        Raises:
-            AssertionError: A check failed; the message says what the recipe must do.
-        """
+        """Run every check, and return the names of those that ran; an AssertionError says what the recipe must do."""
         for check in self.checks:
             check()
         return [check.__name__ for check in self.checks]
 
     @property
     def checks(self) -> Sequence[Callable[[], None]]:
-        """Run all of the checks."""
+        """All of the checks."""
         return (
             self.check_it_is_a_value,
             self.check_it_tells_its_support,

@@ -26,14 +26,11 @@ _CASTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastOperation:
-    """An operation that ran under a recorded autocast.
+    """An operation that ran under a recorded autocast: its name, such as "softmax", and the dtype of its result.
 
     Attributes:
-        name: The name of the function or the method, such as "softmax".
-        dtype: The dtype of its result.
         module: The name within the model of the module that called it, or the name of the module's class where the
             model is unknown; "" outside of modules.
-        num_calls: The number of its calls.
     """
 
     name: str
@@ -43,7 +40,6 @@ class AutocastOperation:
 
     @property
     def is_fp32(self) -> bool:
-        """True if it ran in fp32."""
         return self.dtype is torch.float32
 
 
@@ -51,10 +47,6 @@ class RecordedAutocast:
     """A context and decorator that applies autocast and records what runs; `autocast(..., record=True)` makes it.
 
     It can be entered again, also inside itself, and goes on to record.
-
-    Args:
-        make: Return a new context of autocast.
-        model: The model, for the names of modules.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]], model: nn.Module | None) -> None:
@@ -101,11 +93,7 @@ class RecordedAutocast:
 
 
 class _Record(TorchFunctionMode):
-    """Counts calls of torch's functions by name, dtype of the result and module.
-
-    Args:
-        names: The names of modules by their ids.
-    """
+    """Counts calls of torch's functions by name, dtype of the result and module."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()

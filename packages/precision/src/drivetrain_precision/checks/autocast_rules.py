@@ -17,9 +17,7 @@ Rule = Literal["fp32", "half", "widest", "refused"]
 
 
 def autocast_rules(device_type: str) -> dict[str, Rule]:
-    """Return what torch's autocast does with each operation that it has a rule for.
-
-    Operations without a rule run in the dtype of their inputs.
+    """Return what torch's autocast does with each operation that it has a rule for; others keep their inputs' dtype.
 
     Args:
         device_type: A kind of device, such as "cuda" or "cpu". No such device has to be present.
@@ -44,13 +42,9 @@ def autocast_rules(device_type: str) -> dict[str, Rule]:
 
 
 def fp32_operations(device_type: str) -> tuple[str, ...]:
-    """Return the names of the operations that torch's autocast keeps in fp32 on a kind of device.
+    """Return the sorted names of the operations that torch's autocast keeps in fp32 on a kind of device.
 
-    Args:
-        device_type: A kind of device, such as "cuda" or "cpu". No such device has to be present.
-
-    Returns:
-        The names, sorted. The lists differ: on "cuda" they have softmax and layer_norm, on "cpu" they do not.
+    No such device has to be present. The lists differ: on "cuda" they have softmax and layer_norm, on "cpu" not.
 
     Raises:
         ValueError: torch has no autocast for the kind of device.

@@ -23,20 +23,11 @@ _OF_TRAINING = tuple(_TORCH + part for part in ("optim/", "nn/utils/clip_grad.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
-    """The line that called an operation.
-
-    Attributes:
-        file: The file of the innermost code that is not torch's.
-        line: The number of the line.
-        module: The name within the model of the innermost module that was called, or the name of the module's class
-            where the model is unknown; "" outside of modules.
-        function: The function of torch.nn.functional that was called, such as "cross_entropy"; "" where none was.
-        is_library: Whether the file belongs to an installed library.
-    """
+    """The line that called an operation, and the module and function of torch.nn.functional around it, or ""."""
 
     file: str
     line: int
-    module: str
+    module: str  # its name in the model; of its class where the model is unknown
     function: str
     is_library: bool
 
@@ -52,11 +43,7 @@ def module_names(model: nn.Module | None) -> dict[int, str]:
 
 
 def call_site(names: Mapping[int, str]) -> CallSite | None:
-    """Return where the operation that is being dispatched was called, or None in what torch does by itself.
-
-    Args:
-        names: The names of modules by their ids, from `module_names`.
-    """
+    """Return where the operation that is being dispatched was called, or None in what torch does by itself."""
     place: FrameType | None = None
     function = ""
     module: str | None = None

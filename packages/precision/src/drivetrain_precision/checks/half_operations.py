@@ -10,6 +10,8 @@ from torch import bfloat16 as bf16
 from torch import float16 as fp16
 
 Kind = Literal["softmax", "norm", "loss", "sum"]
+# "computed": values in between are rounded to half, or a loss is; "rounded": torch's kernel computes in fp32, and
+# rounds its result alone.
 Damage = Literal["computed", "rounded"]
 
 HALF = frozenset({fp16, bf16})
@@ -59,15 +61,7 @@ _MENDS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfVerdict:
-    """The damage of an operation in half precision.
-
-    Attributes:
-        operation: The name of the operation.
-        kind: "softmax", "norm", "loss" or "sum".
-        damage: "computed" if values in between are rounded to half, or a loss is; "rounded" if torch's kernel
-            computes in fp32 and rounds its result alone.
-        mend: The advice what to write instead.
-    """
+    """The damage of an operation in half precision, and the advice what to write instead."""
 
     operation: str
     kind: Kind
@@ -76,12 +70,7 @@ class HalfVerdict:
 
 
 def inside_function(verdict: HalfVerdict, function: str) -> HalfVerdict:
-    """Return the verdict on a function of torch.nn.functional, from that on an operation that it runs.
-
-    Args:
-        verdict: The verdict on the operation.
-        function: The name of the function; "" if none runs.
-    """
+    """Return the verdict on a function of torch.nn.functional, from that on an operation that it runs."""
     is_loss = function.endswith(("loss", "cross_entropy", "_with_logits", "kl_div"))
     return replace(verdict, kind="loss", damage="computed", mend=_MENDS["loss"]) if is_loss else verdict
 
@@ -94,13 +83,7 @@ class Judge:
         self._exponentials: dict[int, ref[Tensor]] = {}
 
     def verdict(self, name: str, args: Sequence[Any], result: Any) -> HalfVerdict | None:
-        """Return what an operation loses, or None if nothing.
-
-        Args:
-            name: The name of the operation without overload, such as "_softmax".
-            args: The positional arguments.
-            result: The result, a tensor or a tuple of which the first is.
-        """
+        """Return what an operation, such as "_softmax", loses, or None if nothing."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         made = result[0] if isinstance(result, (tuple, list)) and result else result
         if first is None or first.dtype not in HALF or not isinstance(made, Tensor) or made.dtype not in HALF:

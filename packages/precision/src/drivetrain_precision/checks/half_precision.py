@@ -18,18 +18,13 @@ from drivetrain_precision.errors import HalfPrecisionWarning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfOperation:
-    """An operation that computes in half precision although it needs fp32.
+    """An operation that computes in half precision although it needs fp32, and the advice what to write instead.
 
     Attributes:
         operation: The name, such as "cross_entropy" or "mean of squares".
         kind: "softmax", "norm", "loss" or "sum".
-        dtype: The dtype that it computes in.
         module: The name within the model of the module that calls it; "" outside of modules.
-        file: The file of the line that calls it.
-        line: The number of the line.
         rounds_result_only: Whether torch's kernel computes in fp32 and rounds its result alone, which costs less.
-        mend: The advice what to write instead.
-        num_calls: The number of its calls.
     """
 
     operation: str
@@ -99,11 +94,7 @@ class _Key(NamedTuple):
 
 
 class _Calls:
-    """The calls of an operation at a line, counted by the first thing that it runs.
-
-    Args:
-        first: The verdict on that.
-    """
+    """The calls of an operation at a line, counted by the first thing that it runs."""
 
     def __init__(self, first: HalfVerdict) -> None:
         self.first, self.mend = first.operation, first.mend
@@ -123,15 +114,12 @@ def find_half_operations(
     backward and optimizers, and, where torch's kernel computes in fp32 and rounds its result alone, calls under
     autocast (it chose so) and those in installed libraries. Compiled models run without the compiler in the block.
     Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
-    other threads are not seen. Called on any rank by itself.
+    other threads are not seen. Called on any rank by itself. The result is complete at the end of the block.
 
     Args:
         model: The model, for the names of modules; without it they are named by their classes.
         libraries: Whether to report results that kernels round in code of installed libraries, and under autocast.
         warn: Whether to give a HalfPrecisionWarning at the end if something was found.
-
-    Yields:
-        The result, whose `operations` are complete at the end of the block.
     """
     found = HalfOperations()
     with ExitStack() as stack:

@@ -16,21 +16,12 @@ _RECORD = "class_exchange"
 
 @dataclass(frozen=True, slots=True)
 class ClassExchange:
-    """The record of what an exchange changed, kept by the layer.
+    """The record of what an exchange changed, kept by the layer: its class before, and the names that were added."""
 
-    Attributes:
-        owner: The purpose of the exchange, which alone undoes it.
-        plain: The class before.
-        attributes: The names of the attributes that were added.
-        buffers: The names of the buffers that were added, which are no part of the layer's state dict.
-        modules: The names of the modules that were added.
-        recipe: The name of the recipe in fp8 that the layer computes in.
-    """
-
-    owner: Owner
+    owner: Owner  # the purpose of the exchange, which alone undoes it
     plain: type[nn.Module]
     attributes: tuple[str, ...]
-    buffers: tuple[str, ...]
+    buffers: tuple[str, ...]  # no part of the layer's state dict
     modules: tuple[str, ...] = ()
     recipe: str = ""
 
@@ -38,11 +29,7 @@ class ClassExchange:
 def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: str = "") -> None:
     """Give a module the class of another one, with the attributes, buffers and modules that it does not have.
 
-    Args:
-        module: The module to change; `name_clash` finds nothing in it.
-        like: A module of a subclass of its class; its parameters are left out.
-        owner: The purpose of the exchange.
-        recipe: The name of the recipe in fp8.
+    The class of `like` is a subclass of the module's own, and `name_clash` finds nothing; parameters are left out.
     """
     attributes: dict[str, Any] = {
         name: value for name, value in vars(like).items() if name not in vars(module)

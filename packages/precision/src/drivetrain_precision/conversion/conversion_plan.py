@@ -19,7 +19,7 @@ _COPIES = ("original_module", "modules_to_save")
 
 
 class Refuses(Protocol):
-    """A recipe or a way to quantise, which knows the linear layers that it cannot convert."""
+    """A recipe or a way to quantize, which knows the linear layers that it cannot convert."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why a linear layer cannot be converted, or None if it can."""
@@ -49,12 +49,9 @@ def plan_conversion(
     Args:
         model: The model whose layers are decided on.
         recipe: The recipe or scheme, which refuses layers that it cannot convert.
-        layers: The layers to convert, among the others.
+        layers: The layers to convert; a PrecisionError names a pattern that matches no linear layer.
         kept: Modules that stay as they are, each with the reason.
         known: Names of linear layers of further models, which a pattern may match in place of this model's.
-
-    Raises:
-        PrecisionError: A pattern of the filter matches no linear layer.
     """
     modules = dict(model.named_modules())  # a shared one once, under its first name
     linear = linear_names(model)

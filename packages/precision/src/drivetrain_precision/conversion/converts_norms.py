@@ -30,8 +30,6 @@ class ConvertsNorms(Protocol):
     def fuse(self, norm: nn.Module, linear: nn.Linear) -> nn.Module:
         """Return the layer that computes both, for the place of the linear layer.
 
-        Args:
-            norm: The norm, converted already; it keeps its parameters, and from now on hands on what it is given.
-            linear: The plain linear layer.
+        The norm is converted already: it keeps its parameters, and from now on hands on what it is given.
         """
         ...

@@ -15,13 +15,10 @@ def change_layers(model: nn.Module, names: Iterable[str], change: Change, undo: 
     If a change fails, or the user interrupts, the model is left as it was, with the layers that it had.
 
     Args:
-        model: The model to change.
+        model: The model to change; PrecisionError if it is itself to be exchanged for another module.
         names: The names of the layers.
         change: A function that returns the changed layer: the same module if it changes it in place.
         undo: A function that gives a layer that was changed in place back what it was.
-
-    Raises:
-        PrecisionError: The model itself is to be exchanged for another module.
     """
     changed: list[tuple[nn.Module, nn.Module]] = []
     try:

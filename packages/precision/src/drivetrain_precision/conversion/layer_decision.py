@@ -27,5 +27,4 @@ class LayerDecision:
 
     @property
     def converts(self) -> bool:
-        """True if the module is converted."""
         return not self.reason

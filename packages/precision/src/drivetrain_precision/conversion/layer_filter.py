@@ -34,11 +34,7 @@ class LayerFilter:
     accept: Callable[[str, nn.Module], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            PrecisionError: A value is of another type than its field, or negative.
-        """
+        """Raise PrecisionError for a value of another type than its field, or a negative one."""
         for field in ("include", "exclude"):
             patterns: object = getattr(self, field)
             if not _is_tuple_of(patterns, lambda each: isinstance(each, str)):
@@ -58,26 +54,13 @@ class LayerFilter:
             raise PrecisionError(f"accept={self.accept!r}: must be a function of name and layer, or None")
 
     def check(self, names: Collection[str]) -> None:
-        """Check that each pattern matches a layer.
-
-        Args:
-            names: The names of the linear layers of all models that the patterns are for.
-
-        Raises:
-            PrecisionError: A pattern matches none; the message gives the nearest names.
-        """
+        """Raise PrecisionError, with the nearest names, for a pattern that matches none of these linear layers."""
         for field in ("include", "exclude"):
             for pattern in getattr(self, field):
                 check_pattern(pattern, names, said=f"LayerFilter({field}={pattern!r})")
 
     def refusal(self, name: str, module: nn.Module, *, is_inside: bool) -> str | None:
-        """Return why a layer is left out, or None.
-
-        Args:
-            name: The name of the layer in its model.
-            module: The linear layer itself.
-            is_inside: Whether it is one of the types of `inside`, or lies in one.
-        """
+        """Return why a layer, which lies in one of the types of `inside` or not, is left out; None if it is not."""
         if not any(fnmatchcase(name, pattern) for pattern in self.include):
             return f"no pattern of include={self.include!r} matches"
         for pattern in self.exclude:
@@ -95,26 +78,19 @@ class LayerFilter:
 
 
 def check_layers(layers: object) -> None:
-    """Refuse what is given as a recipe's filter and is none.
-
-    Raises:
-        PrecisionError: It is no `LayerFilter`.
-    """
+    """Raise PrecisionError for what is given as a recipe's filter and is none."""
     if not isinstance(layers, LayerFilter):
         hint = ", as in LayerFilter(accept=...)" if callable(layers) else ""
         raise PrecisionError(f"layers={layers!r}: must be a LayerFilter{hint}")
 
 
 def check_pattern(pattern: str, names: Collection[str], *, said: str) -> None:
-    """Check that a pattern matches a layer.
+    """Raise PrecisionError if a pattern matches no layer, with a pattern that would or the nearest names.
 
     Args:
         pattern: The pattern to check.
         names: The names of the linear layers of all models that it is for.
         said: The argument or setting that gave it, for the message.
-
-    Raises:
-        PrecisionError: It matches none; the message gives a pattern that would, or the nearest names.
     """
     if pattern == "*" or any(fnmatchcase(name, pattern) for name in names):
         return

@@ -12,11 +12,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """The decision for each module of a model that has parameters of its own.
-
-    Attributes:
-        layers: The decisions, in the order of the model.
-    """
+    """The decision for each module of a model that has parameters of its own, in the order of the model."""
 
     layers: tuple[LayerDecision, ...]
 

@@ -8,13 +8,7 @@ from packaging.version import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededLibrary:
-    """A library that computes converted layers.
-
-    Attributes:
-        library: The distribution that computes.
-        version: The first version of it that can.
-        extra: The extra of drivetrain-precision that installs it.
-    """
+    """A library that computes converted layers, its first version that can, and the extra that installs it."""
 
     library: str
     version: str

@@ -13,13 +13,7 @@ from drivetrain_precision.conversion.layer_decision import LayerDecision
 def plan_fusions(
     model: nn.Module, recipe: ConvertsNorms, decisions: Sequence[LayerDecision]
 ) -> tuple[LayerDecision, ...]:
-    """Return decisions that name the pairs: norms and linear layers that are converted into one layer.
-
-    Args:
-        model: The model that is decided on.
-        recipe: The recipe, which says what fits together.
-        decisions: The decisions about each module by itself.
-    """
+    """Return decisions that name the pairs: norms and linear layers that are converted into one layer."""
     modules = dict(model.named_modules())
     places = Counter(each for _, each in model.named_modules(remove_duplicate=False))
     linear = {each.name for each in decisions if each.is_linear and each.converts}

@@ -56,11 +56,8 @@ def choose_dtypes(mode: str, device: torch.device, settings: PrecisionSettings) 
 
     Args:
         mode: The precision that models compute in: "no", "fp16" or "bf16".
-        device: The device that training runs on.
-        settings: The `precision` section.
-
-    Raises:
-        PrecisionError: Two settings contradict each other, or the device cannot compute in `param_dtype`.
+        device: The device that training runs on; PrecisionError if it cannot compute in `param_dtype`.
+        settings: The `precision` section; PrecisionError if two settings contradict each other.
     """
     param, update = settings.param_dtype, settings.weight_update
     if param == "bf16" and mode == "fp16":

@@ -19,11 +19,7 @@ from drivetrain_precision.errors import PrecisionError
 
 
 class Fp32Island:
-    """The base of the classes that `keep_in_fp32` makes.
-
-    Attributes:
-        outer_class: The class that the subclass replaces.
-    """
+    """The base of the classes that `keep_in_fp32` makes, each in place of its `outer_class`."""
 
     outer_class: type[nn.Module]
 

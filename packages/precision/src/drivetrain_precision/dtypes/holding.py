@@ -9,14 +9,7 @@ from drivetrain_precision.dtypes.dtype_policy import NAMES, DtypePolicy
 
 
 def held_dtype(tensor: Tensor, dtypes: DtypePolicy, *, is_island: bool) -> torch.dtype:
-    """Return the dtype that a parameter or buffer is held in.
-
-    Args:
-        tensor: The parameter or buffer; one that is no plain floating-point tensor (integers, quantised weights)
-            keeps its dtype.
-        dtypes: The dtypes of the run.
-        is_island: Whether it belongs to a module that stays in fp32.
-    """
+    """Return the dtype that a parameter or buffer is held in; integers and quantized weights keep theirs."""
     is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     if not is_plain or tensor.dtype not in (*NAMES, torch.float64):
         return tensor.dtype
@@ -28,13 +21,7 @@ def held_dtype(tensor: Tensor, dtypes: DtypePolicy, *, is_island: bool) -> torch
 
 @torch.no_grad()
 def hold(model: nn.Module, dtypes: DtypePolicy, islands: Collection[nn.Module]) -> None:
-    """Cast a model's parameters and buffers in place; parameters stay the same objects, for their optimizers.
-
-    Args:
-        model: The module whose tensors are cast.
-        dtypes: The dtypes of the run.
-        islands: The modules that stay in fp32.
-    """
+    """Cast a model's parameters and buffers in place; parameters stay the same objects, for their optimizers."""
     if dtypes.param is None and dtypes.buffer is None and not islands:
         return
     cast: dict[Tensor, Tensor] = {}  # a buffer that two modules share stays shared

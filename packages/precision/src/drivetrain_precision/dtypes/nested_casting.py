@@ -10,13 +10,7 @@ from torch import Tensor
 
 
 def cast_floating(value: Any, dtype: torch.dtype, *, only: Collection[torch.dtype] | None = None) -> Any:
-    """Return the same structure with its real floating-point tensors in `dtype`.
-
-    Args:
-        value: A tensor, or nested mappings, sequences and dataclasses; other leaves are returned as they are.
-        dtype: The dtype to cast to.
-        only: The dtypes that are cast; all floating-point ones if None.
-    """
+    """Return the same structure with its real floating-point tensors in `dtype`; of the dtypes `only`, if given."""
     if isinstance(value, Tensor):
         is_cast = value.is_floating_point() if only is None else value.dtype in only
         return value.to(dtype) if is_cast else value

@@ -24,15 +24,7 @@ class FrozenFloat8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transposed: Tensor, products: Any, config: Any) -> Tensor:
-        """Return the product, of shape (..., out_features).
-
-        Args:
-            ctx: The context of the backward.
-            rows: Shape (..., in_features).
-            transposed: The weight, of shape (in_features, out_features), as it is or gathered in float8.
-            products: torchao's settings of the products.
-            config: torchao's settings of the layer.
-        """
+        """Return the product (..., out_features) of rows and a transposed weight, perhaps gathered in float8."""
         output = matmul_with_hp_or_float8_args.forward(ctx, rows, transposed, products, config)
         ctx.save_for_backward(transposed)  # in place of the input too
         return output
@@ -56,15 +48,7 @@ class FrozenMXFP8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, kernels: Any, scales: Any) -> Tensor:
-        """Return the product, of shape (..., out_features).
-
-        Args:
-            ctx: The context of the backward.
-            rows: Shape (..., in_features).
-            weight: Shape (out_features, in_features), in the dtype of the rows.
-            kernels: torchao's choice of kernels.
-            scales: torchao's way to compute scales.
-        """
+        """Return the product (..., out_features) of rows and a weight in their dtype."""
         ctx.save_for_backward(weight)
         ctx.kernels, ctx.scales = kernels, scales
         return mxfp8_product(rows, weight, kernels=kernels, scales=scales, plain_weight_gradient=True)

@@ -7,13 +7,7 @@ from drivetrain_precision.support import Support
 
 
 def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool) -> Support:
-    """Return how far a device can run a recipe whose library is there.
-
-    Args:
-        needed: The requirements of the recipe.
-        device: The device that training runs on.
-        emulates: Whether the library computes the same numbers on a CPU, without the speed.
-    """
+    """Return how far a device can run a recipe whose library is there, and which `emulates` on a CPU or does not."""
     if device.type == "cpu" and emulates:
         return Support(
             level="emulated", reason="a CPU computes it by products in fp32: right, but slower than bf16"

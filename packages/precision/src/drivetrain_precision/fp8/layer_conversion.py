@@ -26,11 +26,7 @@ _ADVICE = "Give LayerFilter what to convert (skip_first=False, skip_last=False, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport(LayerReport):
-    """A report of which layers compute in a recipe now, and why the others do not.
-
-    Attributes:
-        recipe: The name of the recipe.
-    """
+    """A report of which layers compute in a recipe, by its name, and why the others do not."""
 
     recipe: str
 
@@ -55,7 +51,7 @@ def convert_model(
     """Let the linear layers of a model compute in a recipe, in place, and its norms where the recipe says so.
 
     Weights, their names and their optimizers stay as they are: only the products change. Called on all ranks, before
-    the model is prepared.
+    the model is prepared. The report has a line for every module with parameters of its own.
 
     Args:
         model: The model; its layers are not divided among ranks yet.
@@ -67,9 +63,6 @@ def convert_model(
             those that another model shares and that are converted already, each with the reason for the report.
         known: Names of linear layers of further models, which a pattern of the filter may match in place of this
             model's.
-
-    Returns:
-        The report of every module with parameters of its own.
 
     Raises:
         NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
@@ -108,15 +101,12 @@ def convert_model(
 def restore_model(
     model: nn.Module, recipe: Fp8Recipe | str, *, kept: Container[nn.Module] = ()
 ) -> tuple[str, ...]:
-    """Give a model its plain layers back, in place, with equal weights.
+    """Give a model its plain layers back, in place, with equal weights, and return the names of those layers.
 
     Args:
         model: The model to restore.
         recipe: The recipe that layers compute in, or its name.
         kept: Modules that stay converted, such as those that another model shares.
-
-    Returns:
-        The names of the layers that were converted.
     """
     recipe = as_recipe(recipe)
     names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
@@ -137,11 +127,9 @@ def recipe_state(model: nn.Module, recipe: Fp8Recipe | str) -> dict[str, Tensor]
 def load_recipe_state(
     model: nn.Module, recipe: Fp8Recipe | str, state: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Load what `recipe_state` returned.
+    """Load what `recipe_state` returned, and return the names that the state does not have.
 
-    Returns:
-        The names that this recipe keeps and the state does not have: a checkpoint of another recipe has none of them,
-        and the layers begin as if they were new.
+    A checkpoint of another recipe has none of them, and the layers begin as if they were new.
 
     Raises:
         PrecisionError: A tensor was saved in another shape than this recipe keeps; nothing was loaded.
@@ -178,11 +166,7 @@ def _change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerDecisi
 
 
 def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | None) -> None:
-    """Check that a model's device, or one that it may be moved to, can run a recipe.
-
-    Raises:
-        PrecisionError: None of them can.
-    """
+    """Check that a model's device, or one that it may be moved to, can run a recipe."""
     kinds = {each.device.type: each.device for each in model.parameters() if not each.is_meta}
     devices = list(kinds.values()) if device is None else [device]
     supports = {each: recipe.support(each) for each in devices}

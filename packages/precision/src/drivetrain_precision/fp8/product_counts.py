@@ -50,12 +50,10 @@ def counting_products() -> Generator[ProductCounts]:
 
 
 def add_products(counts: ProductCounts, events: Iterable[OperationEvent]) -> None:
-    """Add the products among recorded operations.
-
-    A tensor class dispatches its product to another operation, and a device without the units computes a scaled
-    product by a plain one: only the innermost counts, except below a scaled one.
-    """
+    """Add the products among recorded operations."""
     counts.is_counted = True
+    # A tensor class dispatches its product to another operation, and a device without the units computes a scaled
+    # product by a plain one: only the innermost counts, except below a scaled one.
     for event in events:
         if event.name in _COMPILED:
             counts.compiled += 1

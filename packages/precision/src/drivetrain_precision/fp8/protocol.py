@@ -16,7 +16,7 @@ from drivetrain_precision.support import Support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """The formats that a recipe computes in, such as "e4m3", "e5m2" or "bf16".
+    """The formats that a recipe computes in, such as "e4m3", "e5m2" or "bf16"; those of a product's two operands.
 
     Attributes:
         forward: The formats of input and weight, whose product is the output.

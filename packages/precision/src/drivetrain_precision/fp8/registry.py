@@ -28,12 +28,7 @@ _MEMBERS = tuple(sorted(name for name in vars(Fp8Recipe) if not name.startswith(
 
 @dataclass(frozen=True, slots=True)
 class RecipeChoice:
-    """The recipe of a run.
-
-    Attributes:
-        recipe: The recipe; None if the device or the libraries cannot run it.
-        reason: The reason why it runs here, or why none does and what to do.
-    """
+    """The recipe of a run and the reason, or None and why the device or the libraries can run none."""
 
     recipe: Fp8Recipe | None
     reason: str
@@ -45,11 +40,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def check_recipe_name(name: str) -> None:
-    """Refuse a name that settings give to no recipe; "auto" stands for any.
-
-    Raises:
-        PrecisionError: There is no recipe of this name; the message lists all.
-    """
+    """Raise PrecisionError, with all names, if there is no recipe of this name; "auto" stands for any."""
     if name != "auto" and name not in recipe_names():
         raise PrecisionError(
             f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
@@ -57,11 +48,7 @@ def check_recipe_name(name: str) -> None:
 
 
 def load_recipe(name: str) -> Fp8Recipe:
-    """Return a recipe with its default options.
-
-    Raises:
-        PrecisionError: There is no recipe of this name; the message lists all.
-    """
+    """Return a recipe with its default options; PrecisionError, with all names, if there is none of this name."""
     if name == "auto":
         raise PrecisionError(
             f"'auto' is a choice of settings, by device; the recipes are {', '.join(recipe_names())}"
@@ -72,11 +59,7 @@ def load_recipe(name: str) -> Fp8Recipe:
 
 
 def as_recipe(given: object) -> Fp8Recipe:
-    """Return a recipe that is given as an object or by its name.
-
-    Raises:
-        PrecisionError: It is neither; the message lists the names.
-    """
+    """Return a recipe that is given as an object or by name; PrecisionError, with all names, for anything else."""
     if isinstance(given, str):
         return load_recipe(given)
     if all(hasattr(given, each) for each in _MEMBERS):
@@ -98,10 +81,7 @@ def choose_recipe(
     Args:
         device: The device that training runs on.
         settings: The settings that name it, and the layers that it leaves out.
-        given: A recipe given in code, which comes before the settings.
-
-    Raises:
-        PrecisionError: The settings name no recipe, or another one than the one given, or layers that it leaves out.
+        given: A recipe given in code, which comes before the settings; PrecisionError if they contradict it.
     """
     if given is not None:
         _check_agrees(given, settings)

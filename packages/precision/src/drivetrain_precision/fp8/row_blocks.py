@@ -15,11 +15,7 @@ else:
 
 
 class RowBlocks(Base):
-    """A mixin of linear layers that compute on a multiple of `row_multiple` rows.
-
-    The gradient of the weight is a product over the rows, one for each token: a last, smaller batch would have a
-    number of rows that the hardware refuses. Rows of zeros change no scale and no sum.
-    """
+    """A mixin of linear layers that compute on a multiple of `row_multiple` rows."""
 
     row_multiple: int
 
@@ -36,6 +32,8 @@ class RowBlocks(Base):
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         num_rows = input.numel() // self.in_features
+        # The gradient of the weight is a product over the rows, one for each token: a last, smaller batch would have a
+        # number of rows that the hardware refuses. Rows of zeros change no scale and no sum.
         missing = -num_rows % self.row_multiple if num_rows else self.row_multiple
         if not missing:
             return self.product(input)

@@ -23,21 +23,13 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """A kind of layer that both libraries have, by the same name.
-
-    Attributes:
-        plain: The class of torch's.
-        arguments: A function that reads the constructors' arguments off a layer of either library.
-        dtype: The name that Transformer Engine's constructor has for the dtype.
-        needed: The parameters that Transformer Engine's layer always has.
-        plain_values: The attributes of Transformer Engine's layer with the only values that a plain one can express.
-    """
+    """A kind of layer that both libraries have, by the same name."""
 
     plain: type[nn.Module]
-    arguments: Callable[[Any], dict[str, Any]]
-    dtype: str
-    needed: tuple[str, ...]
-    plain_values: Mapping[str, object]
+    arguments: Callable[[Any], dict[str, Any]]  # of both constructors, read off a layer of either library
+    dtype: str  # the name of that argument in Transformer Engine's
+    needed: tuple[str, ...]  # the parameters that Transformer Engine's layer always has
+    plain_values: Mapping[str, object]  # what a plain layer can express of the other's attributes
 
     @property
     def name(self) -> str:
@@ -83,10 +75,7 @@ _KINDS = (_LINEAR, *_NORMS)
 
 
 def te_refusal(module: nn.Module) -> str | None:
-    """Return why Transformer Engine has no layer for a module, or None if it has one.
-
-    The sizes that a recipe's formats want are a matter of the recipe, and not looked at here.
-    """
+    """Return why Transformer Engine has no layer for a module, whatever the recipe, or None if it has one."""
     kind = next((each for each in _KINDS if type(module) is each.plain), None)
     if kind is None:
         return f"is a {type(module).__name__}, none of {', '.join(each.name for each in _KINDS)} of torch.nn"
@@ -123,10 +112,7 @@ def fusion_refusal(norm: nn.Module, linear: nn.Linear) -> str | None:
 
 
 def to_te(module: nn.Module) -> nn.Module:
-    """Return Transformer Engine's layer around the parameters of a plain one.
-
-    Args:
-        module: The layer, on any device; it keeps its parameters too.
+    """Return Transformer Engine's layer around the parameters of a plain one, which keeps them too.
 
     Raises:
         PrecisionError: There is none for this layer, as `te_refusal` says, or there is no CUDA device: the library
@@ -146,10 +132,6 @@ def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
         norm: The norm that `to_te` returned, over the last dimension, of `in_features` elements. It keeps its
             parameters, which the new layer computes with, and hands on what it is given.
         linear: The plain layer, the only reader of the norm's output; the caller knows that it is.
-
-    Raises:
-        PrecisionError: The linear layer cannot be converted, or there is no CUDA device.
-        ImportError: Transformer Engine cannot be imported.
     """
     if (reason := te_refusal(linear)) is not None:
         raise PrecisionError(f"the Linear {reason}; leave it as it is")
@@ -166,7 +148,6 @@ def from_te(module: nn.Module) -> nn.Module:
     Raises:
         PrecisionError: The module is no such layer, or does what a plain one cannot, such as tensor parallelism, or a
             norm whose weight is one less than the factor it multiplies with: no plain weight has the same bits.
-        ImportError: Transformer Engine cannot be imported.
     """
     kind = _kind_of(module)
     for name, value in kind.plain_values.items():
@@ -196,7 +177,6 @@ def _is_ours(module: nn.Module, *names: str) -> bool:
 
 
 def _library() -> Any:
-    """Import the layers, and Transformer Engine with them."""
     return import_module(_MODULES)
 
 

@@ -7,15 +7,7 @@ import torch as torch  # loads NCCL, which Transformer Engine's core wants to fi
 
 
 def transformer_engine(module: str = "pytorch") -> Any:
-    """Import a module of Transformer Engine.
-
-    Args:
-        module: The module's name below `transformer_engine`.
-
-    Raises:
-        ImportError: It is not installed, or the parts that are installed do not fit together; the message says what
-            the library said and how to install it.
-    """
+    """Import a module of Transformer Engine; the ImportError says what the library said and how to install it."""
     try:
         return import_module(f"transformer_engine.{module}")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:

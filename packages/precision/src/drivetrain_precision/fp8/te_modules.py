@@ -28,11 +28,7 @@ class PlainLinear(PlainState):
     """A layer of which weight and bias begin as those of a plain linear layer."""
 
     def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
-        """Give weight and bias the values that a plain layer begins with; the library's are others.
-
-        Args:
-            defer_init: Whether to leave them as they are, as the library asks for on the meta device.
-        """
+        """Give weight and bias the values that a plain layer begins with, unless they are on the meta device."""
         if not defer_init:
             nn.Linear.reset_parameters(self)  # it reads weight and bias alone, and an empty bias stays empty
 
@@ -63,12 +59,9 @@ class TENormLinear(PlainLinear, LayerNormLinear):
     """Transformer Engine's `LayerNormLinear`, which computes a norm with the parameters that the norm keeps.
 
     It reads them anew in each forward, so that they may be moved and exchanged where the norm is.
-
-    Attributes:
-        norm_before: The norm, in a tuple: as a module of this one its parameters would have two names.
     """
 
-    norm_before: tuple[Any]
+    norm_before: tuple[Any]  # as a module of this one its parameters would have two names
 
     @property
     def layer_norm_weight(self) -> nn.Parameter:
@@ -82,12 +75,7 @@ class TENormLinear(PlainLinear, LayerNormLinear):
 
 
 def take_norm(layer: Any, norm: Any) -> None:
-    """Let a layer compute a norm with the norm's own parameters.
-
-    Args:
-        layer: The library's `LayerNormLinear`.
-        norm: A norm of this module.
-    """
+    """Let the library's `LayerNormLinear` compute a norm with the norm's own parameters."""
     # Its constructor makes parameters of these names, so that it gets its class afterwards.
     for name in ("layer_norm_weight", "layer_norm_bias"):
         delattr(layer, name)

@@ -14,21 +14,13 @@ from drivetrain_precision.fp8.te_library import transformer_engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TERecipeKind:
-    """A recipe of Transformer Engine.
-
-    Attributes:
-        recipe: The name of its class.
-        available: The name of the function that says whether the current CUDA device runs it, and why not.
-        on: The GPUs that run it.
-        products: The formats that it computes in.
-        multiple: Both sizes of a weight are multiples of this; else the first forward is an error.
-    """
+    """A recipe of Transformer Engine, by the name of its class, and what is known of it without the library."""
 
     recipe: str
-    available: str
+    available: str  # the function that says whether the current CUDA device runs it, and why not
     on: GPUGeneration
     products: Products
-    multiple: int = 16
+    multiple: int = 16  # of both sizes of a weight; else the first forward is an error
 
 
 _HYBRID = products_of("e4m3 x e4m3", "e5m2 x e4m3")
@@ -63,15 +55,11 @@ def te_recipe(name: str, **options: object) -> Any:
     """Return a recipe object of Transformer Engine, for its `autocast`.
 
     What is not given is Transformer Engine's default, which its own variables (NVTE_...) may change when it is
-    imported.
+    imported. A PrecisionError says which name or option is unknown, or what Transformer Engine refuses.
 
     Args:
         name: The recipe: "delayed", "current", "block", "mxfp8" or "nvfp4".
         **options: Fields of the recipe's class; formats by name, such as fp8_format="hybrid".
-
-    Raises:
-        PrecisionError: The name or an option is unknown, or Transformer Engine refuses the options.
-        ImportError: Transformer Engine cannot be imported.
     """
     kind = te_recipe_kind(name)
     library = transformer_engine("common.recipe")
@@ -89,15 +77,9 @@ def te_recipe(name: str, **options: object) -> Any:
 
 
 def te_unsupported(name: str) -> str | None:
-    """Return why the current CUDA device or the installed library cannot run a recipe, or None if they can.
-
-    Transformer Engine's own `autocast` does not ask this for "nvfp4".
-
-    Raises:
-        PrecisionError: The name is unknown.
-    """
+    """Return why the current CUDA device or the installed library cannot run a recipe, or None if they can."""
     kind = te_recipe_kind(name)
-    try:
+    try:  # Transformer Engine's own `autocast` does not check "nvfp4"
         library = transformer_engine()
     except ImportError as error:  # it is installed, and does not fit the torch or the CUDA that is
         return str(error)
@@ -108,11 +90,7 @@ def te_unsupported(name: str) -> str | None:
 
 
 def te_recipe_kind(name: str) -> TERecipeKind:
-    """Return what there is to know of a recipe without the library.
-
-    Raises:
-        PrecisionError: The name is unknown.
-    """
+    """Return what there is to know of a recipe without the library; PrecisionError for an unknown name."""
     if name not in TE_RECIPES:
         allowed = ", ".join(map(repr, TE_RECIPES))
         raise PrecisionError(f"{name!r} is no recipe of Transformer Engine: must be one of {allowed}")

@@ -12,14 +12,9 @@ _TENSORS = ("scale", "amax_history")
 def te_scaling_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of delayed scaling that a layer works with; a checkpoint is loaded by copying into them.
 
-    Args:
-        module: A layer of Transformer Engine with matrix products.
-
-    Returns:
-        `scale_forward` of shape (3,) for input, weight and output, `amax_history_forward` of shape
-        (amax_history_len, 3), and both for the backward, with 2 for the gradients of output and input, all in fp32.
-        Empty before the first forward (`begin_te_scaling` makes them earlier), and with the other recipes, which keep
-        nothing.
+    They are `scale_forward` of shape (3,) for input, weight and output, `amax_history_forward` of shape
+    (amax_history_len, 3), and both for the backward, with 2 for the gradients of output and input, all in fp32. Empty
+    before the first forward (`begin_te_scaling` makes them earlier), and with other recipes, which keep nothing.
     """
     kept: Any = getattr(module, "fp8_meta", {})
     return {
@@ -31,15 +26,7 @@ def te_scaling_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def begin_te_scaling(module: nn.Module, recipe: object) -> None:
-    """Make the tensors of delayed scaling before the first forward, which then takes them over.
-
-    Args:
-        module: A layer of Transformer Engine with one matrix product.
-        recipe: The library's recipe object that forwards will run with.
-
-    Raises:
-        RuntimeError: There is no CUDA device, which holds these tensors.
-    """
+    """Make the tensors of delayed scaling, on a CUDA device, before the first forward, which then takes them over."""
     layer: Any = module
     layer.fp8_meta.update(recipe=recipe, num_gemms=1)
     layer.init_fp8_meta_tensors(recipe)

@@ -68,11 +68,9 @@ class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
     row_multiple = 32
 
     def product(self, rows: Tensor) -> Tensor:
-        """Return the output; weights are cast to the rows' dtype first, as under autocast.
-
-        The gradient of a frozen weight is not computed.
-        """
+        """Return the output; the gradient of a frozen weight is not computed."""
         values = rows.float() if rows.dtype == torch.float16 else rows  # torchao converts no fp16
+        # As under autocast, weights are cast to the dtype of the rows.
         weight, scales = self.weight.to(values.dtype), self.scale_calculation_mode
         kernels = self.kernel_preference if rows.device.type == "cuda" else KernelPreference.EMULATED
         if self.weight.requires_grad:
@@ -92,11 +90,7 @@ class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncom
     row_multiple = 128
 
     def product(self, rows: Tensor) -> Tensor:
-        """Return the output; its kernels take bf16 alone.
-
-        Raises:
-            PrecisionError: The rows are not on a CUDA device.
-        """
+        """Return the output; its kernels take bf16 alone, on CUDA devices."""
         if rows.device.type != "cuda":
             raise PrecisionError(
                 f"a layer converted to NVFP4 got an input on {rows.device}: torchao computes NVFP4 on CUDA devices "
@@ -119,13 +113,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def float8_like(*, scaling: str, round_scales: bool, all_gather: bool) -> nn.Module:
-    """Return the layer that others become to compute in float8.
-
-    Args:
-        scaling: The name of torchao's recipe.
-        round_scales: Whether scales are rounded down to powers of 2.
-        all_gather: Whether FSDP2 gathers the weight in float8.
-    """
+    """Return the layer that others become to compute in float8, by the name of torchao's recipe."""
     config: Any = Float8LinearConfig.from_recipe_name(scaling)
     if round_scales:
         config = replace(config, round_scales_to_power_of_2=True)
@@ -137,11 +125,7 @@ def float8_like(*, scaling: str, round_scales: bool, all_gather: bool) -> nn.Mod
 
 
 def mxfp8_like(*, weight_gradient: bool) -> nn.Module:
-    """Return the layer that others become to compute in MXFP8.
-
-    Args:
-        weight_gradient: Whether the gradient of the weight is computed in MXFP8 too.
-    """
+    """Return the layer that others become to compute in MXFP8; with `weight_gradient`, that of the weight too."""
     with torch.device("meta"):
         return BlockedMXFP8Linear(
             *(1, 1, False),

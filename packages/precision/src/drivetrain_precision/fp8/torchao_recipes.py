@@ -72,11 +72,7 @@ class TorchaoRecipe:
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            PrecisionError: A value is unknown or of another type, or the scaling has no such option.
-        """
+        """Raise PrecisionError for an unknown value, one of another type, or an option that the scaling lacks."""
         if self.scaling not in _WAYS:
             raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_WAYS)}")
         for name in ("round_scales", "all_gather"):

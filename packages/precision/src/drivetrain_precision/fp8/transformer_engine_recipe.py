@@ -54,11 +54,7 @@ class TransformerEngineRecipe:
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
-        """Check the fields; the library checks its options.
-
-        Raises:
-            PrecisionError: The scaling is unknown, or a value is of another type than its field.
-        """
+        """Raise PrecisionError for an unknown scaling or a value of another type; the library checks its options."""
         if self.scaling not in TE_RECIPES:
             raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(TE_RECIPES)}")
         if not isinstance(cast("object", self.options), Mapping):

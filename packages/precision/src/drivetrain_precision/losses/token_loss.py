@@ -15,14 +15,7 @@ _MAX_CHUNK_LOGITS = 2**26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The way in which the loss of a token is computed from its logits.
-
-    Attributes:
-        ignore_index: The label of tokens without a loss.
-        label_smoothing: The share of the target that is spread over all words, from 0 to 1.
-        logit_softcap: The bound of the logits, `softcap * tanh(logits / softcap)`; None for none.
-        chunk_tokens: The number of tokens of a chunk.
-    """
+    """The way in which the loss of a token is computed from its logits, by the options of the public losses."""
 
     ignore_index: int
     label_smoothing: float
@@ -30,14 +23,9 @@ class TokenLoss:
     chunk_tokens: int
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token, and what the gradient needs of it.
+        """Return the losses, 0 for ignored tokens, and the logarithms of the sums of exponentials, for the gradient.
 
-        Args:
-            logits: Shape (tokens, words), in fp32 or fp64; overwritten.
-            labels: Shape (tokens,), integers.
-
-        Returns:
-            The losses, 0 for ignored tokens, and the logarithms of the sums of exponentials; both of shape (tokens,).
+        Logits of shape (tokens, words), in fp32 or fp64, are overwritten; all else has the shape (tokens,).
         """
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
@@ -49,16 +37,9 @@ class TokenLoss:
         return torch.where(counted, log_sum - score, 0), log_sum
 
     def gradient(self, logits: Tensor, labels: Tensor, log_sum: Tensor, outer: Tensor) -> Tensor:
-        """Return the gradient of the logits.
+        """Return the gradient of the logits, which are overwritten: of shape (tokens, words), before the softcap.
 
-        Args:
-            logits: Shape (tokens, words), in fp32 or fp64, before the softcap; overwritten.
-            labels: Shape (tokens,), integers.
-            log_sum: The second result of `losses`, of shape (tokens,).
-            outer: The gradient of each token's loss, of shape (tokens,) in the dtype of the logits.
-
-        Returns:
-            The gradient, of the shape and dtype of the logits.
+        `log_sum` is the second result of `losses`, `outer` the gradient of each token's loss; shape (tokens,).
         """
         slope = None
         if self.logit_softcap is not None:
@@ -86,11 +67,7 @@ def token_loss(
     logit_softcap: float | None,
     chunk_tokens: int | None,
 ) -> TokenLoss:
-    """Check the arguments of a loss, and choose the size of its chunks.
-
-    Raises:
-        ValueError: A value is outside its range; the message begins with the argument's name.
-    """
+    """Check the arguments of a loss, and choose the size of its chunks."""
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing!r}: must lie between 0 and 1")
     if logit_softcap is not None and not logit_softcap > 0:
@@ -111,17 +88,7 @@ def softmax_dtype(logits_dtype: torch.dtype) -> torch.dtype:
 
 
 def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return the losses of tokens as `reduction` says, with the gradients that torch's cross entropy has.
-
-    Args:
-        losses: Shape (tokens,), 0 for ignored tokens.
-        labels: The labels, of the shape of the result of "none".
-        ignore_index: The label of tokens without a loss.
-        reduction: "mean" (over the tokens that are not ignored; nan where there are none), "sum" or "none".
-
-    Raises:
-        ValueError: The reduction is unknown.
-    """
+    """Return losses of shape (tokens,) by `reduction`, with the gradients that torch's cross entropy has."""
     if reduction == "none":
         return losses.view(labels.shape)
     if reduction == "sum":
@@ -132,18 +99,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
 
 
 def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> None:
-    """Check that there is a label for each token.
-
-    Args:
-        labels: The labels to check.
-        shape: The shape of the tokens.
-        what: The name of the argument that holds them.
-        hint: The mend where they differ, for the message.
-
-    Raises:
-        TypeError: The labels are not integers.
-        ValueError: The labels have another shape than the tokens.
-    """
+    """Check that there is an integer label for each token of the argument `what`, whose tokens have a shape."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise TypeError(f"labels have the dtype {labels.dtype}: must be indices of words, such as torch.long")
     if labels.shape != shape:
@@ -154,11 +110,7 @@ def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> 
 
 
 def refuse_parts(tensor: Tensor, name: str, what_to_do: str) -> None:
-    """Refuse a tensor of which this rank holds a part.
-
-    Raises:
-        TypeError: The tensor is a DTensor.
-    """
+    """Raise TypeError for a DTensor, of which this rank may hold a part."""
     if hasattr(tensor, "full_tensor"):
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, of which each rank may hold a part: {what_to_do}"
@@ -166,11 +118,7 @@ def refuse_parts(tensor: Tensor, name: str, what_to_do: str) -> None:
 
 
 def refuse_second_order() -> None:
-    """Refuse a backward that is recorded itself: its gradients would silently have none.
-
-    Raises:
-        RuntimeError: The backward runs with `create_graph=True`.
-    """
+    """Refuse a backward that is recorded itself: its gradients would silently have none."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the loss by chunks has no gradients of gradients (create_graph=True): compute all logits for it, as in "

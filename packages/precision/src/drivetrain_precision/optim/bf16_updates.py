@@ -40,9 +40,6 @@ class Bf16Updates:
         rounding: "stochastic" or "kahan".
         most_elements: The number of elements that are in fp32 at a time, if the optimizer is one of `torch.optim`,
             which treats each parameter on its own; of others, all are.
-
-    Attributes:
-        rounding: "stochastic" or "kahan".
     """
 
     def __init__(
@@ -149,14 +146,9 @@ class Bf16Updates:
 
 
 def forget_updates(optimizer: Optimizer, rounding: str | None) -> int:
-    """Drop what an optimizer's state holds for another rounding, as after a checkpoint of such a run was loaded.
+    """Drop what an optimizer's state holds for another rounding (None: none), as after a load of such a checkpoint.
 
-    Args:
-        optimizer: The user's optimizer.
-        rounding: The rounding of the steps to come; None if the optimizer steps by itself.
-
-    Returns:
-        The number of parameters whose sums of "kahan" were dropped.
+    Returns the number of parameters whose sums of "kahan" were dropped.
     """
     num_dropped = 0
     unused = {"kahan": (), "stochastic": (SUM,)}.get(rounding or "", (SUM, COUNT))
@@ -195,17 +187,13 @@ def _is_held(value: Any, parameter: Tensor, *, dtype: torch.dtype = torch.bfloat
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the elements that this rank holds, sharing memory."""
     whole: Any = tensor
     return whole.to_local() if _is_dtensor(tensor) else tensor
 
 
 def _is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor, without the seconds that the import of its module takes.
-
-    Where nothing has imported that module, there is none.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
+    """Return whether a value is a DTensor, without the seconds that the import of its module takes."""
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor
     return module is not None and isinstance(value, module.DTensor)
 
 

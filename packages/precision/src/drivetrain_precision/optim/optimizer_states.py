@@ -57,11 +57,7 @@ def is_low_bit(optimizer: Optimizer) -> bool:
 
 
 def optimizer_states(optimizer: Optimizer) -> OptimizerStates:
-    """Return in how many bits an optimizer keeps its states on this rank, and why some are in floating point.
-
-    Args:
-        optimizer: An optimizer of any library. Its states exist from its first step on.
-    """
+    """Return in how many bits an optimizer, of any library, keeps its states on this rank, from its first step on."""
     low_bit, floating = list[int](), list[int]()
     memory: dict[int, int] = {}
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})

@@ -11,15 +11,14 @@ _PIECE = 1 << 17  # the elements that are rounded at a time on the CPU, with all
 
 @torch.no_grad()
 def round_stochastically(values: Tensor, generator: torch.Generator, *, out: Tensor | None = None) -> Tensor:
-    """Return fp32 values in bf16; the mean over many roundings is the value.
+    """Return fp32 values in bf16, rounded so that the mean over many roundings is the value.
+
+    Values that bf16 holds exactly, infinities and NaNs are unchanged.
 
     Args:
         values: The values, in fp32.
         generator: The generator of the random numbers, on the device of the values.
         out: A tensor in bf16 of the same shape that the result is written to; a new one if None.
-
-    Returns:
-        The values in bf16, of the same shape; those that bf16 holds exactly, infinities and NaNs are unchanged.
     """
     result = torch.empty_like(values, dtype=torch.bfloat16) if out is None else out
     if not values.is_contiguous() or not result.is_contiguous():
@@ -31,7 +30,6 @@ def round_stochastically(values: Tensor, generator: torch.Generator, *, out: Ten
 
 
 def _round_piece(values: Tensor, generator: torch.Generator, out: Tensor) -> None:
-    """Round values of one dimension into `out`."""
     drawn = torch.empty(-(-values.numel() // _LANES), dtype=torch.int64, device=values.device)
     drawn.random_(-(2**63), None, generator=generator)
     # As int16 the numbers lie between -2**15 and 2**15 - 1. What a sum carries into the upper bits rounds away from

@@ -18,18 +18,10 @@ _FILE = "model.safetensors"
 
 
 def quantized_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights and buffers of a model that `prepare_qat` prepared, quantised as its layers round them.
+    """Return the weights and buffers of a model that `prepare_qat` prepared, quantized as its layers round them.
 
-    The model stays as it is, and its training can go on. A tensor with several names comes under the first.
-
-    Args:
-        model: The model with its whole weights: on ranks that divide them, in `accelerator.gathered(model)`.
-
-    Returns:
-        The tensors by the names of a plain model; those of quantised layers are torchao's.
-
-    Raises:
-        PrecisionError: No layer rounds its weight, the weights are divided among ranks, or adapters are not merged.
+    The model stays as it is, and its training can go on. A tensor with several names comes under the first; those of
+    quantized layers are torchao's.
     """
     _check(model)
     schemes = {
@@ -47,7 +39,7 @@ def quantized_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export_quantized(model: nn.Module, folder: Path | str) -> Path:
-    """Write a model that `prepare_qat` prepared into a folder that inference loads.
+    """Write a model that `prepare_qat` prepared into a folder that inference loads; return the file of the weights.
 
     `load_quantized` reads it. For a model of transformers the folder has a `config.json`, and its `from_pretrained`
     reads it too. Called on one rank:
@@ -57,14 +49,11 @@ def export_quantized(model: nn.Module, folder: Path | str) -> Path:
                 export_quantized(accelerator.unwrap_model(model), folder)
 
     Args:
-        model: The model; see `quantized_state`.
+        model: The model with its full weights, whose training can go on.
         folder: The destination, created if missing; an earlier export in it is replaced.
 
-    Returns:
-        The file with the weights.
-
     Raises:
-        PrecisionError: See `quantized_state`.
+        PrecisionError: No layer rounds its weight, the weights are divided among ranks, or adapters are not merged.
     """
     from safetensors.torch import save_file
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict

@@ -22,11 +22,7 @@ _SCHEME = "quantized_scheme"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QATReport(LayerReport):
-    """A report of which layers `prepare_qat` lets compute with rounded weights, and why not the others.
-
-    Attributes:
-        scheme: The bits and groups of the layers.
-    """
+    """A report of which layers `prepare_qat` lets compute with rounded weights, and why not the others."""
 
     scheme: QuantizedScheme
 
@@ -40,7 +36,7 @@ class QATReport(LayerReport):
 
 
 def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter | None = None) -> QATReport:
-    """Let linear layers round their weights and inputs as quantised inference will, in place.
+    """Let linear layers round their weights and inputs as quantized inference will, in place, and report on each.
 
     Weights stay what they are, with their names and optimizers, and learn to be rounded: gradients pass the rounding
     as if it were not there. Checkpoints are those of a plain model. Called on all ranks, before the model is
@@ -49,13 +45,10 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
     Args:
         model: The model; its layers are not divided among ranks yet.
         scheme: The bits and groups of the export.
-        filter: The layers to quantise; None for all but the last linear layer.
-
-    Returns:
-        The report of every module with parameters of its own.
+        filter: The layers to quantize; None for all but the last linear layer.
 
     Raises:
-        PrecisionError: No layer would be quantised, a pattern matches nothing, or a layer rounds its weight already.
+        PrecisionError: No layer would be quantized, a pattern matches nothing, or a layer rounds its weight already.
             The model is left as it was.
         ImportError: torchao is missing or too old.
     """
@@ -78,11 +71,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
 
 
 def undo_qat(model: nn.Module) -> tuple[str, ...]:
-    """Let the layers of a model compute with their weights as they are again, in place.
-
-    Returns:
-        The names of the layers that rounded their weights.
-    """
+    """Let the layers of a model compute with their weights as they are again, in place, and return their names."""
     found = tuple(fake_quantized(unwrap_compiled(model)))
     for _, module in found:
         _undo(module)
@@ -95,7 +84,7 @@ def fake_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def scheme_of(module: nn.Module) -> QuantizedScheme:
-    """Return how a layer that `fake_quantized` yields is quantised."""
+    """Return how a layer that `fake_quantized` yields is quantized."""
     return getattr(module, _SCHEME)
 
 

@@ -13,14 +13,14 @@ _NEEDED = NeededLibrary(library="torchao", version="0.18", extra="torchao")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedScheme:
-    """The bits and groups of linear layers in quantised inference.
+    """The bits and groups of linear layers in quantized inference.
 
-    Weights are symmetric integers with a scale for each group, activations are quantised anew for each token.
+    Weights are symmetric integers with a scale for each group, activations are quantized anew for each token.
 
     Attributes:
         weight_bits: The bits of a weight.
         group_size: The number of weights of a row that share a scale, 32 or more; None for the whole row.
-        activations: "int8" quantises the input of each layer too; "full" keeps it.
+        activations: "int8" quantizes the input of each layer too; "full" keeps it.
     """
 
     weight_bits: Literal[4, 8] = 4
@@ -28,11 +28,7 @@ class QuantizedScheme:
     activations: Literal["int8", "full"] = "int8"
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            PrecisionError: A value is outside its range.
-        """
+        """Raise PrecisionError for a value outside its range."""
         if self.weight_bits not in (4, 8):
             raise PrecisionError(f"weight_bits={self.weight_bits!r}: must be 4 or 8")
         if self.activations not in ("int8", "full"):
@@ -43,18 +39,14 @@ class QuantizedScheme:
             )
 
     def refusal(self, module: nn.Module) -> str | None:
-        """Return why a linear layer cannot be quantised so, or None if it can."""
+        """Return why a linear layer cannot be quantized so, or None if it can."""
         features = module.in_features
         if self.group_size is not None and isinstance(features, int) and features % self.group_size:
             return f"has in_features={features}, which is not divisible by group_size={self.group_size}"
         return None
 
     def config(self) -> Any:
-        """Return torchao's configuration of the quantised layer.
-
-        Raises:
-            ImportError: torchao is missing or too old; the message says how to install it.
-        """
+        """Return torchao's configuration of the quantized layer; ImportError if torchao is missing or too old."""
         if (missing := check_library(_NEEDED)) is not None:
             raise ImportError(f"{self} needs torchao: {missing}")
         import torch

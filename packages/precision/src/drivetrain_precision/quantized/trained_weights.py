@@ -8,14 +8,9 @@ _TRAINED = "torchao.prototype.quantized_training."
 
 
 def check_trained_weights(model: nn.Module) -> None:
-    """Refuse trained weights of torchao's prototype for quantised training.
-
-    Torch's optimizers lack operations on int8 weights, DDP and FSDP2 cannot send or divide them (torchao 0.18), and a
-    checkpoint could not hold them.
-
-    Raises:
-        PrecisionError: The model has such a weight; the message names it.
-    """
+    """Refuse trained weights of torchao's prototype for quantized training."""
+    # Torch's optimizers lack operations on int8 weights, DDP and FSDP2 cannot send or divide them (torchao 0.18), and
+    # a checkpoint could not hold them.
     for name, parameter in model.named_parameters():
         kind = type(parameter.data)
         if kind.__module__.startswith(_TRAINED) and parameter.requires_grad:

@@ -18,7 +18,6 @@ class NonFiniteValue:
         layer: The name of the module; empty for the model itself.
         layer_type: The class of the module.
         where: The place of the value. An "input" and an "output gradient" come from outside the module.
-        dtype: The dtype of the values.
         parameter: The name of the parameter in the module, of a parameter's gradient; else None.
         parent: The name of the module that holds the module, and calls it; None for the model itself.
         call: The number of the module's call in one forward, from 1.
@@ -65,14 +64,7 @@ class NonFiniteValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradients:
-    """The gradients of one layer: those of its outputs and of its own parameters, as they are scaled.
-
-    Attributes:
-        name: The name of the module.
-        layer_type: The class of the module.
-        dtype: The dtype that the layer computes in.
-        totals: The counts, summed over the ranks.
-    """
+    """The scaled gradients of one layer, of its outputs and of its own parameters, summed over the ranks."""
 
     name: str
     layer_type: str
@@ -94,8 +86,6 @@ class LayerGradients:
 class GradientReport:
     """The layers of a model, those with the largest share of zero and subnormal gradients first.
 
-    `str(report)` is a table.
-
     Attributes:
         layers: The layers that have no children or parameters of their own.
         first_nonfinite: The first infinity or NaN; None without one.
@@ -107,11 +97,7 @@ class GradientReport:
     not_watched: tuple[str, ...]
 
     def table(self, most: int | None = None) -> str:
-        """Return the layers as a table.
-
-        Args:
-            most: The number of rows; all if None.
-        """
+        """Return the layers as a table of at most some rows; all if None."""
         shown = self.layers[:most]
         rows = [_HEADER, *(_row(layer) for layer in shown)]
         lines = [format_table(rows, right=range(_NUM_LEFT, len(_HEADER)))]

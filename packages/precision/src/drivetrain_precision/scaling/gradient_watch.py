@@ -5,7 +5,7 @@ step computes the same bits as one that is not watched.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
@@ -43,19 +43,12 @@ class _Event(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of a module.
-
-    Attributes:
-        layer: The index of the module.
-        number: The number of the call in its forward, from 1.
-        is_counted: Whether the call belongs to a training forward, and is not one that backward computes again.
-        is_reached: Whether the gradient of its output has come, as far as one is awaited.
-    """
+    """A call of a module."""
 
     layer: int
-    number: int
-    is_counted: bool
-    is_reached: bool = field(default=True)
+    number: int  # in its forward, from 1
+    is_counted: bool  # in a training forward, and not one that backward computes again
+    is_reached: bool = True  # by the gradient of its output, as far as one is awaited
 
 
 class GradientWatch:
@@ -115,22 +108,14 @@ class GradientWatch:
         self._counts.reset()
 
     def first_nonfinite(self, *, gather: Gather | None = None) -> NonFiniteValue | None:
-        """Return the first value that is not finite, in order of execution, on any rank.
+        """Return the first value that is not finite, in order of execution, on any rank. Synchronizes.
 
-        Called on all ranks. Synchronises with the device.
-
-        Args:
-            gather: A function that gathers a value of each rank into a list on all; torch.distributed's if None. One
-                that returns `[value]` makes this a call of one rank.
+        Called on all ranks; on one rank alone with a `gather` that returns `[value]`. The default is torch's.
         """
         return first_of_ranks((gather or _gather)(self._own_first()))
 
     def report(self, *, gather: Gather | None = None) -> GradientReport:
-        """Return the counts so far, summed over the ranks. Called on all ranks. Synchronises with the device.
-
-        Args:
-            gather: The gathering function, as for `first_nonfinite`.
-        """
+        """Return the counts so far, summed over the ranks. Called as `first_nonfinite` is. Synchronizes."""
         found = (gather or _gather)((self._counts.totals(), self._own_first()))
         sums = [LayerTotals()] * len(self._layers)
         for totals, _ in found:
@@ -186,7 +171,6 @@ class GradientWatch:
                 tensor.register_hook(self._of_output(call))
 
     def _begin(self, index: int) -> _Call:
-        """Return the record of a call that begins."""
         if is_in_backward():  # a checkpointed forward, whose activations were counted when it first ran
             return _Call(index, 1, is_counted=False)
         is_training = torch.is_grad_enabled()
@@ -198,11 +182,9 @@ class GradientWatch:
         return _Call(index, self._num_calls[index], is_counted=is_training or self._is_training_forward)
 
     def _seen_by_backward(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with an alias of each tensor whose gradient then is that of this module alone.
-
-        A tensor's own gradient is the sum over all modules that use it. Only tensors in tuples are exchanged: a list
-        or a dict may be one that the module is to change. Equal arguments stay equal, as attention compares them.
-        """
+        """Return the arguments with an alias of each tensor whose gradient then is that of this module alone."""
+        # A tensor's own gradient is the sum over all modules that use it. Only tensors in tuples are exchanged: the
+        # module may be to change a list or a dict. Equal arguments stay equal, as attention compares them.
         aliases: dict[int, Tensor] = {}
 
         def alias(value: Any) -> Any:
@@ -294,14 +276,12 @@ def watch_gradients(model: nn.Module, *, underflow: bool = True) -> GradientWatc
     Counted are the gradients of each module's outputs and of its parameters, as they are scaled, against the dtype
     that the module computes in; activations of forwards that train; on recomputed activations nothing twice. The
     counts stay on the device, and no step waits for them; each costs several passes over all activations. In modules
-    that torch.compile compiles nothing is seen, and the report lists them: watch the plain model.
+    that torch.compile compiles nothing is seen, and the report lists them: watch the plain model. `close`, or the end
+    of the block, removes the hooks.
 
     Args:
         model: The model, plain or prepared, on one device or several; under FSDP2 the sharded one.
         underflow: Whether to count underflow; otherwise the watch only finds the first value that is not finite.
-
-    Returns:
-        The watch, which is a context manager: at its end, or at `close`, the hooks are removed.
     """
     return GradientWatch({"": model}, underflow=underflow)
 

@@ -12,19 +12,11 @@ _NEVER = 2**63 - 1
 
 
 class LayerTotals(NamedTuple):
-    """The counts of one layer, of values that its own dtype holds.
-
-    Attributes:
-        values: The gradient values looked at.
-        zeros: The values that are zero.
-        subnormals: The values that are not zero, and smaller than the dtype's smallest normal number.
-        nonfinite_gradients: The gradient values that are infinite or NaN.
-        nonfinite_activations: The activations that are infinite or NaN.
-    """
+    """The counts of one layer, of values that its own dtype holds."""
 
     values: int = 0
     zeros: int = 0
-    subnormals: int = 0
+    subnormals: int = 0  # not zero, and smaller than the dtype's smallest normal number
     nonfinite_gradients: int = 0
     nonfinite_activations: int = 0
 
@@ -41,11 +33,7 @@ class _DeviceTable(NamedTuple):
 
 
 class LayerCounts:
-    """The counts of some layers, on the device of the values.
-
-    Args:
-        num_layers: The number of layers.
-    """
+    """The counts of some layers, on the device of the values."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -54,13 +42,9 @@ class LayerCounts:
         self._num_events = 0
 
     def add_gradient(self, layer: int, gradient: Tensor, event: int, *, smallest: float | None) -> None:
-        """Count a gradient.
+        """Count a gradient, dense or sparse; `event`, below 2**24, is what a value that is not finite would be.
 
-        Args:
-            layer: The index of the layer.
-            gradient: The gradient, of any shape, dense or sparse.
-            event: The number of what a value that is not finite would be, below 2**24.
-            smallest: The smallest normal number of the layer's dtype; None to count no underflow.
+        `smallest` is the smallest normal number of the layer's dtype; None counts no underflow.
         """
         with torch.no_grad(), unseen_by_modes():
             values = _plain(gradient)
@@ -73,16 +57,13 @@ class LayerCounts:
             self._num_values[layer] += values.numel()
 
     def add_activation(self, layer: int, activation: Tensor, event: int, *, is_input: bool) -> None:
-        """Look for values that are not finite in an activation; count those of outputs.
-
-        Negative infinities count only where a gradient flows: elsewhere they are the masks of attention.
-        """
+        """Look for values that are not finite in an activation; count those of outputs."""
         with torch.no_grad(), unseen_by_modes():
             values = _plain(activation)
+            # Where no gradient flows, negative infinities are the masks of attention.
             flows = activation.requires_grad
-            bad = (
-                values.isfinite().logical_not_() if flows else values.isnan() | (values == torch.inf)
-            ).sum()
+            is_bad = values.isfinite().logical_not_() if flows else values.isnan() | (values == torch.inf)
+            bad = is_bad.sum()
             table = self._table(values.device)
             if not is_input:
                 table.counts[layer, 3].add_(bad)

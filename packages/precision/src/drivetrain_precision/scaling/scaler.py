@@ -50,15 +50,13 @@ class LossScaler:
         """Divide gradients in place by the scale, multiply them by `factor`, and check for overflow, in one pass.
 
         Args:
-            gradients: The gradients, of any floating-point dtypes except fp16.
-            factor: A factor applied at no extra cost, such as a correction of the loss's normalisation.
+            gradients: The gradients, of any floating-point dtypes; ValueError for fp16, as their parameters are in it
+                too, where updates lose small steps.
+            factor: A factor applied at no extra cost, such as a correction of the loss's normalization.
 
         Returns:
             A float tensor of shape (): 1.0 if a gradient held an infinity or NaN, else 0.0. `overflowed` and `update`
             also take it into account. Ranks that hold different gradients must first agree on it.
-
-        Raises:
-            ValueError: A gradient is fp16, and so is its parameter; updates of fp16 parameters lose small steps.
         """
         found_inf = torch.zeros_like(self._found_inf)
         inverse = (self._scale.reciprocal() * factor).float()
@@ -90,12 +88,9 @@ class LossScaler:
         self._unscaled = True
 
     def can_fall(self, *, after_overflows: int = 0) -> bool:
-        """Return whether an overflow leaves a smaller scale to try.
+        """Return whether an overflow, perhaps `after_overflows` others, leaves a smaller scale to try.
 
-        It does not synchronise with the device while the host knows whether each step overflowed.
-
-        Args:
-            after_overflows: The number of further overflows before that one.
+        It does not synchronize with the device while the host knows whether each step overflowed.
         """
         if self._on_host is None:
             self._on_host = self.value, int(self._growth_tracker.item())
@@ -136,11 +131,7 @@ class LossScaler:
         return {"scale": self._scale.item(), "growth_tracker": int(self._growth_tracker.item())}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Load the scale of a saved run.
-
-        Raises:
-            ValueError: The scale is below the settings' `min_scale`, or not a number above 0.
-        """
+        """Load the scale of a saved run; ValueError if it is below the settings' `min_scale`, or no number."""
         if not state["scale"] >= self._floor:
             raise ValueError(
                 f"the checkpoint's loss scale of {state['scale']!r} is below precision.min_scale="

@@ -109,10 +109,7 @@ class SkippedSteps:
                 )
 
     def first_nonfinite(self, *, gather: Gather | None = None) -> str | None:
-        """Return the name of the layer that overflowed first, and how; None if no hooks were attached or none saw it.
-
-        Called on all ranks, as `skipped` is.
-        """
+        """Return which layer overflowed first, and how, if hooks saw it. Called on all ranks, as `skipped` is."""
         found = None if self._watch is None else self._watch.first_nonfinite(gather=gather)
         return None if found is None else str(found)
 

@@ -11,13 +11,7 @@ from drivetrain_precision.compat import compiled_part
 
 
 class Layer(NamedTuple):
-    """A watched module.
-
-    Attributes:
-        name: The module's name in the model; empty for the model itself.
-        module: The module, whose hooks are set.
-        parent: The name of the module that holds it; None for a model itself.
-    """
+    """A watched module, and the name of the module that holds it; None for a model itself."""
 
     name: str
     module: nn.Module
@@ -25,11 +19,7 @@ class Layer(NamedTuple):
 
 
 def watched_layers(models: Mapping[str, nn.Module]) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """Return the modules of models to hook, each once, and the names of those that are compiled.
-
-    Args:
-        models: The models by a prefix of their layers' names.
-    """
+    """Return the modules of models to hook, each once, and the names of those that are compiled."""
     layers: dict[nn.Module, Layer] = {}
     compiled: list[str] = []
     for prefix, model in models.items():
