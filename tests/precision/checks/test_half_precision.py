@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain_precision import (
-    HalfOperation,
     HalfPrecisionWarning,
     chunked_cross_entropy,
     cross_entropy,
     find_half_operations,
 )
+from drivetrain_precision.checks.half_precision import HalfOperation
 
 BF16 = torch.bfloat16
 LABELS = torch.tensor([0, 2, -100])

@@ -16,9 +16,9 @@ from drivetrain_precision import (
     export_quantized,
     load_quantized,
     prepare_qat,
-    quantized_state,
     undo_qat,
 )
+from drivetrain_precision.quantized.export import quantized_state
 
 SCHEMES = {
     "int8 activations, int4 weights": QuantizedScheme(),

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from drivetrain_precision import GradientReport, NonFiniteValue, watch_gradients
+from drivetrain_precision import watch_gradients
+from drivetrain_precision.scaling.gradient_report import GradientReport, NonFiniteValue
 
 TINY = torch.finfo(torch.float16).tiny
 

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_precision.casting import NoAutocast as NoAutocast
     from drivetrain_precision.casting import autocast as autocast
-    from drivetrain_precision.checks.autocast_record import AutocastOperation as AutocastOperation
     from drivetrain_precision.checks.autocast_record import RecordedAutocast as RecordedAutocast
     from drivetrain_precision.checks.autocast_rules import autocast_rules as autocast_rules
     from drivetrain_precision.checks.autocast_rules import fp32_operations as fp32_operations
-    from drivetrain_precision.checks.half_precision import HalfOperation as HalfOperation
     from drivetrain_precision.checks.half_precision import HalfOperations as HalfOperations
     from drivetrain_precision.checks.half_precision import find_half_operations as find_half_operations
     from drivetrain_precision.conversion.layer_filter import LayerFilter as LayerFilter
@@ -46,22 +44,15 @@ if TYPE_CHECKING:
     from drivetrain_precision.losses.chunked_head import chunked_cross_entropy as chunked_cross_entropy
     from drivetrain_precision.losses.existing_logits import cross_entropy as cross_entropy
     from drivetrain_precision.optim.bf16_updates import Bf16Updates as Bf16Updates
-    from drivetrain_precision.optim.optimizer_states import OptimizerStates as OptimizerStates
     from drivetrain_precision.optim.optimizer_states import is_low_bit as is_low_bit
     from drivetrain_precision.optim.optimizer_states import optimizer_states as optimizer_states
     from drivetrain_precision.policy import Policy as Policy
     from drivetrain_precision.policy import choose_policy as choose_policy
     from drivetrain_precision.quantized.export import export_quantized as export_quantized
     from drivetrain_precision.quantized.export import load_quantized as load_quantized
-    from drivetrain_precision.quantized.export import quantized_state as quantized_state
-    from drivetrain_precision.quantized.fake_quantize import QATReport as QATReport
+    from drivetrain_precision.quantized.fake_quantize import QuantizedScheme as QuantizedScheme
     from drivetrain_precision.quantized.fake_quantize import prepare_qat as prepare_qat
     from drivetrain_precision.quantized.fake_quantize import undo_qat as undo_qat
-    from drivetrain_precision.quantized.scheme import QuantizedScheme as QuantizedScheme
-    from drivetrain_precision.scaling.gradient_report import GradientReport as GradientReport
-    from drivetrain_precision.scaling.gradient_report import LayerGradients as LayerGradients
-    from drivetrain_precision.scaling.gradient_report import NonFiniteValue as NonFiniteValue
-    from drivetrain_precision.scaling.gradient_watch import GradientWatch as GradientWatch
     from drivetrain_precision.scaling.gradient_watch import watch_gradients as watch_gradients
     from drivetrain_precision.scaling.scaler import LossScaler as LossScaler
     from drivetrain_precision.scaling.skipped_steps import SkippedSteps as SkippedSteps
@@ -72,30 +63,22 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "AutocastOperation": "checks.autocast_record",
     "Bf16Updates": "optim.bf16_updates",
     "ConversionReport": "fp8.layer_conversion",
     "DtypePolicy": "dtypes.dtype_policy",
     "Fp8Recipe": "fp8.protocol",
     "SupportsFp8Gather": "fp8.protocol",
-    "GradientReport": "scaling.gradient_report",
-    "GradientWatch": "scaling.gradient_watch",
-    "HalfOperation": "checks.half_precision",
     "HalfOperations": "checks.half_precision",
     "HalfPrecisionWarning": "errors",
     "LayerFilter": "conversion.layer_filter",
-    "LayerGradients": "scaling.gradient_report",
     "LossScaler": "scaling.scaler",
     "NoAutocast": "casting",
-    "NonFiniteValue": "scaling.gradient_report",
     "NothingConvertedError": "errors",
-    "OptimizerStates": "optim.optimizer_states",
     "Policy": "policy",
     "PrecisionError": "errors",
     "PrecisionSettings": "settings",
     "Products": "fp8.protocol",
-    "QATReport": "quantized.fake_quantize",
-    "QuantizedScheme": "quantized.scheme",
+    "QuantizedScheme": "quantized.fake_quantize",
     "RecipeContract": "testing",
     "RecordedAutocast": "checks.autocast_record",
     "Requirements": "fp8.protocol",
@@ -121,7 +104,6 @@ _MODULES = {
     "load_recipe_state": "fp8.layer_conversion",
     "optimizer_states": "optim.optimizer_states",
     "prepare_qat": "quantized.fake_quantize",
-    "quantized_state": "quantized.export",
     "recipe_names": "fp8.registry",
     "recipe_state": "fp8.layer_conversion",
     "restore_model": "fp8.layer_conversion",

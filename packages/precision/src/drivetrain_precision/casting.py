@@ -1,6 +1,5 @@
 """A context manager that makes operations compute in a policy's dtype."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
 from typing import Literal, overload
@@ -80,32 +79,20 @@ def autocast(
     """
     if model is not None and not record:
         raise TypeError("model= names the modules of a record: pass record=True too, or leave it out")
-    make = _maker(policy, device, dtype, enabled=enabled, cache_enabled=cache_enabled)
-    return RecordedAutocast(make, model) if record else make()
-
-
-def _maker(
-    policy: Policy | str,
-    device: torch.device | torch.dtype | None,
-    dtype: torch.dtype | None,
-    *,
-    enabled: bool,
-    cache_enabled: bool | None,
-) -> Callable[[], torch.autocast | NoAutocast]:
-    """Return a function that makes the context."""
     if isinstance(policy, Policy):
         if not isinstance(device, torch.device) or dtype is not None:
             raise TypeError(
                 f"autocast(policy, {device!r}, dtype={dtype}): after a policy, pass a torch.device, and no dtype"
             )
-        if policy.autocast_dtype is None:
-            return NoAutocast
         kind, dtype = device.type, policy.autocast_dtype
+        is_plain = dtype is None
     else:
         if isinstance(device, torch.device) or (device is not None and dtype is not None):
             raise TypeError(
                 f"autocast({policy!r}, {device!r}, dtype={dtype}): after a device type, pass one dtype such as "
                 "torch.bfloat16"
             )
-        kind, dtype = policy, dtype or device
-    return partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        kind, dtype, is_plain = policy, dtype or device, False
+    cast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+    make = NoAutocast if is_plain else cast
+    return RecordedAutocast(make, model) if record else make()

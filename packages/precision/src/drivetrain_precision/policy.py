@@ -13,7 +13,11 @@ from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import MODES, Support, supported_modes
 
 _BEST_FIRST = ("bf16", "fp16", "no")
-_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}  # fp8: of what no recipe computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,24 +124,23 @@ def _fp8_policy(
         raise PrecisionError(f"mixed_precision='fp8': {choice.reason}")
     if bf16.level == "none":
         raise PrecisionError(f"mixed_precision='fp8': other layers compute in bf16, and {bf16.reason}")
-    return Policy(
-        mode="fp8",
-        autocast_dtype=torch.bfloat16,
-        scaling=None,
-        reason=choice.reason,
-        recipe=choice.recipe,
-        settings=settings,
-        dtypes=choose_dtypes("fp8", device, settings),
-    )
+    return _policy("fp8", device, settings, choice.reason, choice.recipe)
 
 
-def _policy(mode: str, device: torch.device, settings: PrecisionSettings | None, reason: str) -> Policy:
+def _policy(
+    mode: str,
+    device: torch.device,
+    settings: PrecisionSettings | None,
+    reason: str,
+    recipe: Fp8Recipe | None = None,
+) -> Policy:
     settings = settings or PrecisionSettings()
     return Policy(
         mode=mode,
         autocast_dtype=_DTYPES.get(mode),
         scaling=settings if mode == "fp16" else None,
         reason=reason,
+        recipe=recipe,
         settings=settings,
         dtypes=choose_dtypes(mode, device, settings),
     )

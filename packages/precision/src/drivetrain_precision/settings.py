@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Any, Literal
+
+_FP16, _FP8 = "run.mixed_precision=fp16", "run.mixed_precision=fp8"
+
+
+def _setting(default: Any, text: str, *, needs: str | None = None) -> Any:
+    """Return a field with its help, and with what has to be set for it to count."""
+    return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,127 +19,81 @@ class PrecisionSettings:
     bf16 and fp32 have no loss scale. Their steps are skipped with `run.nonfinite_gradients="skip"` alone.
     """
 
-    initial_scale: float = field(
-        default=65536.0,
-        metadata={
-            "needs": "run.mixed_precision=fp16",
-            "help": "Loss scale of the first step; halved at each overflow.",
-        },
+    initial_scale: float = _setting(
+        65536.0, "Loss scale of the first step; halved at each overflow.", needs=_FP16
     )
-    growth_factor: float = field(
-        default=2.0,
-        metadata={
-            "needs": "run.mixed_precision=fp16",
-            "help": "Factor of the scale after growth_interval steps without overflow.",
-        },
+    growth_factor: float = _setting(
+        2.0, "Factor of the scale after growth_interval steps without overflow.", needs=_FP16
     )
-    backoff_factor: float = field(
-        default=0.5,
-        metadata={
-            "needs": "run.mixed_precision=fp16",
-            "help": "Factor of the scale after a step that overflowed.",
-        },
+    backoff_factor: float = _setting(0.5, "Factor of the scale after a step that overflowed.", needs=_FP16)
+    growth_interval: int = _setting(
+        2000, "Number of optimizer steps without overflow before the scale grows.", needs=_FP16
     )
-    growth_interval: int = field(
-        default=2000,
-        metadata={
-            "needs": "run.mixed_precision=fp16",
-            "help": "Number of optimizer steps without overflow before the scale grows.",
-        },
+    check_half: bool = _setting(
+        False, "Look in the first step for softmaxes, norms and losses computed in half precision."
     )
-    check_half: bool = field(
-        default=False,
-        metadata={
-            "help": "Look in the first step for softmaxes, norms and losses computed in half precision."
-        },
+    fp8_recipe: str = _setting(
+        "auto",
+        "Recipe of mixed_precision=fp8, such as torchao_rowwise or te_current; auto: the best that the "
+        "device and the installed libraries can run.",
+        needs=_FP8,
     )
-    fp8_recipe: str = field(
-        default="auto",
-        metadata={
-            "needs": "run.mixed_precision=fp8",
-            "help": "Recipe of mixed_precision=fp8, such as torchao_rowwise or te_current; auto: the best that the "
-            "device and the installed libraries can run.",
-        },
+    fp8_fallback: Literal["none", "bf16"] = _setting(
+        "none",
+        "What to train in where fp8 cannot run: none stops with an error, bf16 goes on in bf16.",
+        needs=_FP8,
     )
-    fp8_fallback: Literal["none", "bf16"] = field(
-        default="none",
-        metadata={
-            "needs": "run.mixed_precision=fp8",
-            "help": "What to train in where fp8 cannot run: none stops with an error, bf16 goes on in bf16.",
-        },
+    fp8_exclude: tuple[str, ...] = _setting(
+        (),
+        "Patterns of the names of linear layers that stay in bf16 under fp8, such as *.router.",
+        needs=_FP8,
     )
-    fp8_exclude: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "needs": "run.mixed_precision=fp8",
-            "help": "Patterns of the names of linear layers that stay in bf16 under fp8, such as *.router.",
-        },
+    fp8_skip_ends: bool = _setting(
+        True, "Whether a model's first and last linear layer stay in bf16 under fp8.", needs=_FP8
     )
-    fp8_skip_ends: bool = field(
-        default=True,
-        metadata={
-            "needs": "run.mixed_precision=fp8",
-            "help": "Whether a model's first and last linear layer stay in bf16 under fp8.",
-        },
+    param_dtype: Literal["fp32", "bf16"] | None = _setting(
+        None,
+        "Dtype that parameters, gradients and optimizer states are held in between steps; unset: the "
+        "model's own.",
     )
-    param_dtype: Literal["fp32", "bf16"] | None = field(
-        default=None,
-        metadata={
-            "help": "Dtype that parameters, gradients and optimizer states are held in between steps; unset: "
-            "the model's own."
-        },
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = _setting(
+        None,
+        "Dtype in which ranks add up gradients; unset: the gradients' own, but fp32 under fsdp and with "
+        "param_dtype=bf16.",
     )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None,
-        metadata={
-            "help": "Dtype in which ranks add up gradients; unset: the gradients' own, but fp32 under fsdp and "
-            "with param_dtype=bf16."
-        },
+    output_dtype: Literal["fp32", "bf16", "fp16"] | None = _setting(
+        None, "Dtype that a model's outputs are cast to; unset: as computed."
     )
-    output_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype that a model's outputs are cast to; unset: as computed."}
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = _setting(
+        None, "Dtype that buffers are held in; unset: the model's own."
     )
-    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype that buffers are held in; unset: the model's own."}
+    keep_fp32: tuple[str, ...] = _setting(
+        (),
+        "Patterns of modules that are held and computed in fp32, by dotted name or class, such as *.router.",
     )
-    keep_fp32: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "Patterns of modules that are held and computed in fp32, by dotted name or class, such as "
-            "*.router."
-        },
-    )
-    weight_update: Literal["nearest", "stochastic", "kahan"] | None = field(
-        default=None,
-        metadata={
-            "help": "Rounding of updates of weights in bf16: nearest loses small ones, stochastic rounds at "
-            "random, kahan keeps what was rounded off; unset: kahan with param_dtype=bf16."
-        },
+    weight_update: Literal["nearest", "stochastic", "kahan"] | None = _setting(
+        None,
+        "Rounding of updates of weights in bf16: nearest loses small ones, stochastic rounds at random, "
+        "kahan keeps what was rounded off; unset: kahan with param_dtype=bf16.",
     )
     # Below 1, small gradients underflow that would not without a scale: apart from losses that are huge sums, an
     # overflow there comes from the model. DeepSpeed and Megatron have the same floor.
-    min_scale: float = field(
-        default=1.0,
-        metadata={
-            "needs": "run.mixed_precision=fp16",
-            "help": "Smallest loss scale; gradients that overflow at it in two steps one after another end the run.",
-        },
+    min_scale: float = _setting(
+        1.0,
+        "Smallest loss scale; gradients that overflow at it in two steps one after another end the run.",
+        needs=_FP16,
     )
     # From 2**16 to the floor are 16 halvings; 64 leave room for a scale that has grown, and for slower backoffs.
-    max_skipped_steps: int | None = field(
-        default=64,
-        metadata={
-            "needs": "run.mixed_precision=fp16 or run.nonfinite_gradients=skip",
-            "help": "Optimizer steps skipped one after another, as their gradients are not finite, that end the run; "
-            "unset: any number.",
-        },
+    max_skipped_steps: int | None = _setting(
+        64,
+        "Optimizer steps skipped one after another, as their gradients are not finite, that end the run; "
+        "unset: any number.",
+        needs="run.mixed_precision=fp16 or run.nonfinite_gradients=skip",
     )
-    watch_underflow: int | None = field(
-        default=None,
-        metadata={
-            "help": "Count by layer the gradients that underflow, and log the table every so many optimizer steps; "
-            "costs several passes over all activations. Unset: not counted."
-        },
+    watch_underflow: int | None = _setting(
+        None,
+        "Count by layer the gradients that underflow, and log the table every so many optimizer steps; "
+        "costs several passes over all activations. Unset: not counted.",
     )
 
     def __post_init__(self) -> None:

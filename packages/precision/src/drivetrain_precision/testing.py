@@ -7,7 +7,7 @@ can.
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
@@ -270,11 +270,6 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def _assert_equal(expected: dict[str, Tensor], found: dict[str, Tensor], when: str) -> None:
     assert list(expected) == list(found), f"{when}: the state has the names {[*found]}, not {[*expected]}"
-    for name in _differing(expected, found):
-        raise AssertionError(f"{when}: {name} is not bit for bit what it was")
-
-
-def _differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Iterator[str]:
     for name, value in expected.items():
-        if value.dtype != found[name].dtype or not torch.equal(value, found[name]):
-            yield name
+        is_same = value.dtype == found[name].dtype and torch.equal(value, found[name])
+        assert is_same, f"{when}: {name} is not bit for bit what it was"

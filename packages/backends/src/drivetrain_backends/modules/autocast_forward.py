@@ -17,7 +17,7 @@ from torch import nn
 from drivetrain_backends.errors import BatchMismatchError
 from drivetrain_precision import Policy, autocast
 from drivetrain_precision.dtypes.dtype_policy import HALF
-from drivetrain_precision.dtypes.nested_casting import cast_floating, floating_dtypes
+from drivetrain_precision.nested_tensors import cast_floating, floating_tensors
 from drivetrain_state import ProgressMark, ProgressRecord
 
 _MIXED = (
@@ -153,7 +153,8 @@ def _dtype_mismatch(model: nn.Module, args: Any, kwargs: Any, error: RuntimeErro
     if re.search(r"dtype|scalar type|[Ii]nput type", str(error)) is None:
         return None
     held = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    odd = [str(dtype)[6:] for dtype in dict.fromkeys(floating_dtypes((args, kwargs))) if dtype not in held]
+    given = dict.fromkeys(each.dtype for each in floating_tensors((args, kwargs)))
+    odd = [str(dtype)[6:] for dtype in given if dtype not in held]
     if not odd or not held:
         return None
     names = " and ".join(sorted(str(dtype)[6:] for dtype in held))

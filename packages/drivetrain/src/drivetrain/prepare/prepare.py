@@ -16,8 +16,8 @@ from drivetrain.prepare.schedule_length import tell_unsharded_lengths
 from drivetrain_backends import Prepared, PreparedOptimizer, PreparedScheduler, Scheduler
 from drivetrain_data import ShardedLoader, is_loader
 from drivetrain_data.settings import UnevenPolicy
-from drivetrain_precision.fp8.converted_layers import describe_converted
-from drivetrain_precision.quantized.trained_weights import check_trained_weights
+from drivetrain_precision.fp8.layer_conversion import describe_converted
+from drivetrain_precision.quantized.fake_quantize import check_trained_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

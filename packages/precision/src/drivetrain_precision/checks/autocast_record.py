@@ -40,6 +40,7 @@ class AutocastOperation:
 
     @property
     def is_fp32(self) -> bool:
+        """True if it ran in fp32."""
         return self.dtype is torch.float32
 
 

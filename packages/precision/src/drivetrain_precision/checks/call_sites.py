@@ -2,7 +2,7 @@
 
 import inspect
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from torch import nn
 from drivetrain_precision.compat import COMPILED_PREFIX, ENGINE_FRAME
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
+_ENGINE = (_TORCH + ENGINE_FRAME[0], ENGINE_FRAME[1])
 _FUNCTIONAL = _TORCH + "nn/functional.py"
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib", "platstdlib")}
@@ -47,19 +48,19 @@ def call_site(names: Mapping[int, str]) -> CallSite | None:
     place: FrameType | None = None
     function = ""
     module: str | None = None
-    for frame in _frames():
-        file = frame.f_code.co_filename
+    frame = inspect.currentframe()
+    while frame is not None and (place is None or module is None):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
         if place is None:
-            if _is_of_training(frame, file):
+            if file.startswith(_OF_TRAINING) or (file, name) == _ENGINE:
                 return None
-            if file == _FUNCTIONAL and not frame.f_code.co_name.startswith("_"):
-                function = frame.f_code.co_name
-            if not file.startswith(_TORCH) and not _is_own(frame):
+            if file == _FUNCTIONAL and not name.startswith("_"):
+                function = name
+            if not file.startswith(_TORCH) and not _module_name(frame).startswith("drivetrain_precision."):
                 place = frame
         if module is None:
-            module = _module(frame, names)
-        if place is not None and module is not None:
-            break
+            module = _called_module(frame, names)
+        frame = frame.f_back
     if place is None:
         return None
     return CallSite(
@@ -67,32 +68,16 @@ def call_site(names: Mapping[int, str]) -> CallSite | None:
         line=place.f_lineno,
         module=module or "",
         function=function,
-        is_library=place.f_code.co_filename.startswith(_LIBRARIES) or _is_drivetrain(place),
+        is_library=place.f_code.co_filename.startswith(_LIBRARIES)
+        or _module_name(place).partition(".")[0].partition("_")[0] == "drivetrain",
     )
 
 
-def _frames() -> Iterator[FrameType]:
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _module_name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
-def _is_of_training(frame: FrameType, file: str) -> bool:
-    return file.startswith(_OF_TRAINING) or (
-        file == _TORCH + ENGINE_FRAME[0] and frame.f_code.co_name == ENGINE_FRAME[1]
-    )
-
-
-def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("drivetrain_precision.")
-
-
-def _is_drivetrain(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0].partition("_")[0] == "drivetrain"
-
-
-def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
+def _called_module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """Return the name of the module whose method a frame runs."""
     variables = frame.f_code.co_varnames
     owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount and variables else None

@@ -26,8 +26,8 @@ class ClassExchange:
     recipe: str = ""
 
 
-def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: str = "") -> None:
-    """Give a module the class of another one, with the attributes, buffers and modules that it does not have.
+def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: str = "") -> nn.Module:
+    """Give a module the class of another one, with the attributes, buffers and modules that it lacks; return it.
 
     The class of `like` is a subclass of the module's own, and `name_clash` finds nothing; parameters are left out.
     """
@@ -46,6 +46,7 @@ def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: 
     record = ClassExchange(owner, type(module), tuple(attributes), tuple(buffers), tuple(modules), recipe)
     setattr(module, _RECORD, record)
     module.__class__ = type(like)
+    return module
 
 
 def added_names(module: nn.Linear) -> frozenset[str]:
@@ -73,11 +74,10 @@ def exchange_of(module: nn.Module) -> ClassExchange | None:
     return vars(module).get(_RECORD)  # of its own: a wrapper may hand on the attributes of the module inside
 
 
-def undo_exchange(module: nn.Module) -> None:
-    """Undo `exchange_class` in place."""
-    record = exchange_of(module)
-    if record is None:
-        return
-    for name in (*record.attributes, *record.buffers, *record.modules, _RECORD):
-        delattr(module, name)
-    module.__class__ = record.plain
+def undo_exchange(module: nn.Module) -> nn.Module:
+    """Undo `exchange_class` in place, and return the module."""
+    if (record := exchange_of(module)) is not None:
+        for name in (*record.attributes, *record.buffers, *record.modules, _RECORD):
+            delattr(module, name)
+        module.__class__ = record.plain
+    return module

@@ -1,8 +1,8 @@
 """Decide for each layer of a model whether a recipe converts it; nothing is changed yet."""
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
@@ -10,9 +10,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from drivetrain_precision.conversion.converts_norms import NORMS, ConvertsNorms
-from drivetrain_precision.conversion.layer_decision import LayerDecision
 from drivetrain_precision.conversion.layer_filter import LayerFilter
-from drivetrain_precision.conversion.norm_fusion import plan_fusions
+from drivetrain_precision.conversion.layer_report import LayerDecision
 
 # The modules of a wrapper of `peft` that keeps a module and trains a copy in its place (`modules_to_save`).
 _COPIES = ("original_module", "modules_to_save")
@@ -58,8 +57,7 @@ def plan_conversion(
     norms = [name for name, module in modules.items() if _converts_norm(recipe, module)]
     layers.check([*linear, *norms, *known])
     bases = [name for name in linear if not _is_adapter(name, modules)]
-    places = {name: _place(name, modules) for name in bases}
-    facts = _Facts(modules, kept, _ties(modules), _ends(places, layers))
+    facts = _Facts(modules, kept, _ties(modules), _ends(bases, modules, layers))
     decisions = tuple(
         LayerDecision(
             name=name,
@@ -72,7 +70,7 @@ def plan_conversion(
         if any(True for _ in module.parameters(recurse=False))
     )
     if isinstance(recipe, ConvertsNorms) and recipe.norms == "fuse":
-        return plan_fusions(model, recipe, decisions)
+        return _plan_fusions(model, recipe, decisions)
     return decisions
 
 
@@ -123,18 +121,17 @@ def _why_unfit(module: nn.Linear) -> str | None:
     return None
 
 
-def _ends(places: Mapping[str, str], layers: LayerFilter) -> dict[str, str]:
-    """Return the reasons of the first and the last of a model's linear layers, which may have copies."""
+def _ends(names: Sequence[str], modules: Mapping[str, nn.Module], layers: LayerFilter) -> dict[str, str]:
+    """Return the reasons of the first and the last of a model's linear layers."""
+    # A layer and the copy that `peft` trains of it are in one place.
+    places = {
+        name: next((outer for outer in _lineage(name) if _has_copies(outer, modules)), name) for name in names
+    }
     order = list(places.values())
     first = order[0] if layers.skip_first and order else None
     last = order[-1] if layers.skip_last and order else None
     reasons = {last: "is the last linear layer (skip_last)", first: "is the first linear layer (skip_first)"}
     return {name: reasons[place] for name, place in places.items() if place in reasons}
-
-
-def _place(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the name of the place that a layer is in: a layer and the copy that `peft` trains of it are in one."""
-    return next((outer for outer in _lineage(name) if _has_copies(outer, modules)), name)
 
 
 def _has_copies(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -174,3 +171,46 @@ def _ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
 def _shape(module: nn.Module) -> tuple[int, ...]:
     weight = getattr(module, "weight", None)
     return tuple(weight.shape) if isinstance(weight, Tensor) else ()
+
+
+def _plan_fusions(
+    model: nn.Module, recipe: ConvertsNorms, decisions: Sequence[LayerDecision]
+) -> tuple[LayerDecision, ...]:
+    """Return decisions that name the pairs: norms and linear layers that are converted into one layer."""
+    modules = dict(model.named_modules())
+    places = Counter(each for _, each in model.named_modules(remove_duplicate=False))
+    linear = {each.name for each in decisions if each.is_linear and each.converts}
+    found: dict[str, LayerDecision] = {}
+    for decision in decisions:
+        norm = modules[decision.name]
+        if not decision.converts or type(norm) not in NORMS:
+            continue
+        name, reader = _reader(decision.name, modules)
+        if not isinstance(reader, nn.Linear) or name not in linear:
+            why = "no linear layer that is converted follows it in an nn.Sequential"
+        elif places[norm] > 1 or places[reader] > 1:
+            why = f"it or {name} is in several places of the model"
+        else:
+            why = recipe.fusion_refusal(norm, reader) or ""
+        found[decision.name] = replace(decision, fused_with="" if why else name, unfused=why)
+    readers = {each.fused_with: each.name for each in found.values() if each.fused_with}
+    return tuple(
+        replace(each, fused_with=readers[each.name]) if each.name in readers else found.get(each.name, each)
+        for each in decisions
+    )
+
+
+def _reader(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module | None]:
+    """Return the module that alone reads another one's output, and its name; None if that is not certain."""
+    outer, _, own = name.rpartition(".")
+    parent = modules[outer]
+    # A subclass or a forward set on the object may call its children in another order.
+    if not name or type(parent) is not nn.Sequential or "forward" in vars(parent):
+        return "", None
+    # With each child that is there twice, unlike named_children().
+    inner = (child for child, _ in parent.named_modules(remove_duplicate=False))
+    order = [child for child in inner if child and "." not in child]
+    following = order[order.index(own) + 1 :][:1]
+    if not following:
+        return "", None
+    return f"{outer}.{following[0]}".lstrip("."), parent.get_submodule(following[0])

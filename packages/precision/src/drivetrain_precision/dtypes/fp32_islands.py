@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_precision.dtypes.dtype_policy import HALF
-from drivetrain_precision.dtypes.nested_casting import cast_floating, floating_dtypes
 from drivetrain_precision.errors import PrecisionError
+from drivetrain_precision.nested_tensors import cast_floating, floating_tensors
 
 
 class Fp32Island:
@@ -100,7 +100,7 @@ def _island_class(
     original: type[nn.Module], device_type: str, outside: torch.dtype | None
 ) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = next(floating_dtypes((args, kwargs)), outside)
+        given = next((each.dtype for each in floating_tensors((args, kwargs))), outside)
         wide_args = cast_floating(args, torch.float32, only=HALF)
         wide_kwargs = cast_floating(kwargs, torch.float32, only=HALF)
         with torch.autocast(device_type, enabled=False):

@@ -1,9 +1,24 @@
-"""Check whether a device can run a recipe."""
+"""The generations of GPUs, and whether a device can run a recipe."""
+
+from dataclasses import dataclass
 
 import torch
 
 from drivetrain_precision.fp8.protocol import Requirements
 from drivetrain_precision.support import Support
+
+
+@dataclass(frozen=True, slots=True)
+class GPUGeneration:
+    """The GPUs that compute a format, and the first of their compute capabilities."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+ADA = GPUGeneration("an Ada, Hopper or newer GPU", (8, 9))
+HOPPER = GPUGeneration("a Hopper or newer GPU", (9, 0))
+BLACKWELL = GPUGeneration("a Blackwell or newer GPU", (10, 0))
 
 
 def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool) -> Support:

@@ -13,15 +13,17 @@ from drivetrain_precision.conversion.class_exchange import exchange_of
 from drivetrain_precision.conversion.conversion_plan import plan_conversion
 from drivetrain_precision.conversion.converts_norms import ConvertsNorms
 from drivetrain_precision.conversion.layer_changes import Change, change_layers
-from drivetrain_precision.conversion.layer_decision import LayerDecision
 from drivetrain_precision.conversion.layer_filter import LayerFilter
-from drivetrain_precision.conversion.layer_report import LayerReport
+from drivetrain_precision.conversion.layer_report import LayerDecision, LayerReport
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import NothingConvertedError, PrecisionError
 from drivetrain_precision.fp8.protocol import Fp8Recipe
 from drivetrain_precision.fp8.registry import as_recipe
+from drivetrain_precision.fp8.te_layers import is_te_linear
 
 _ADVICE = "Give LayerFilter what to convert (skip_first=False, skip_last=False, other patterns)"
+# torchao's own layers; without their import, by their names.
+_OF_TORCHAO = ("Float8Linear", "MXFP8Linear", "NVFP4Linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +185,25 @@ def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | N
 def _converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:
     modules = unwrap_compiled(model).named_modules()
     return ((name, each) for name, each in modules if recipe.is_converted(each))
+
+
+def converted_by(module: nn.Module) -> str | None:
+    """Return what converted a layer to fp8, in words; None for any other module."""
+    record = exchange_of(module)
+    if record is not None:
+        return f"{record.recipe} by convert_model" if record.owner == "fp8" else None
+    if is_te_linear(module):
+        return "Transformer Engine by convert_model"
+    own = (each for each in type(module).__mro__ if each.__module__.startswith("torchao."))
+    return next((f"{each.__name__} by torchao itself" for each in own if each.__name__ in _OF_TORCHAO), None)
+
+
+def describe_converted(models: Iterable[nn.Module]) -> str | None:
+    """Return how many linear layers of models compute in fp8, and by whom; None if there is none."""
+    modules = {each for model in models for each in unwrap_compiled(model).modules()}
+    owners = Counter(filter(None, map(converted_by, modules)))
+    if not owners:
+        return None
+    linear = sum(isinstance(each, nn.Linear) or is_te_linear(each) for each in modules)
+    shown = ", ".join(f"{count} in {owner}" for owner, count in sorted(owners.items()))
+    return f"{owners.total()} of {linear} linear layers, converted before prepare(): {shown}"

@@ -33,6 +33,19 @@ class Products:
     attention: str = "bf16"
 
 
+def products_of(
+    forward: str, gradients: str = "", *, weight_gradient: str = "", all_gather: str = "bf16"
+) -> Products:
+    """Return the formats of a recipe's products; those of a gradient that is not given are those before it."""
+    gradients = gradients or forward
+    return Products(
+        forward=forward,
+        input_gradient=gradients,
+        weight_gradient=weight_gradient or gradients,
+        all_gather=all_gather,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements(NeededLibrary):
     """The library, the hardware and the compiler that a recipe needs, for checks and for the table in the docs.

@@ -1,15 +1,20 @@
-"""Recipe objects of Transformer Engine by name, and whether the device can run them."""
+"""Recipe objects of Transformer Engine by name, whether the device can run them, and the scales that layers keep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.protocol import Products
-from drivetrain_precision.fp8.recipe_facts import ADA, BLACKWELL, HOPPER, GPUGeneration, products_of
+from drivetrain_precision.fp8.hardware_check import ADA, BLACKWELL, HOPPER, GPUGeneration
+from drivetrain_precision.fp8.protocol import Products, products_of
 from drivetrain_precision.fp8.te_library import transformer_engine
+
+# The library's key for each pass, and the suffix that we give its tensors.
+_PASSES = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+_TENSORS = ("scale", "amax_history")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,9 @@ def te_recipe(name: str, **options: object) -> Any:
     try:
         recipe = made(**given)
     except ValueError as error:  # pydantic's, which also carries the library's own assertions
-        raise PrecisionError(f"recipe {name!r} with {options}: {_said(error)}") from error
+        details: list[Any] = cast("Any", error).errors()
+        reason = "; ".join(f"{' '.join(map(str, each['loc']))} {each['msg']}".strip() for each in details)
+        raise PrecisionError(f"recipe {name!r} with {options}: {reason}") from error
     _apply_power_of_2_scales(recipe, options)
     return recipe
 
@@ -97,11 +104,6 @@ def te_recipe_kind(name: str) -> TERecipeKind:
     return TE_RECIPES[name]
 
 
-def _said(error: Any) -> str:
-    """Return the sentences of pydantic's error, each after the field that it is about."""
-    return "; ".join(f"{' '.join(map(str, each['loc']))} {each['msg']}".strip() for each in error.errors())
-
-
 def _format(library: Any, option: str, value: object) -> object:
     """Return the library's format for its name."""
     if not option.endswith("_format") or not isinstance(value, str):
@@ -123,3 +125,26 @@ def _apply_power_of_2_scales(recipe: Any, options: Mapping[str, object]) -> None
         return
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(recipe, name, replace(getattr(recipe, name), power_2_scale=powers))
+
+
+def te_scaling_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of delayed scaling that a layer works with; a checkpoint is loaded by copying into them.
+
+    They are `scale_forward` of shape (3,) for input, weight and output, `amax_history_forward` of shape
+    (amax_history_len, 3), and both for the backward, with 2 for the gradients of output and input, all in fp32. Empty
+    before the first forward (`begin_te_scaling` makes them earlier), and with other recipes, which keep nothing.
+    """
+    kept: Any = getattr(module, "fp8_meta", {})
+    return {
+        f"{name}_{phase}": getattr(kept[key], name)
+        for key, phase in _PASSES.items()
+        for name in _TENSORS
+        if hasattr(kept.get(key), name)
+    }
+
+
+def begin_te_scaling(module: nn.Module, recipe: object) -> None:
+    """Make the tensors of delayed scaling, on a CUDA device, before the first forward, which then takes them over."""
+    layer: Any = module
+    layer.fp8_meta.update(recipe=recipe, num_gemms=1)
+    layer.init_fp8_meta_tensors(recipe)

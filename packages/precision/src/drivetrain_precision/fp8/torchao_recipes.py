@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -18,10 +19,15 @@ from drivetrain_precision.conversion.class_exchange import (
 from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.hardware_check import check_hardware
+from drivetrain_precision.fp8.hardware_check import (
+    ADA,
+    BLACKWELL,
+    HOPPER,
+    GPUGeneration,
+    check_hardware,
+)
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
-from drivetrain_precision.fp8.protocol import Products, Requirements
-from drivetrain_precision.fp8.recipe_facts import ADA, BLACKWELL, HOPPER, GPUGeneration, products_of
+from drivetrain_precision.fp8.protocol import Products, Requirements, products_of
 from drivetrain_precision.support import Support
 
 Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp", "nvfp4"]
@@ -37,18 +43,16 @@ class _Way:
     emulates: bool = True
 
 
-_E4M3, _E5M2, _MX, _FP4, _BF16 = (
-    *("e4m3 x e4m3", "e5m2 x e4m3", "mxfp8 x mxfp8", "nvfp4 x nvfp4", "bf16 x bf16"),
-)
+_E4M3, _MX, _BF16 = "e4m3 x e4m3", "mxfp8 x mxfp8", "bf16 x bf16"
 _WAYS: Mapping[str, _Way] = {
     "tensorwise": _Way(
-        on=ADA, multiple=16, products=products_of(_E4M3, _E5M2, all_gather="bf16, e4m3 on request")
+        on=ADA, multiple=16, products=products_of(_E4M3, "e5m2 x e4m3", all_gather="bf16, e4m3 on request")
     ),
     "rowwise": _Way(on=HOPPER, multiple=16, products=products_of(_E4M3)),
     "rowwise_with_gw_hp": _Way(on=HOPPER, multiple=16, products=products_of(_E4M3, weight_gradient=_BF16)),
     "mxfp8": _Way(on=BLACKWELL, multiple=32, products=products_of(_MX)),
     "mxfp8_with_gw_hp": _Way(on=BLACKWELL, multiple=32, products=products_of(_MX, weight_gradient=_BF16)),
-    "nvfp4": _Way(on=BLACKWELL, multiple=128, products=products_of(_FP4), emulates=False),
+    "nvfp4": _Way(on=BLACKWELL, multiple=128, products=products_of("nvfp4 x nvfp4"), emulates=False),
 }
 
 
@@ -141,8 +145,7 @@ class TorchaoRecipe:
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Let a linear layer compute in the recipe, in place."""
-        exchange_class(module, self._like(cast("nn.Linear", module)), owner="fp8", recipe=self.name)
-        return module
+        return exchange_class(module, self._like(cast("nn.Linear", module)), owner="fp8", recipe=self.name)
 
     def is_converted(self, module: nn.Module) -> bool:
         """Return whether a recipe of torchao has converted a layer."""
@@ -151,8 +154,7 @@ class TorchaoRecipe:
 
     def restore(self, module: nn.Module) -> nn.Module:
         """Let a layer compute as before, in place."""
-        undo_exchange(module)
-        return module
+        return undo_exchange(module)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context that changes nothing: the layers know what to do."""
@@ -181,31 +183,10 @@ class TorchaoRecipe:
         )
 
 
-def torchao_tensorwise() -> TorchaoRecipe:
-    """Return the recipe of one scale for a tensor."""
-    return TorchaoRecipe(scaling="tensorwise")
-
-
-def torchao_rowwise() -> TorchaoRecipe:
-    """Return the recipe of one scale for a row."""
-    return TorchaoRecipe(scaling="rowwise")
-
-
-def torchao_rowwise_with_gw_hp() -> TorchaoRecipe:
-    """Return the recipe of one scale for a row, the gradient of the weight in high precision."""
-    return TorchaoRecipe(scaling="rowwise_with_gw_hp")
-
-
-def torchao_mxfp8() -> TorchaoRecipe:
-    """Return the recipe of MXFP8."""
-    return TorchaoRecipe(scaling="mxfp8")
-
-
-def torchao_mxfp8_with_gw_hp() -> TorchaoRecipe:
-    """Return the recipe of MXFP8, the gradient of the weight in high precision."""
-    return TorchaoRecipe(scaling="mxfp8_with_gw_hp")
-
-
-def torchao_nvfp4() -> TorchaoRecipe:
-    """Return the recipe of NVFP4."""
-    return TorchaoRecipe(scaling="nvfp4")
+# The entry points of the group drivetrain.fp8_recipes.
+torchao_tensorwise = partial(TorchaoRecipe, scaling="tensorwise")
+torchao_rowwise = partial(TorchaoRecipe, scaling="rowwise")
+torchao_rowwise_with_gw_hp = partial(TorchaoRecipe, scaling="rowwise_with_gw_hp")
+torchao_mxfp8 = partial(TorchaoRecipe, scaling="mxfp8")
+torchao_mxfp8_with_gw_hp = partial(TorchaoRecipe, scaling="mxfp8_with_gw_hp")
+torchao_nvfp4 = partial(TorchaoRecipe, scaling="nvfp4")

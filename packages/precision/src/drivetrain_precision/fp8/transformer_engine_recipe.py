@@ -1,6 +1,6 @@
 """The recipes of Transformer Engine, NVIDIA's library: delayed, current and block scaling, MXFP8 and NVFP4."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,13 @@ from drivetrain_precision.fp8.te_layers import (
     to_te,
 )
 from drivetrain_precision.fp8.te_library import transformer_engine
-from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
-from drivetrain_precision.fp8.te_state import begin_te_scaling, te_scaling_state
+from drivetrain_precision.fp8.te_recipes import (
+    TE_RECIPES,
+    begin_te_scaling,
+    te_recipe,
+    te_scaling_state,
+    te_unsupported,
+)
 from drivetrain_precision.support import Support
 
 
@@ -162,11 +167,10 @@ def _count_layer(
     """Count the product of a layer of the library's, and those of its gradients once one arrives at its output."""
     if not hasattr(module, "fp8_meta"):
         return
-    is_scaled = bool(
-        getattr(module, "fp8", False)
-    )  # as it is now: the next forward may be in another precision
+    # As it is now: the next forward may be in another precision.
+    is_scaled = bool(getattr(module, "fp8", False))
 
-    def add(products: int) -> None:
+    def add(products: int, _: object = None) -> None:
         if is_scaled:
             counts.scaled += products
         else:
@@ -180,33 +184,12 @@ def _count_layer(
     trains = isinstance(weight, Tensor) and weight.requires_grad
     flows = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
     flows = flows or hasattr(module, "layer_norm_weight")  # the gradient of a norm comes through the product
-    first.register_hook(partial(_at_gradient, add, trains + flows))
+    first.register_hook(partial(add, trains + flows))
 
 
-def _at_gradient(add: Callable[[int], None], products: int, _: Tensor) -> None:
-    add(products)
-
-
-def te_delayed() -> TransformerEngineRecipe:
-    """Return the recipe of delayed scaling."""
-    return TransformerEngineRecipe(scaling="delayed")
-
-
-def te_current() -> TransformerEngineRecipe:
-    """Return the recipe of current scaling."""
-    return TransformerEngineRecipe(scaling="current")
-
-
-def te_block() -> TransformerEngineRecipe:
-    """Return the recipe of block scaling."""
-    return TransformerEngineRecipe(scaling="block")
-
-
-def te_mxfp8() -> TransformerEngineRecipe:
-    """Return the recipe of MXFP8."""
-    return TransformerEngineRecipe(scaling="mxfp8")
-
-
-def te_nvfp4() -> TransformerEngineRecipe:
-    """Return the recipe of NVFP4."""
-    return TransformerEngineRecipe(scaling="nvfp4")
+# The entry points of the group drivetrain.fp8_recipes.
+te_delayed = partial(TransformerEngineRecipe, scaling="delayed")
+te_current = partial(TransformerEngineRecipe, scaling="current")
+te_block = partial(TransformerEngineRecipe, scaling="block")
+te_mxfp8 = partial(TransformerEngineRecipe, scaling="mxfp8")
+te_nvfp4 = partial(TransformerEngineRecipe, scaling="nvfp4")

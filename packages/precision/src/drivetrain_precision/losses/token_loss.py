@@ -31,7 +31,9 @@ class TokenLoss:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         counted = labels != self.ignore_index
         target = logits.gather(1, _places(labels, counted))[:, 0]
-        score = target if not self.label_smoothing else self._smoothed(target, logits)
+        score = target
+        if self.label_smoothing:
+            score = (1 - self.label_smoothing) * target + self.label_smoothing * logits.mean(dim=1)
         highest = logits.amax(dim=1, keepdim=True)
         log_sum = logits.sub_(highest).exp_().sum(dim=1).log_().add_(highest[:, 0])
         return torch.where(counted, log_sum - score, 0), log_sum
@@ -54,9 +56,6 @@ class TokenLoss:
         gradient.scatter_add_(1, _places(labels, counted), hit[:, None])
         gradient.mul_(torch.where(counted, outer, 0)[:, None])
         return gradient if slope is None else gradient.mul_(slope)
-
-    def _smoothed(self, target: Tensor, logits: Tensor) -> Tensor:
-        return (1 - self.label_smoothing) * target + self.label_smoothing * logits.mean(dim=1)
 
 
 def token_loss(

@@ -24,9 +24,8 @@ from drivetrain_precision.compat import has_step_hooks
 from drivetrain_precision.optim.stochastic_rounding import round_stochastically
 
 SUM, COUNT = "kahan_sum", "num_roundings"  # in the optimizer's state of each parameter
-_MOST_ELEMENTS = (
-    2**25
-)  # of the parameters that are in fp32 at a time: 128 MiB each for values, gradients and states
+# Of the parameters that are in fp32 at a time: 128 MiB each for values, gradients and states.
+_MOST_ELEMENTS = 2**25
 
 
 class Bf16Updates:
@@ -64,7 +63,11 @@ class Bf16Updates:
         ]
         sizes = [_local(whole[g][i]).numel() for g, i in places]
         try:
-            for part in _parts(places, sizes, self._most_elements if _is_separable(optimizer) else None):
+            # Torch's own optimizers step their parameters part by part with the same result.
+            is_separable = type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(
+                optimizer
+            )
+            for part in _parts(places, sizes, self._most_elements if is_separable else None):
                 self._step_part(optimizer, whole, part)
         finally:
             for group, params in zip(groups, whole, strict=True):
@@ -173,11 +176,6 @@ def _parts(
         part.append(place)
         filled += size
     yield part  # also an empty one: a step without gradients is one too
-
-
-def _is_separable(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer can step its parameters part by part with the same result."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
 
 
 def _is_held(value: Any, parameter: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> bool:

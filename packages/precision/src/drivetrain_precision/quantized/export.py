@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.converted_layers import converted_by
-from drivetrain_precision.quantized.fake_quantize import fake_quantized, scheme_of
-from drivetrain_precision.quantized.scheme import QuantizedScheme
+from drivetrain_precision.fp8.layer_conversion import converted_by
+from drivetrain_precision.quantized.fake_quantize import QuantizedScheme, fake_quantized, scheme_of
 
 _FILE = "model.safetensors"
 
@@ -204,14 +203,10 @@ def _write_config(model: nn.Module, folder: Path) -> None:
     config.quantization_config = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(scheme_of(next(iter(layers.values()))).config())},
-        "modules_to_not_convert": _left_out(model, layers),
+        "modules_to_not_convert": [
+            name
+            for name, each in model.named_modules()
+            if isinstance(each, nn.Linear | nn.Embedding) and name not in layers
+        ],
     }
     config.save_pretrained(folder)
-
-
-def _left_out(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    return [
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, nn.Linear | nn.Embedding) and name not in layers
-    ]

@@ -8,6 +8,8 @@ from drivetrain_messages import format_table
 from drivetrain_precision.scaling.layer_counts import LayerTotals
 
 Where = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
+_HEADER = ("layer", "type", "dtype", "gradients", "zero", "subnormal", "not finite", "activations not finite")
+_NUM_LEFT = 3  # columns of words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class NonFiniteValue:
 
     def __str__(self) -> str:
         """Return a clause that says what it is and where it comes from."""
-        name = f"{self.layer or 'the model'} ({self.layer_type}, {self.dtype}{_call(self.call)})"
+        call = f", call {self.call}" if self.call > 1 else ""
+        name = f"{self.layer or 'the model'} ({self.layer_type}, {self.dtype}{call})"
         parent = f"the forward of {self.parent or 'the model'}"
         ranks = (
             f", on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
@@ -99,8 +102,15 @@ class GradientReport:
     def table(self, most: int | None = None) -> str:
         """Return the layers as a table of at most some rows; all if None."""
         shown = self.layers[:most]
-        rows = [_HEADER, *(_row(layer) for layer in shown)]
-        lines = [format_table(rows, right=range(_NUM_LEFT, len(_HEADER)))]
+        rows = [
+            (
+                *(layer.name or "the model", layer.layer_type, layer.dtype, f"{layer.totals.values}"),
+                *(f"{layer.zero_share:.2%}", f"{layer.subnormal_share:.2%}"),
+                *(f"{layer.totals.nonfinite_gradients}", f"{layer.totals.nonfinite_activations}"),
+            )
+            for layer in shown
+        ]
+        lines = [format_table([_HEADER, *rows], right=range(_NUM_LEFT, len(_HEADER)))]
         if len(shown) < len(self.layers):
             lines.append(f"and {len(self.layers) - len(shown)} layers with smaller shares")
         if self.not_watched:
@@ -124,25 +134,3 @@ def first_of_ranks(found: Sequence[NonFiniteValue | None]) -> NonFiniteValue | N
     first = min(known.values(), key=lambda value: value.order)
     ranks = tuple(rank for rank, value in known.items() if replace(value, order=first.order) == first)
     return replace(first, ranks=ranks if len(found) > 1 else ())
-
-
-_HEADER = ("layer", "type", "dtype", "gradients", "zero", "subnormal", "not finite", "activations not finite")
-_NUM_LEFT = 3  # columns of words
-
-
-def _row(layer: LayerGradients) -> tuple[str, ...]:
-    totals = layer.totals
-    return (
-        layer.name or "the model",
-        layer.layer_type,
-        layer.dtype,
-        f"{totals.values}",
-        f"{layer.zero_share:.2%}",
-        f"{layer.subnormal_share:.2%}",
-        f"{totals.nonfinite_gradients}",
-        f"{totals.nonfinite_activations}",
-    )
-
-
-def _call(number: int) -> str:
-    return "" if number <= 1 else f", call {number}"

@@ -6,6 +6,7 @@ step computes the same bits as one that is not watched.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
@@ -231,9 +232,8 @@ class GradientWatch:
             return
         dtype = gradient.dtype
         if parameter is not None and (half := self._dtypes.get(call.layer)) in _HALF:
-            dtype = (
-                half  # in which a weight's gradient is computed, before it is cast to the weight's own dtype
-            )
+            # In which a weight's gradient is computed, before it is cast to the weight's own dtype.
+            dtype = half
         smallest = torch.finfo(dtype).tiny if counts and self._underflow else None
         event = self._id(call, where, dtype, parameter)
         self._counts.add_gradient(call.layer, gradient, event, smallest=smallest)
@@ -297,11 +297,7 @@ class _Hook:
         return self._call(self._index, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _left_behind, ()
-
-
-def _left_behind() -> Callable[..., None]:
-    return _do_nothing
+        return partial, (_do_nothing,)
 
 
 def _do_nothing(*_: object) -> None:

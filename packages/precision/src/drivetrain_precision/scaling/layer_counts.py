@@ -49,7 +49,10 @@ class LayerCounts:
         with torch.no_grad(), unseen_by_modes():
             values = _plain(gradient)
             bad = values.isfinite().logical_not_().sum()
-            counted = [bad] if smallest is None else [*_underflow(values, smallest), bad]
+            counted = [bad]
+            if smallest is not None:
+                zeros = (values == 0).sum()
+                counted = [zeros, (values.abs() < smallest).sum() - zeros, bad]
             table = self._table(values.device)
             table.counts[layer, 3 - len(counted) : 3].add_(torch.stack(counted))
             self._note(table, bad, event)
@@ -110,13 +113,6 @@ class LayerCounts:
             first = torch.full((), _NEVER, dtype=torch.int64, device=device)
             self._tables[device] = _DeviceTable(counts, first)
         return self._tables[device]
-
-
-def _underflow(values: Tensor, smallest: float) -> list[Tensor]:
-    """Return how many values are zero, and how many others lie below the smallest normal number; both of shape ()."""
-    below = (values.abs() < smallest).sum()
-    zeros = (values == 0).sum()
-    return [zeros, below - zeros]
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -30,9 +30,8 @@ class LossScaler:
 
     def __init__(self, device: torch.device, settings: PrecisionSettings | None = None) -> None:
         self.settings = settings or PrecisionSettings()
-        self._floor = torch.tensor(
-            self.settings.min_scale, dtype=torch.float32
-        ).item()  # as the scale can be equal to
+        # In fp32, as the scale can be equal to it.
+        self._floor = torch.tensor(self.settings.min_scale, dtype=torch.float32).item()
         self._scale = torch.full((), self.settings.initial_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -60,7 +59,10 @@ class LossScaler:
         """
         found_inf = torch.zeros_like(self._found_inf)
         inverse = (self._scale.reciprocal() * factor).float()
-        for group in _by_device_and_dtype(gradients):
+        groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            groups[gradient.device, gradient.dtype].append(gradient)
+        for group in groups.values():
             if group[0].dtype is torch.float16:
                 raise ValueError(
                     "mixed_precision='fp16': a parameter is fp16 itself; keep the parameters in fp32 "
@@ -155,10 +157,3 @@ class LossScaler:
             return scale, num_steps + 1
         grown = scale * s.growth_factor  # as on the device: not beyond the range of fp32
         return (grown if grown <= _LARGEST else scale), 0
-
-
-def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.device, tensor.dtype].append(tensor)
-    return groups.values()

@@ -79,7 +79,7 @@ class SkippedSteps:
             raise self._error(limit, gather)
         if self._watch is not None:
             self._watch.forget_first()
-        elif limit is not None or self.num_skipped >= _WATCHED_AFTER or self._is_last():
+        elif limit is not None or self.num_skipped >= _WATCHED_AFTER or self._reached_limit(ahead=1):
             self._attach(underflow=False)
 
     def stepped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
@@ -133,21 +133,14 @@ class SkippedSteps:
         models = {"" if alone else str(index): model for index, model in enumerate(self._models)}
         self._watch = GradientWatch(models, underflow=underflow)
 
-    def _reached_limit(self) -> str | None:
-        """Return which limit the skipped steps have reached, as a clause; None if they may go on."""
+    def _reached_limit(self, *, ahead: int = 0) -> str | None:
+        """Return which limit the skipped steps, and some more, have reached, as a clause; None if they may go on."""
         most = self._settings.max_skipped_steps
-        if self._scaler is not None and not self._scaler.can_fall():
+        if self._scaler is not None and not self._scaler.can_fall(after_overflows=ahead):
             return f"the loss scale is at its smallest, precision.min_scale={self._scaler.settings.min_scale}"
-        if most is not None and self.num_skipped >= most:
+        if most is not None and self.num_skipped + ahead >= most:
             return f"no more are allowed, precision.max_skipped_steps={most}"
         return None
-
-    def _is_last(self) -> bool:
-        """Return whether the next skipped step would reach a limit."""
-        most = self._settings.max_skipped_steps
-        if most is not None and self.num_skipped + 1 >= most:
-            return True
-        return self._scaler is not None and not self._scaler.can_fall(after_overflows=1)
 
     def _error(self, limit: str, gather: Gather | None) -> SkippedStepsError:
         assert self._watch is not None

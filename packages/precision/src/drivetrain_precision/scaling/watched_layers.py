@@ -1,13 +1,13 @@
 """The modules of a model that can be watched, and the tensors in what they take and return."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_precision.compat import compiled_part
+from drivetrain_precision.nested_tensors import floating_tensors
 
 
 class Layer(NamedTuple):
@@ -52,19 +52,6 @@ def _inner(model: nn.Module) -> nn.Module:
     return model
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of floating-point numbers in nested containers, each once."""
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        one = left.pop(0)
-        if isinstance(one, Tensor):
-            if id(one) not in seen and one.is_floating_point() and not one.is_meta:
-                seen.add(id(one))
-                yield one
-        elif isinstance(one, Mapping):
-            left += cast("Mapping[Any, Any]", one).values()
-        elif isinstance(one, Sequence) and not isinstance(one, (str, bytes)):
-            left += cast("Sequence[Any]", one)
-        elif is_dataclass(one) and not isinstance(one, type):
-            left += [getattr(one, each.name, None) for each in fields(one)]
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """Return the tensors of floating-point numbers in nested containers, each once."""
+    return {id(each): each for each in floating_tensors(value) if not each.is_meta}.values()

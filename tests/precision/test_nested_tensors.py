@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain_precision.dtypes.nested_casting import cast_floating, floating_dtypes
+from drivetrain_precision.nested_tensors import cast_floating, floating_tensors
 
 
 class Pair(NamedTuple):
@@ -39,7 +39,7 @@ def test_floating_tensors_of_any_structure_are_cast_and_the_rest_stays() -> None
 
 def test_only_the_named_dtypes_are_cast() -> None:
     found = cast_floating((torch.ones(1), torch.ones(1).half()), torch.float64, only=(torch.float16,))
-    assert list(floating_dtypes(found)) == [torch.float32, torch.float64]
+    assert [tensor.dtype for tensor in floating_tensors(found)] == [torch.float32, torch.float64]
 
 
 def test_the_output_of_transformers_keeps_its_kind() -> None:

@@ -1,6 +1,6 @@
 """Cast the floating-point tensors of nested arguments and outputs: dict, list, tuple, named tuple, dataclass."""
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -29,20 +29,21 @@ def cast_floating(value: Any, dtype: torch.dtype, *, only: Collection[torch.dtyp
     return value
 
 
-def floating_dtypes(value: Any) -> Iterator[torch.dtype]:
-    """Yield the dtypes of the floating-point tensors in nested arguments, in their order."""
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested arguments, in their order."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
-            yield value.dtype
-    elif isinstance(value, Mapping):
-        for child in cast("Mapping[Any, Any]", value).values():
-            yield from floating_dtypes(child)
+            yield value
+        return
+    children: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        children = cast("Mapping[Any, Any]", value).values()
     elif isinstance(value, (list, tuple)):
-        for child in cast("Sequence[Any]", value):
-            yield from floating_dtypes(child)
+        children = cast("Sequence[Any]", value)
     elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from floating_dtypes(getattr(value, each.name))
+        children = [getattr(value, each.name, None) for each in fields(value)]
+    for child in children:
+        yield from floating_tensors(child)
 
 
 def _cast_mapping(
