@@ -18,8 +18,7 @@ from tempfile import TemporaryDirectory
 
 from rounds import RESULTS, Table, repeated, report, take_turns
 
-from drivetrain_tracking.log_format import LOG_NAME
-from drivetrain_tracking.spool.line import encode
+from drivetrain_tracking.spool.line import LOG_NAME, encode
 from drivetrain_tracking.view.answers import CurveQuestion, ShownAxis, answer_curves
 from drivetrain_tracking.view.log_places import LogPlace
 from drivetrain_tracking.view.run_index import RunIndex

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from drivetrain_tracking.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.values.records import LoggedRecord, flat_numbers
 
 # What wandb and ClearML leave for processes that are to join the tests' own runs.
 _LEFT_BEHIND = ("WANDB_SERVICE", "CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_ID")

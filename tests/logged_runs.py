@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain_tracking.log_format import LOG_NAME
-from drivetrain_tracking.spool.line import encode
+from drivetrain_tracking.spool.line import LOG_NAME, encode
 from drivetrain_tracking.view.log_places import LogPlace
 from drivetrain_tracking.view.run_index import RunIndex
 

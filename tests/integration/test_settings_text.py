@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_config import Layers, resolve, sections
-from drivetrain_config.files import read_file
-from drivetrain_config.kinds import choices, members, plain
-from drivetrain_config.schema import FieldSpec, specs
+from drivetrain_config.files.settings_file import read_file
+from drivetrain_config.settings.schema import FieldSpec, specs
+from drivetrain_config.values.kinds import choices, members, plain
 from drivetrain_launcher import LaunchSettings
 from drivetrain_launcher.cli.main import main
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer

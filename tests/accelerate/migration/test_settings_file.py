@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from drivetrain_config import ConfigError
-from drivetrain_config.files import read_file
+from drivetrain_config.files.settings_file import read_file
 
 TWO_NODES = """\
 compute_environment: LOCAL_MACHINE

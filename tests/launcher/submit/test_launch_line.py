@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_config import Layers, environ, sections
-from drivetrain_config.conversion import convert
-from drivetrain_config.kinds import field_types
 from drivetrain_config.source import Entry, Source
+from drivetrain_config.values.conversion import convert
+from drivetrain_config.values.kinds import field_types
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.cli.commands.launch import LaunchArguments, resolve_said
 from drivetrain_launcher.cli.parser import build_parser

@@ -11,8 +11,8 @@ from drivetrain_tracking.errors import DeliveryFileError, DeliveryInUseError
 from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.forwarder import Forwarder
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium
 
 
 class Kept:

@@ -17,8 +17,8 @@ from drivetrain_tracking import (
     Video,
 )
 from drivetrain_tracking.forwarding.log_records import logged_record
-from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, StoredMedium
 from drivetrain_tracking.spool.spool_reader import SpoolReader
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")

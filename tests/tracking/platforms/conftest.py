@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_tracking.records import StoredMedium
+from drivetrain_tracking.values.records import StoredMedium
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from drivetrain_tracking import compat
+from drivetrain_tracking.platforms import compat
 from drivetrain_tracking.platforms.aim import AimTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
 from killed_trackers import kill_writers, numbered_rows
 
 aim = pytest.importorskip("aim")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking.platforms.clearml import ClearMLTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
 from killed_trackers import kill_writers, numbered_rows
 from optional_modules import import_later
 

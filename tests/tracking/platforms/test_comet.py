@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking.platforms.comet import CometTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
 from killed_trackers import kill_writers, numbered_rows
 
 with pytest.MonkeyPatch.context() as patch:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.dvclive import DVCLiveTracker, free_name
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
 from killed_trackers import kill_writers, numbered_rows
 
 dvclive = pytest.importorskip("dvclive")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.mlflow import MLflowTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
 from killed_trackers import kill_writers, numbered_rows
 
 mlflow = pytest.importorskip("mlflow")

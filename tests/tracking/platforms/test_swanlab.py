@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
 from killed_trackers import kill_writers, numbered_rows
 
 swanlab = pytest.importorskip("swanlab")

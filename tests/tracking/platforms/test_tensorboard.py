@@ -8,8 +8,8 @@ import pytest
 
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
 from killed_trackers import kill_writers, numbered_rows
 
 np = pytest.importorskip("numpy")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drivetrain_tracking.platforms.trackio import TrackioTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
 from killed_trackers import kill_writers, numbered_rows
 
 pytest.importorskip("orjson", reason="a dependency of trackio alone")

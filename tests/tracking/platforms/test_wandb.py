@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from drivetrain_tracking.platforms.wandb import WandbTracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_values
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.testing import PlatformContract
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
 from killed_trackers import kill_writers, numbered_records
 from optional_modules import import_later
 

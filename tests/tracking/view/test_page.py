@@ -12,7 +12,7 @@ import pytest
 
 from browser import Browser, find_browser, open_browser
 from drivetrain_tracking import JSONLTracker
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.spool.line import encode
 from drivetrain_tracking.view.run_collection import RunCollection
 from drivetrain_tracking.view.server import ViewServer

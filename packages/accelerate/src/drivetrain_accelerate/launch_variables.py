@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain_accelerate.environment_variables import is_same_word
 from drivetrain_config import Layers, Source, environ, resolve
-from drivetrain_config.registry import sections
+from drivetrain_config.plugins.registry import sections
 
 logger = getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import cast
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import Cluster, JobPlacement
-from drivetrain_config.installed import entry_points
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_messages import suggest
 
 CLUSTERS_GROUP = "drivetrain.clusters"

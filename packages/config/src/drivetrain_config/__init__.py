@@ -10,39 +10,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_config.environ import RankEnvironment as RankEnvironment
     from drivetrain_config.errors import ConfigError as ConfigError
-    from drivetrain_config.layers import Layers as Layers
-    from drivetrain_config.registry import commands as commands
-    from drivetrain_config.registry import section_names as section_names
-    from drivetrain_config.registry import sections as sections
-    from drivetrain_config.resolution import Resolved as Resolved
-    from drivetrain_config.resolution import SettingConflict as SettingConflict
-    from drivetrain_config.resolution import resolve as resolve
-    from drivetrain_config.schema import Flag as Flag
-    from drivetrain_config.schema import Prompt as Prompt
-    from drivetrain_config.schema import flags as flags
-    from drivetrain_config.schema import json_schema as json_schema
-    from drivetrain_config.schema import markdown_table as markdown_table
-    from drivetrain_config.schema import questions as questions
+    from drivetrain_config.plugins.registry import commands as commands
+    from drivetrain_config.plugins.registry import section_names as section_names
+    from drivetrain_config.plugins.registry import sections as sections
+    from drivetrain_config.settings.layers import Layers as Layers
+    from drivetrain_config.settings.resolution import Resolved as Resolved
+    from drivetrain_config.settings.resolution import SettingConflict as SettingConflict
+    from drivetrain_config.settings.resolution import resolve as resolve
+    from drivetrain_config.settings.schema import Flag as Flag
+    from drivetrain_config.settings.schema import Prompt as Prompt
+    from drivetrain_config.settings.schema import flags as flags
+    from drivetrain_config.settings.schema import json_schema as json_schema
+    from drivetrain_config.settings.schema import markdown_table as markdown_table
+    from drivetrain_config.settings.schema import questions as questions
     from drivetrain_config.source import Source as Source
 
 # Public name -> the module that defines it.
 _MODULES = {
     "ConfigError": "errors",
-    "SettingConflict": "resolution",
-    "Flag": "schema",
+    "SettingConflict": "settings.resolution",
+    "Flag": "settings.schema",
     "RankEnvironment": "environ",
-    "Layers": "layers",
-    "Prompt": "schema",
-    "Resolved": "resolution",
+    "Layers": "settings.layers",
+    "Prompt": "settings.schema",
+    "Resolved": "settings.resolution",
     "Source": "source",
-    "commands": "registry",
-    "flags": "schema",
-    "json_schema": "schema",
-    "markdown_table": "schema",
-    "questions": "schema",
-    "resolve": "resolution",
-    "section_names": "registry",
-    "sections": "registry",
+    "commands": "plugins.registry",
+    "flags": "settings.schema",
+    "json_schema": "settings.schema",
+    "markdown_table": "settings.schema",
+    "questions": "settings.schema",
+    "resolve": "settings.resolution",
+    "section_names": "plugins.registry",
+    "sections": "plugins.registry",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

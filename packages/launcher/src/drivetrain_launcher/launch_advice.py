@@ -1,6 +1,6 @@
 """The questions of `drivetrain config` about the launch, with recommended answers."""
 
-from drivetrain_config.advice import Advice, Known
+from drivetrain_config.settings.advice import Advice, Known
 
 
 def ask_num_nodes(known: Known) -> Advice | None:

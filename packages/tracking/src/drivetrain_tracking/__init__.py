@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from drivetrain_tracking.media.pictures import Image as Image
     from drivetrain_tracking.media.pictures import Video as Video
     from drivetrain_tracking.media.sound import Audio as Audio
-    from drivetrain_tracking.plain import plain_config as plain_config
-    from drivetrain_tracking.plain import plain_values as plain_values
     from drivetrain_tracking.platforms.aim import AimTracker as AimTracker
     from drivetrain_tracking.platforms.clearml import ClearMLTracker as ClearMLTracker
     from drivetrain_tracking.platforms.comet import CometTracker as CometTracker
@@ -47,13 +45,15 @@ if TYPE_CHECKING:
     from drivetrain_tracking.protocol import PlanTracker as PlanTracker
     from drivetrain_tracking.protocol import PlatformTracker as PlatformTracker
     from drivetrain_tracking.protocol import Tracker as Tracker
-    from drivetrain_tracking.records import LoggedRecord as LoggedRecord
-    from drivetrain_tracking.records import StoredMedium as StoredMedium
     from drivetrain_tracking.registry import chosen_names as chosen_names
     from drivetrain_tracking.registry import make_tracker as make_tracker
     from drivetrain_tracking.registry import tracker_names as tracker_names
-    from drivetrain_tracking.run_info import collect_info as collect_info
+    from drivetrain_tracking.run.run_info import collect_info as collect_info
     from drivetrain_tracking.settings import TrackingSettings as TrackingSettings
+    from drivetrain_tracking.values.plain import plain_config as plain_config
+    from drivetrain_tracking.values.plain import plain_values as plain_values
+    from drivetrain_tracking.values.records import LoggedRecord as LoggedRecord
+    from drivetrain_tracking.values.records import StoredMedium as StoredMedium
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -71,7 +71,7 @@ _MODULES = {
     "Image": "media.pictures",
     "InfoTracker": "protocol",
     "JSONLTracker": "jsonl",
-    "LoggedRecord": "records",
+    "LoggedRecord": "values.records",
     "MLflowTracker": "platforms.mlflow",
     "Metrics": "protocol",
     "MissingLibraryError": "errors",
@@ -79,7 +79,7 @@ _MODULES = {
     "Platform": "platforms.platform",
     "PlatformTracker": "protocol",
     "SpoolInUseError": "errors",
-    "StoredMedium": "records",
+    "StoredMedium": "values.records",
     "SwanLabTracker": "platforms.swanlab",
     "Table": "media.data",
     "TensorBoardTracker": "platforms.tensorboard",
@@ -96,11 +96,11 @@ _MODULES = {
     "WandbTracker": "platforms.wandb",
     "as_tracker": "choose",
     "chosen_names": "registry",
-    "collect_info": "run_info",
+    "collect_info": "run.run_info",
     "make_tracker": "registry",
     "make_trackers": "choose",
-    "plain_config": "plain",
-    "plain_values": "plain",
+    "plain_config": "values.plain",
+    "plain_values": "values.plain",
     "tracker_names": "registry",
 }
 

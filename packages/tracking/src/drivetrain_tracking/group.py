@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from drivetrain_tracking.arguments import check_options, check_tracker
-from drivetrain_tracking.device_values import DeviceValues, copy_values
 from drivetrain_tracking.errors import TrackerFailedError, TrackerStateError, UnknownTrackerError
-from drivetrain_tracking.forked_children import in_forked_children
 from drivetrain_tracking.jsonl import JSONLTracker, check_names
 from drivetrain_tracking.media.media_store import DiskError, split_media, store_media
 from drivetrain_tracking.media.medium import Medium
-from drivetrain_tracking.plain import Plain, plain_config
 from drivetrain_tracking.protocol import (
     InfoTracker,
     Metrics,
@@ -28,10 +25,12 @@ from drivetrain_tracking.protocol import (
     StateTracker,
     Tracker,
 )
-from drivetrain_tracking.records import LoggedRecord, StoredMedium
-from drivetrain_tracking.run_state import EndAtExit, RunState
+from drivetrain_tracking.run.run_state import EndAtExit, RunState, in_forked_children
 from drivetrain_tracking.settings import TrackingSettings
-from drivetrain_tracking.steps import StepOrder, checked_step
+from drivetrain_tracking.spool.steps import StepOrder, checked_step
+from drivetrain_tracking.values.device_values import DeviceValues, copy_values
+from drivetrain_tracking.values.plain import Plain, plain_config
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
 logger = logging.getLogger(__name__)
 

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
-from drivetrain_tracking.forked_children import in_forked_children
-from drivetrain_tracking.log_format import LOG_NAME, RESERVED_NAMES
-from drivetrain_tracking.media.log_entry import describe_medium
-from drivetrain_tracking.plain import Plain, plain_config, plain_values
+from drivetrain_tracking.media.media_store import describe_medium
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import ALL_MEDIA, LoggedRecord, count_first_held
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState, in_forked_children
+from drivetrain_tracking.spool.line import LOG_NAME, RESERVED_NAMES
 from drivetrain_tracking.spool.spool import Spool
 from drivetrain_tracking.spool.spool_reader import SpoolReader
-from drivetrain_tracking.steps import StepOrder, checked_step
+from drivetrain_tracking.spool.steps import StepOrder, checked_step
+from drivetrain_tracking.values.plain import Plain, plain_config, plain_values
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, count_first_held
 
 _TAIL_BYTES = 1 << 20  # of an earlier log, to find its last step; doubled until it is found
 

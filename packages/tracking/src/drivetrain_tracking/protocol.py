@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from drivetrain_tracking.records import LoggedRecord, MediaKind
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind
 
 # Logged values: numbers, strings, booleans, None, tensors and arrays of shape (), nested in mappings and sequences.
 Metrics: TypeAlias = Mapping[str, Any]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.protocol import PlatformTracker, Tracker
-from drivetrain_tracking.records import LoggedRecord
+from drivetrain_tracking.values.records import LoggedRecord
 
 VALUES: Mapping[str, object] = {
     "loss": 0.5,

@@ -13,8 +13,8 @@ import yaml
 from drivetrain_accelerate.errors import NotProvidedError
 from drivetrain_accelerate.plugins.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from drivetrain_config import environ
-from drivetrain_config.file_text import parse_json, read_text
-from drivetrain_config.yaml_file import check_levels
+from drivetrain_config.files.file_text import parse_json, read_text
+from drivetrain_config.files.yaml_file import check_levels
 
 
 def _cache_home() -> str:

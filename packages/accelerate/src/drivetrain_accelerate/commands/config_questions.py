@@ -10,7 +10,7 @@ from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser
 from drivetrain_accelerate.commands.command_line import run_words
 from drivetrain_accelerate.commands.default_config import default_command_parser, update_command_parser
 from drivetrain_config import environ
-from drivetrain_config.found_file import settings_places
+from drivetrain_config.files.found_file import settings_places
 from drivetrain_launcher.cli.commands.config_ask import ConfigArguments, ask_for_launch
 from drivetrain_launcher.errors import UsageError
 

@@ -11,7 +11,7 @@ from drivetrain_accelerate.commands.cluster_config import default_config_file
 from drivetrain_accelerate.commands.command_line import run_apart, run_words
 from drivetrain_accelerate.commands.launch_flags import add_flags, words_of
 from drivetrain_config import Layers, environ
-from drivetrain_config.found_file import SettingsFile, SettingsPlace, find_file
+from drivetrain_config.files.found_file import SettingsFile, SettingsPlace, find_file
 from drivetrain_config.source import Entry, Source
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.commands.launch import run as launch

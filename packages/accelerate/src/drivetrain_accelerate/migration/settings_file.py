@@ -13,7 +13,7 @@ from drivetrain_accelerate.migration.fp8_options import FP8_CONFIG
 from drivetrain_accelerate.migration.fsdp_options import FSDP
 from drivetrain_accelerate.migration.option_meanings import Family, read_words
 from drivetrain_config import ConfigError
-from drivetrain_config.files import Contents
+from drivetrain_config.files.settings_file import Contents
 from drivetrain_messages import suggest
 
 _MARKS = ("compute_environment", "distributed_type")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_accelerate.strictness import is_strict
-from drivetrain_config.file_text import parse_json, read_text
+from drivetrain_config.files.file_text import parse_json, read_text
 
 
 class HfDeepSpeedConfig:

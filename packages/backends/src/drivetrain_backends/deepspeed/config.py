@@ -13,7 +13,7 @@ from typing import Any, cast
 from drivetrain_backends.deepspeed.config_checks import check_keys, check_possible
 from drivetrain_backends.errors import EngineConfigError
 from drivetrain_backends.settings import DeepSpeedSettings
-from drivetrain_config.file_text import parse_json, read_text
+from drivetrain_config.files.file_text import parse_json, read_text
 from drivetrain_precision.settings import PrecisionSettings
 
 _DEFAULT_STAGE = 2

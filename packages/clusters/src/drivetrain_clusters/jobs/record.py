@@ -8,9 +8,9 @@ from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest
-from drivetrain_config.conversion import ConversionError, convert
-from drivetrain_config.file_text import parse_json, read_text
-from drivetrain_config.kinds import plain
+from drivetrain_config.files.file_text import parse_json, read_text
+from drivetrain_config.values.conversion import ConversionError, convert
+from drivetrain_config.values.kinds import plain
 from drivetrain_messages import suggest
 
 _ENDING = ".job.json"

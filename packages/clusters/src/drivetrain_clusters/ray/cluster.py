@@ -46,7 +46,7 @@ class Ray:
         import json
 
         from drivetrain_clusters.ray.job import plan_ray
-        from drivetrain_config.kinds import plain
+        from drivetrain_config.values.kinds import plain
 
         planned = plan_ray(request)
         safe = re.sub(r"[^A-Za-z0-9-]+", "-", request.name).strip("-") or "job"

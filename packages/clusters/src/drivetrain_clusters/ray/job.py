@@ -10,8 +10,8 @@ from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.memory_size import memory_bytes
 from drivetrain_clusters.option_reader import OptionReader, check_known
 from drivetrain_clusters.protocol import JobRequest
-from drivetrain_config.conversion import ConversionError, convert
-from drivetrain_config.kinds import plain
+from drivetrain_config.values.conversion import ConversionError, convert
+from drivetrain_config.values.kinds import plain
 
 # The variable in which the driver finds its job.
 JOB_VARIABLE = "DRIVETRAIN_RAY_JOB"

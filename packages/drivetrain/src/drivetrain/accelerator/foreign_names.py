@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Literal, cast
 
-from drivetrain_config.installed import entry_points
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_messages import suggest
 
 Kind = Literal["argument", "attribute", "name"]

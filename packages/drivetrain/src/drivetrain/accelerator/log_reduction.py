@@ -11,7 +11,7 @@ from torch import Tensor
 from drivetrain_state import CollectiveMismatchError, Context
 from drivetrain_state.collectives import operations as collectives
 from drivetrain_tracking import ValueNotLoggableError
-from drivetrain_tracking.device_values import DeviceValues, copy_values
+from drivetrain_tracking.values.device_values import DeviceValues, copy_values
 
 LogReduction: TypeAlias = Literal["mean", "sum", "max", "min", "per_rank"]
 LoggedCount: TypeAlias = int | float | Tensor

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, cast
 from drivetrain.saving.resume import RunState
 from drivetrain_checkpoint import find_accelerate_state
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_config.installed import entry_points
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_main
 

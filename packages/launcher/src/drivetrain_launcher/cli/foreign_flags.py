@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, cast
 
-from drivetrain_config.installed import entry_points
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_launcher.cli.given_flags import GivenFlags
 from drivetrain_launcher.errors import UsageError
 from drivetrain_messages import say

@@ -12,8 +12,8 @@ from typing import Any, cast, get_type_hints
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_config.errors import ConfigError
-from drivetrain_config.installed import EntryPoint
-from drivetrain_config.registry import commands
+from drivetrain_config.plugins.installed import EntryPoint
+from drivetrain_config.plugins.registry import commands
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.module_summary import module_summary
 from drivetrain_messages import say, suggest

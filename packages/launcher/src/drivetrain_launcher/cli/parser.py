@@ -1,7 +1,7 @@
 """Build a parser from a command's dataclass, and parse a command line into the dataclass.
 
 A command's arguments are a frozen dataclass. Each field becomes a flag, like the fields of a section, whose names
-`drivetrain_config.schema.flag_name` makes, except that:
+`drivetrain_config.settings.schema.flag_name` makes, except that:
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`; with metadata
   `{"finds_file": True}`, a settings file is found without `--config` too;
@@ -19,8 +19,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, get_origin, get_type_hints
 
 from drivetrain_config import Flag, Layers, environ, flags, sections
-from drivetrain_config.conversion import convert
-from drivetrain_config.found_file import SettingsFile, choose_file
+from drivetrain_config.files.found_file import SettingsFile, choose_file
+from drivetrain_config.values.conversion import convert
 from drivetrain_launcher.cli.flag_aliases import node_range, ours, refusal
 from drivetrain_launcher.cli.foreign_flags import ForeignFlags, add_meanings, translator_of
 from drivetrain_launcher.cli.given_flags import GivenFlags

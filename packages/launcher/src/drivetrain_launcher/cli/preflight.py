@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import ConfigError, Layers
-from drivetrain_config.files import check_json_object
-from drivetrain_config.plugin_names import check_plugins, word_pattern
-from drivetrain_config.schema import specs
+from drivetrain_config.files.settings_file import check_json_object
+from drivetrain_config.settings.plugin_names import check_plugins, word_pattern
+from drivetrain_config.settings.schema import specs
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_messages import suggest

@@ -1,7 +1,7 @@
 """The number of processes, which two settings can say: one of a stronger layer stands for both (pure)."""
 
 from drivetrain_config import Layers
-from drivetrain_config.layers import PRECEDENCE
+from drivetrain_config.settings.layers import PRECEDENCE
 
 _FIELDS = ("num_processes", "processes_per_node")
 

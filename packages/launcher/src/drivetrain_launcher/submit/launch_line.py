@@ -7,9 +7,9 @@ from typing import Any
 
 from drivetrain_config import Layers
 from drivetrain_config.environ import override_name
-from drivetrain_config.kinds import plain
-from drivetrain_config.schema import flag_name
+from drivetrain_config.settings.schema import flag_name
 from drivetrain_config.source import Entry
+from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.errors import LaunchError
 
 # What the cluster decides for each node, and a line for all nodes cannot say.

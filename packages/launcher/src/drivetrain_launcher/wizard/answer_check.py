@@ -5,9 +5,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from drivetrain_config.conversion import ConversionError, convert
-from drivetrain_config.kinds import describe
-from drivetrain_config.schema import specs
+from drivetrain_config.settings.schema import specs
+from drivetrain_config.values.conversion import ConversionError, convert
+from drivetrain_config.values.kinds import describe
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, Question
 

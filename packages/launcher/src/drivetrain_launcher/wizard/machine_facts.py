@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain_clusters.registry import find_placement
 from drivetrain_config import environ, sections
-from drivetrain_config.installed import entry_points
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_launcher.module_summary import module_summary
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 from drivetrain_messages import format_count, format_size

@@ -1,8 +1,8 @@
 """Plan the questions: from the settings' dataclasses, the facts of the machine and the answers so far.
 
-A pure function. Which fields matter, and when, is metadata of the fields (`drivetrain_config.advice`), so that the
-section of a third party takes part by itself: a field without a default is always asked, one with a function of its
-own when that function says so, and every other field only when the user goes through its section.
+A pure function. Which fields matter, and when, is metadata of the fields (`drivetrain_config.settings.advice`), so
+that the section of a third party takes part by itself: a field without a default is always asked, one with a function
+of its own when that function says so, and every other field only when the user goes through its section.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -10,10 +10,10 @@ from dataclasses import MISSING, dataclass
 from enum import Enum
 from typing import Any
 
-from drivetrain_config.advice import Advice, advice_of
-from drivetrain_config.kinds import choices as closed_list
-from drivetrain_config.kinds import is_optional, members
-from drivetrain_config.schema import FieldSpec, specs
+from drivetrain_config.settings.advice import Advice, advice_of
+from drivetrain_config.settings.schema import FieldSpec, specs
+from drivetrain_config.values.kinds import choices as closed_list
+from drivetrain_config.values.kinds import is_optional, members
 
 # The sections that are asked first, in this order; what they answer decides what others ask.
 _FIRST = ("launch", "run")

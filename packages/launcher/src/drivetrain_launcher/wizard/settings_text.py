@@ -6,8 +6,8 @@ from shlex import quote
 from textwrap import wrap
 from typing import Any
 
-from drivetrain_config.kinds import plain
-from drivetrain_config.schema import FieldSpec, flag_name, specs
+from drivetrain_config.settings.schema import FieldSpec, flag_name, specs
+from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, in_order
 
 _WIDTH = 96

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import ConfigError, Source, sections
-from drivetrain_config.files import read_file
-from drivetrain_config.kinds import field_types, plain
-from drivetrain_config.plugin_names import check_plugins
-from drivetrain_config.schema import FieldSpec, specs
+from drivetrain_config.files.settings_file import read_file
+from drivetrain_config.settings.file_review import review_file
+from drivetrain_config.settings.plugin_names import check_plugins
+from drivetrain_config.settings.schema import FieldSpec, specs
+from drivetrain_config.settings.vocabulary import Vocabulary, check_field, converted
 from drivetrain_config.source import Entry
-from drivetrain_config.validation import review_file
-from drivetrain_config.vocabulary import Vocabulary, check_field, converted
+from drivetrain_config.values.kinds import field_types, plain
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer
 from drivetrain_launcher.wizard.settings_text import settings_text, yaml_value

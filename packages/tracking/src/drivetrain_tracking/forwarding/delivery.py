@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drivetrain_tracking.errors import DeliveryFileError
-from drivetrain_tracking.opening import read_json, replace_text
+from drivetrain_tracking.spool.files import read_json, replace_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

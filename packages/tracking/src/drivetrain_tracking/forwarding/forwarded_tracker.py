@@ -12,12 +12,12 @@ from typing import Any
 from drivetrain_tracking.errors import TrackerStateError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.writer_main import options_path
 from drivetrain_tracking.forwarding.writer_process import WriterCommand, WriterProcess
-from drivetrain_tracking.plain import are_plain, plain_config
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics, PlatformTracker, Tracker
-from drivetrain_tracking.records import LoggedRecord, MediaKind
 from drivetrain_tracking.registry import make_tracker
 from drivetrain_tracking.settings import TrackingSettings
+from drivetrain_tracking.values.plain import are_plain, plain_config
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
-from drivetrain_tracking.log_format import RESERVED_NAMES
 from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, StateTracker, Tracker
-from drivetrain_tracking.records import LoggedRecord, StoredMedium
-from drivetrain_tracking.run_state import RunState
-from drivetrain_tracking.spool.file_lock import is_locked, open_alone
+from drivetrain_tracking.run.run_state import RunState
+from drivetrain_tracking.spool.files import is_locked, open_alone
+from drivetrain_tracking.spool.line import RESERVED_NAMES
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
 logger = logging.getLogger(__name__)
 

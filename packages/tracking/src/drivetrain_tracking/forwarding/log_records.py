@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
-from drivetrain_tracking.media.log_entry import read_medium
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.records import LoggedRecord
+from drivetrain_tracking.media.media_store import read_medium
+from drivetrain_tracking.spool.line import NOT_FINITE, RESERVED_NAMES
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import LoggedRecord
 
 
 def logged_record(line: Mapping[str, Any], folder: Path) -> LoggedRecord:

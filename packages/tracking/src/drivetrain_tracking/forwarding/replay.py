@@ -17,7 +17,7 @@ from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, del
 from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.forwarding.writer_main import open_forwarder
-from drivetrain_tracking.log_format import LOG_NAME
+from drivetrain_tracking.spool.line import LOG_NAME
 
 _UNDELIVERED = 1
 _USAGE = 2

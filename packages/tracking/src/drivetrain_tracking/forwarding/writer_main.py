@@ -12,8 +12,8 @@ from drivetrain_tracking.errors import SpoolInUseError
 from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.jsonl import JSONLTracker
-from drivetrain_tracking.opening import read_json
 from drivetrain_tracking.registry import make_tracker
+from drivetrain_tracking.spool.files import read_json
 
 logger = logging.getLogger(__name__)
 

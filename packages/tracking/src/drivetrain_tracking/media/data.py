@@ -9,8 +9,8 @@ from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.media.medium import Medium, as_array, media_library
-from drivetrain_tracking.plain import plain_values
-from drivetrain_tracking.records import StoredMedium
+from drivetrain_tracking.values.plain import plain_values
+from drivetrain_tracking.values.records import StoredMedium
 
 
 @dataclass(frozen=True, slots=True)

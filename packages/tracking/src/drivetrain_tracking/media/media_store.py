@@ -7,8 +7,8 @@ from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.media.medium import Medium
-from drivetrain_tracking.plain import are_plain
-from drivetrain_tracking.records import StoredMedium
+from drivetrain_tracking.values.plain import Plain, are_plain
+from drivetrain_tracking.values.records import StoredMedium
 
 # What a disk answers that is full, beyond its quota, read-only or broken.
 _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
@@ -50,3 +50,27 @@ def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> di
             raise DiskError(error.errno, error.strerror, str(folder)) from error
         raise
     return stored
+
+
+def describe_medium(medium: StoredMedium, folder: Path) -> dict[str, Plain]:
+    """Return the entry of a medium in a log that stands in `folder`."""
+    entry: dict[str, Plain] = {"kind": medium.kind}
+    if medium.path is not None:
+        inside = medium.path.is_relative_to(folder)
+        entry["file"] = medium.path.relative_to(folder).as_posix() if inside else str(medium.path)
+    if medium.data is not None:
+        entry["data"] = medium.data
+    if medium.caption:
+        entry["caption"] = medium.caption
+    return entry
+
+
+def read_medium(entry: Mapping[str, Any], folder: Path) -> StoredMedium:
+    """Return the medium of an entry in a log that stands in `folder`."""
+    file = entry.get("file")
+    return StoredMedium(
+        kind=entry["kind"],
+        path=None if file is None else folder / file,
+        data=entry.get("data"),
+        caption=entry.get("caption", ""),
+    )

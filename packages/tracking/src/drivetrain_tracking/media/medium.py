@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import MissingLibraryError, ValueNotLoggableError
-from drivetrain_tracking.records import MediaKind, StoredMedium
+from drivetrain_tracking.values.records import MediaKind, StoredMedium
 
 
 class Medium(ABC):

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain_tracking.errors import ValueNotLoggableError
 from drivetrain_tracking.media.medium import Medium, as_array, copied, media_library
-from drivetrain_tracking.records import StoredMedium
+from drivetrain_tracking.values.records import StoredMedium
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain_tracking import compat
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms import compat
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
 
 _MARK = "drivetrain"  # the run's attribute with the time and step of the last record, and how it ended
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from zipfile import is_zipfile
 
-from drivetrain_tracking.compat import CLEARML_EVENTS, clearml_has_key, use_clearml_threads
-from drivetrain_tracking.opening import replace_text
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.compat import CLEARML_EVENTS, clearml_has_key, use_clearml_threads
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import (
+from drivetrain_tracking.spool.files import replace_text
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import (
     LoggedRecord,
     MediaKind,
     StoredMedium,

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
 from drivetrain_tracking.platforms.comet_archive import (
     TIME_METRIC,
     MessageFile,
@@ -18,9 +16,11 @@ from drivetrain_tracking.platforms.comet_archive import (
     close_killed,
     held_times,
 )
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import (
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import (
     LoggedRecord,
     MediaKind,
     StoredMedium,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drivetrain_tracking.compat import COMET_MESSAGES, write_comet_head
+from drivetrain_tracking.platforms.compat import COMET_MESSAGES, write_comet_head
 
 TIME_METRIC = "drivetrain/time"
 

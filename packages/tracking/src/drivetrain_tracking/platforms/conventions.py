@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from drivetrain_tracking.plain import MARK_DIGITS, Plain, mark_of
-from drivetrain_tracking.records import flat_leaves
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
+from drivetrain_tracking.values.plain import MARK_DIGITS, Plain, mark_of
+from drivetrain_tracking.values.records import flat_leaves
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
-from drivetrain_tracking import compat
-from drivetrain_tracking.opening import read_json, replace_text
-from drivetrain_tracking.plain import Plain, mark_of
-from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms import compat
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, StoredMedium
+from drivetrain_tracking.spool.files import read_json, replace_text
+from drivetrain_tracking.values.plain import Plain, mark_of
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
 _STATE = (
     ".drivetrain.json"  # in the run's folder: the last record's time, and how long each table was after it

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from drivetrain_tracking.arguments import check_options
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
-from drivetrain_tracking.opening import read_json, replace_text
-from drivetrain_tracking.plain import Plain, plain_config, plain_values
-from drivetrain_tracking.platform_library import missing_library
 from drivetrain_tracking.platforms.conventions import CONVENTIONS, Conventions, PlatformNames
+from drivetrain_tracking.platforms.library import missing_library
 from drivetrain_tracking.protocol import Metrics, Tracker
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
+from drivetrain_tracking.spool.files import read_json, replace_text
+from drivetrain_tracking.values.plain import Plain, plain_config, plain_values
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium
 
 _LONGEST_WAIT_SECONDS = 30.0
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.errors import TrackerStateError
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import NoOptions, Platform
 from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, count_first_held, flat_numbers, flat_texts
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import LoggedRecord, count_first_held, flat_numbers, flat_texts
 
 _NOT_FINISHED = ".not-finished"  # an empty file in the run's folder, while its text `state` says so
 

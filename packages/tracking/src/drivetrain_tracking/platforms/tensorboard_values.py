@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
-from drivetrain_tracking.records import StoredMedium
+from drivetrain_tracking.platforms.library import load_library
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import StoredMedium
 
 _FORMAT = "tensorboard.compat.proto"
 _HPARAMS = "tensorboard.plugins.hparams"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from drivetrain_tracking import compat
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms import compat
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, StoredMedium
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
 _MOST_IDS = 500  # in one question to SQLite
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from drivetrain_tracking.compat import WANDB_FLUSH_SETTING
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.platform_library import load_library
+from drivetrain_tracking.platforms.compat import WANDB_FLUSH_SETTING
+from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform, wait_until
 from drivetrain_tracking.platforms.wandb_file import WandbFile
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.records import LoggedRecord, MediaKind, StoredMedium, count_first_held
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium, count_first_held
 
 _FLUSH_SECONDS = 0.05
 

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from drivetrain_tracking.compat import wandb_row
+from drivetrain_tracking.platforms.compat import wandb_row
 
 _BLOCK_BYTES = 32 * 1024
 _FILE_HEADER_BYTES = 7  # wandb's own: a name and a version

@@ -11,11 +11,26 @@ at once, is told from a whole one. Readers that know nothing of it see one more 
 import json
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
-from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
-from drivetrain_tracking.plain import Plain
+from drivetrain_tracking.spool.line import CHECKSUM_END, CHECKSUM_MARK
+from drivetrain_tracking.values.plain import Plain
+
+LOG_NAME = "log.jsonl"
+
+# The names of the log's own members: nobody's values can have them.
+RESERVED_NAMES = ("step", "time", "event", "attempt", "media", "crc")
+
+# The strings that stand for the floats that JSON lacks.
+NOT_FINITE: Mapping[str, float] = MappingProxyType(
+    {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+)
+
+# What stands before the checksum of a line, which has eight hexadecimal digits, and what stands behind it.
+CHECKSUM_MARK = b', "crc": "'
+CHECKSUM_END = b'"}'
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would make one for each line
 _END = CHECKSUM_END + b"\n"

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from drivetrain_tracking.errors import SpoolInUseError, TrackerStateError
-from drivetrain_tracking.forked_children import in_forked_children
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.spool.file_lock import open_alone, unlock
+from drivetrain_tracking.run.run_state import in_forked_children
+from drivetrain_tracking.spool.files import open_alone, unlock
 from drivetrain_tracking.spool.line import encode
+from drivetrain_tracking.values.plain import Plain
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivetrain_tracking.opening import open_regular
+from drivetrain_tracking.spool.files import open_regular
 from drivetrain_tracking.spool.line import decode
 
 _CHUNK_BYTES = 1 << 20

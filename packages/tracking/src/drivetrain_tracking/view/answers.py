@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.records import flat_values
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import flat_values
 from drivetrain_tracking.view.curve import Curve
 from drivetrain_tracking.view.downsampling import ReducedPoints, Window, marked_columns, reduce_points
 from drivetrain_tracking.view.run_index import RunIndex

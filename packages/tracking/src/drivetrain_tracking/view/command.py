@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain_tracking.log_format import LOG_NAME
-from drivetrain_tracking.opening import open_regular
+from drivetrain_tracking.spool.files import open_regular
+from drivetrain_tracking.spool.line import LOG_NAME
 from drivetrain_tracking.view.log_places import find_logs
 from drivetrain_tracking.view.log_reader import parse_lines
 from drivetrain_tracking.view.run_collection import RunCollection

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_tracking.log_format import LOG_NAME
+from drivetrain_tracking.spool.line import LOG_NAME
 
 _MAX_DEPTH = 4  # folders below a given one: a sweep of groups of runs, not the files of a checkpoint
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
-from drivetrain_tracking.log_format import CHECKSUM_END, CHECKSUM_MARK
-from drivetrain_tracking.opening import open_regular
+from drivetrain_tracking.spool.files import open_regular
+from drivetrain_tracking.spool.line import CHECKSUM_END, CHECKSUM_MARK
 
 _CHUNK_BYTES = (
     1 << 20

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.records import MediaKind
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import MediaKind
 
 _KINDS = frozenset(get_args(MediaKind))
 

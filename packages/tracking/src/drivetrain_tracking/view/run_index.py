@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, get_args
 
-from drivetrain_tracking.log_format import NOT_FINITE, RESERVED_NAMES
-from drivetrain_tracking.plain import Plain
-from drivetrain_tracking.records import flat_values
-from drivetrain_tracking.run_state import RunState
+from drivetrain_tracking.run.run_state import RunState
+from drivetrain_tracking.spool.line import NOT_FINITE, RESERVED_NAMES
+from drivetrain_tracking.values.plain import Plain
+from drivetrain_tracking.values.records import flat_values
 from drivetrain_tracking.view.curve import Curve
 from drivetrain_tracking.view.log_places import LogPlace
 from drivetrain_tracking.view.log_reader import LogChunk, LogReader

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from drivetrain_tracking.opening import open_regular
+from drivetrain_tracking.spool.files import open_regular
 from drivetrain_tracking.view.answers import (
     answer_curves,
     describe_details,

@@ -10,12 +10,12 @@ from textwrap import wrap
 from typing import Any
 
 from drivetrain_config import ConfigError, Layers, sections
-from drivetrain_config.files import read_file
-from drivetrain_config.kinds import field_types
-from drivetrain_config.plugin_names import check_plugins
-from drivetrain_config.schema import specs
+from drivetrain_config.files.settings_file import read_file
+from drivetrain_config.settings.plugin_names import check_plugins
+from drivetrain_config.settings.schema import specs
+from drivetrain_config.settings.vocabulary import check_field, converted
 from drivetrain_config.source import Entry, Source
-from drivetrain_config.vocabulary import check_field, converted
+from drivetrain_config.values.kinds import field_types
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.choose_asker import choose_asker
 from drivetrain_launcher.wizard.interview import Asker, ask_all, take_recommended

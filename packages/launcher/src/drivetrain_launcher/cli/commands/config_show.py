@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain_config import Layers, Source, resolve, sections
-from drivetrain_config.kinds import plain
-from drivetrain_config.schema import specs
+from drivetrain_config.settings.schema import specs
+from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.wizard.questionnaire import in_order
 from drivetrain_launcher.wizard.settings_text import yaml_value
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_config import environ
-from drivetrain_config.files import read_file
-from drivetrain_config.found_file import find_file, settings_places
-from drivetrain_config.installed import entry_points
-from drivetrain_config.validation import review_file
+from drivetrain_config.files.found_file import find_file, settings_places
+from drivetrain_config.files.settings_file import read_file
+from drivetrain_config.plugins.installed import entry_points
+from drivetrain_config.settings.file_review import review_file
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_messages import say
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import Layers, Source, environ, resolve, sections
-from drivetrain_config.found_file import settings_places
-from drivetrain_config.kinds import plain
+from drivetrain_config.files.found_file import settings_places
+from drivetrain_config.values.kinds import plain
 from drivetrain_messages import format_table
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_clusters.registry import find_placement
 from drivetrain_config import Layers, environ, flags, resolve, sections
-from drivetrain_config.installed import entry_points
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_launcher.cli.preflight import (
     check_device,
     check_files,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config import sections
-from drivetrain_config.installed import EntryPoint
-from drivetrain_config.kinds import choices, is_sequence, item_kind, members
-from drivetrain_config.plugin_names import plugin_names
-from drivetrain_config.schema import FieldSpec, flags, specs
+from drivetrain_config.plugins.installed import EntryPoint
+from drivetrain_config.settings.plugin_names import plugin_names
+from drivetrain_config.settings.schema import FieldSpec, flags, specs
+from drivetrain_config.values.kinds import choices, is_sequence, item_kind, members
 from drivetrain_launcher.module_summary import module_summary
 
 

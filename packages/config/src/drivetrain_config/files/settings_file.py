@@ -1,0 +1,142 @@
+"""Read settings files: YAML, TOML or JSON, a mapping of sections to mappings of fields, with their lines."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from drivetrain_config.errors import ConfigError
+from drivetrain_config.files.file_text import parse_json, read_text, too_deep
+from drivetrain_config.files.yaml_file import Lines, read_yaml
+from drivetrain_config.plugins.installed import entry_points
+from drivetrain_config.values.kinds import is_too_deep
+from drivetrain_messages import suggest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The contents of a settings file.
+
+    Attributes:
+        path: The path of the file.
+        data: The sections by name, not yet checked.
+        lines: The lines of sections and fields; empty where the parser does not report them.
+        notices: The notices of another program's options that drivetrain meets in another way, one line each.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    lines: Lines
+    notices: tuple[str, ...] = ()
+
+    def where(self, section: str, field: str | None = None) -> str:
+        """Return the file's path, with the line of a section or field if known."""
+        keys = [(section,)] if field is None else [(section, field), (section,)]
+        line = next((self.lines[key] for key in keys if key in self.lines), None)
+        return str(self.path) if line is None else f"{self.path}:{line}"
+
+
+# Returns the sections that another program's file means; None for any other file.
+FileFormat = Callable[[Contents], Contents | None]
+_FORMATS = "drivetrain.file_formats"
+
+
+def read_file(path: Path) -> Contents:
+    """Read a settings file.
+
+    Args:
+        path: The file, ending in .yaml, .yml, .toml or .json; it holds sections, or is another program's file that an
+            installed package translates (entry points of the group `drivetrain.file_formats`).
+
+    Raises:
+        ConfigError: The file does not exist, has an unknown suffix, does not parse, repeats a key, is nested too
+            deeply, or requests something that drivetrain cannot do.
+    """
+    data, lines = _parse(path)
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: must hold sections, as in `run: {{seed: 1}}`; it holds {_kind(data)}")
+    contents = Contents(path=path, data={str(key): value for key, value in data.items()}, lines=lines)
+    for point in entry_points(_FORMATS):
+        translated = cast("FileFormat", point.load())(contents)
+        if translated is not None:
+            return translated
+    marks = [contents.data.get(mark) for mark in ("compute_environment", "distributed_type")]
+    if any(isinstance(mark, str) for mark in marks):
+        raise ConfigError(f"{path} is an Accelerate file: install drivetrain-accelerate, which reads it")
+    return contents
+
+
+def _parse(path: Path) -> tuple[Any, Lines]:
+    match path.suffix.lower():
+        case ".yaml" | ".yml":
+            return read_yaml(path, _text(path))
+        case ".toml":
+            return _read_toml(path, _text(path)), {}
+        case ".json":
+            return _read_json(path, _text(path)), {}
+        case suffix:
+            raise ConfigError(
+                f"{path}: a file of settings ends in .yaml, .yml, .toml or .json, not in {suffix!r}"
+            )
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path)
+    except FileNotFoundError:
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        meant = suggest(path.name, beside, likeness=0.75, show=path.with_name)
+        raise ConfigError(f"{path}: no such file{meant}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
+
+
+def _read_toml(path: Path, text: str) -> Any:
+    import tomllib
+
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise too_deep(path) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    if is_too_deep(found):
+        raise too_deep(path)
+    return found
+
+
+def _read_json(path: Path, text: str) -> Any:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise ConfigError(f"{path}: says {twice[0]!r} twice in one mapping; keep one")
+        return dict(pairs)
+
+    return _parsed(path, text, object_pairs_hook=without_duplicates)
+
+
+def check_json_object(path: Path) -> None:
+    """Check that a file holds a JSON object; what it says is another's matter.
+
+    Raises:
+        ConfigError: There is no such file, or it holds something else.
+    """
+    found = _parsed(path, _text(path))
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must hold a JSON object; it holds {_kind(found)}")
+
+
+def _parsed(path: Path, text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    try:
+        return parse_json(path, text, object_pairs_hook=object_pairs_hook)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
+
+
+def _kind(data: object) -> str:
+    return "a list" if isinstance(data, list) else f"a single value of type {type(data).__name__}"

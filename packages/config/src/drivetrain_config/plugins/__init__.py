@@ -1,0 +1,1 @@
+"""The objects that installed packages register by entry points."""

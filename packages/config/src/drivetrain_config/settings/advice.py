@@ -1,0 +1,65 @@
+"""The advice of a field to a wizard: when to ask for it, with which recommended answer, and why.
+
+A field carries a function in its metadata, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`:
+then a launch does not import what the wizard alone needs. The function takes what is known, a mapping of values,
+and returns an `Advice`, or None where nothing is to be asked. It needs no import from drivetrain.
+
+Known are the facts of the machine (`machine.accelerator`, `machine.accelerator_count`, `machine.accelerator_name`,
+`machine.accelerator_memory_bytes`, `machine.can_bf16`, `machine.can_fp16`, `machine.num_cpus`,
+`machine.memory_bytes`, `machine.host`, `machine.folder`), what a cluster has decided (`cluster.name`,
+`cluster.num_nodes`), what is installed (`installed.backends` and `installed.trackers`, each a mapping of names to
+summaries), the number of processes that the answers amount to (`plan.num_processes`), and the value of every setting
+so far (`run.backend`).
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, TypedDict, cast
+
+from drivetrain_config.errors import ConfigError
+
+
+class Advice(TypedDict, total=False):
+    """The recommended answer to a question.
+
+    Attributes:
+        value: The recommended value, as the field holds it.
+        why: The reason, in a short clause.
+        text: The question; the field's help by default.
+        choices: The answers to choose from with a few words on each; the field's closed list by default.
+        after: The settings that are asked for first, such as "launch.num_nodes".
+    """
+
+    value: Any
+    why: str
+    text: str
+    choices: Mapping[Any, str]
+    after: tuple[str, ...]
+
+
+Known = Mapping[str, Any]
+Ask = Callable[[Known], Advice | Mapping[str, Any] | None]
+
+
+def advice_of(ask: Ask | str | None, known: Known) -> Advice | Mapping[str, Any] | None:
+    """Return the advice of a field's function; None if it has none, or if nothing is to be asked.
+
+    Raises:
+        ConfigError: The place of the function does not exist, or its advice says what none can.
+    """
+    if ask is None:
+        return None
+    if isinstance(ask, str):
+        module, _, name = ask.partition(":")
+        try:
+            ask = cast("Ask", getattr(import_module(module), name))
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"ask={ask!r} in the metadata of a field: {error}; say package.module:function, or the function "
+                "itself"
+            ) from error
+    advice = ask(known)
+    allowed = Advice.__annotations__
+    if advice is not None and (unknown := sorted(set(advice) - set(allowed))):
+        raise ConfigError(f"{ask}: an advice has no {unknown[0]!r}; it may have {', '.join(allowed)}")
+    return advice

@@ -1,0 +1,76 @@
+"""Names of installed plug-ins as values of settings: which names there are, and which value is a mistake.
+
+A script may register a plug-in of its own, so that a name that no installed package provides need not be wrong. It is
+right if the script contains it; where the script is not at hand, it is wrong if it resembles an installed one.
+"""
+
+import re
+from collections.abc import Collection
+
+from drivetrain_config.errors import ConfigError
+from drivetrain_config.plugins.installed import entry_points
+from drivetrain_config.settings.schema import FieldSpec
+from drivetrain_config.source import Source
+from drivetrain_messages import suggest
+
+_RESEMBLANCE = 0.65  # difflib's ratio from which a name counts as misspelt
+
+
+def plugin_names(group: str, other_words: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the values of a field that names plug-ins: its other words, then the names of the installed ones."""
+    return (*other_words, *(point.name for point in entry_points(group)))
+
+
+def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str | None = None) -> list[str]:
+    """Check the names in a field's value; a field that names no plug-ins has none.
+
+    Args:
+        spec: The field that holds the value.
+        value: The field's value: a name, or a sequence of names.
+        source: The source of the value.
+        script: The source of the script, which may register its own plug-in; None if it is not available.
+
+    Returns:
+        A note for each name that no installed package provides, and that may be right.
+
+    Raises:
+        ConfigError: No installed package provides a name, and the script does not contain it or, without a script, it
+            resembles an installed one; the message gives the nearest name and lists all.
+    """
+    if spec.plugins is None:
+        return []
+    known = plugin_names(spec.plugins, spec.other_words)
+    if len(known) == len(spec.other_words):
+        return []  # nothing is installed in this environment, which says nothing about that of the run
+    has_pairs = any(":" in word for word in known)  # `module:Class` stands for every such pair
+    names = [
+        name for name in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(name, str)
+    ]
+    unknown = [name for name in names if name not in known and not (has_pairs and ":" in name)]
+    return [_review(f"{spec.section}.{spec.name}", name, known, source, script) for name in unknown]
+
+
+def contains_word(script: str, word: str) -> bool:
+    """Return whether a script contains a word."""
+    return re.search(rf"(?<!\w){word_pattern(word)}(?!\w)", script) is not None
+
+
+def word_pattern(word: str) -> str:
+    """Return a pattern that matches a word with underscores or hyphens."""
+    return "[-_]".join(map(re.escape, re.split("[-_]", word)))
+
+
+def _review(field: str, name: str, known: Collection[str], source: Source, script: str | None) -> str:
+    """Return a note of a name that is not known, if it may be right."""
+    meant = suggest(name.lower(), known, likeness=_RESEMBLANCE)
+    is_own = not meant if script is None else contains_word(script, name)
+    listed = ", ".join(known)
+    if is_own:
+        return (
+            f"{field}={name!r}: no package provides it in this environment, which has {listed}; it is right if the "
+            f"script registers it, or another environment has it; from {source}"
+        )
+    raise ConfigError(
+        f"{field}={name!r}: no installed package provides it{meant}; say one of {listed}; from {source}. A name that "
+        "the script registers itself is accepted by a launch if the script's file contains it"
+    )

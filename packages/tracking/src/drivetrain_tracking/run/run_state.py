@@ -1,0 +1,81 @@
+"""The state in which a run ended, from what its process knows: its end was reached, it raised, or was killed."""
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
+from weakref import ref
+
+logger = logging.getLogger(__name__)
+
+# "killed" also stands for a process that could not say anything any more, such as after SIGKILL.
+RunState: TypeAlias = Literal["finished", "failed", "killed"]
+
+
+def state_of(error: BaseException | None) -> RunState:
+    """Return the state of a run that ends while an exception is on its way, or without one."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "finished"
+    return "killed" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+class EndAtExit:
+    """The call of a function when this process exits by itself, unless it is cancelled; forked children do not call.
+
+    A process that a signal or `os._exit` ends makes no call.
+
+    Args:
+        end: The function, which gets "failed", or "killed" after Ctrl+C: the run did not say that it is finished.
+    """
+
+    def __init__(self, end: Callable[[RunState], None]) -> None:
+        self._end = end
+        self._process = os.getpid()
+        self._earlier = sys.exception()  # one that is being handled already is none of the run's
+        atexit.register(self._call)
+        self._in_child: Any = None
+        processes = sys.modules.get("multiprocessing.process")
+        if processes is not None and processes.parent_process() is not None:
+            # Children of multiprocessing make no calls of atexit. Elsewhere nothing needs the module.
+            from multiprocessing.util import Finalize
+
+            self._in_child = Finalize(None, self._call, exitpriority=1)
+
+    def state_now(self) -> RunState:
+        """Return the state of a run that says now that it ends, maybe in a `finally` block after an error."""
+        error = sys.exception()
+        return "finished" if error is self._earlier else state_of(error)
+
+    def cancel(self) -> None:
+        """Make no call at the exit."""
+        atexit.unregister(self._call)
+        if self._in_child is not None:
+            self._in_child.cancel()
+
+    def _call(self) -> None:
+        self.cancel()
+        if os.getpid() != self._process:
+            return
+        error = sys.exception() or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is None:
+            logger.warning(
+                "the process ends and the run was not ended: its platforms show it as failed; call finish() of its "
+                "trackers, of an Accelerator end_training(), where the run is done"
+            )
+        self._end("killed" if isinstance(error, KeyboardInterrupt) else "failed")
+
+
+Owner = TypeVar("Owner")
+
+
+def in_forked_children(owner: Owner, put_right: Callable[[Owner], None]) -> None:
+    """Call `put_right(owner)` first in each forked child, as long as the owner is there."""
+    known = ref(owner)
+
+    def call() -> None:
+        if (there := known()) is not None:
+            put_right(there)
+
+    os.register_at_fork(after_in_child=call)

@@ -1,0 +1,106 @@
+"""Open files that must be regular ones: a pipe in a file's place would be waited for, a device may have no end.
+
+Files that a kill must not cut short are replaced whole.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from drivetrain_tracking.spool.files import open_regular
+
+_MOST_JSON_BYTES = 1 << 26
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, and return its descriptor. Links are followed; nothing is waited for.
+
+    Raises:
+        FileNotFoundError: The path names nothing, and `flags` creates nothing.
+        OSError: The path names a pipe, a folder, a socket or a device, or cannot be opened.
+    """
+    if (
+        path.exists() and not path.is_file()
+    ):  # a socket cannot be opened, and opening a device may do something
+        raise _irregular(path)
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _irregular(path)
+    return file
+
+
+def read_json(path: Path) -> Any:
+    """Read a regular file of JSON.
+
+    Raises:
+        OSError: See `open_regular`.
+        ValueError: It is no JSON, too long, or nested too deeply.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        text = file.read(_MOST_JSON_BYTES + 1)
+    if len(text) > _MOST_JSON_BYTES:
+        raise ValueError(f"it holds more than {_MOST_JSON_BYTES} bytes")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file by a rename, so that a process that is killed leaves the old content or the new one."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(text)
+    written.replace(path)
+
+
+def _irregular(path: Path) -> OSError:
+    return OSError(
+        errno.EINVAL, "is no regular file, but a pipe, a folder, a socket or a device: remove it", str(path)
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+def open_alone(path: Path, *, taken: Exception) -> int:
+    """Open a file to read and write, created if need be, and lock it. A file system without locks is warned of.
+
+    Raises:
+        Exception: `taken`, if another process has locked the file.
+    """
+    file = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise taken from None
+    except OSError as error:
+        logger.warning("%s has no locks (%s): a second process that writes there is not noticed", path, error)
+    return file
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file, which must exist."""
+    file = open_regular(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
+def unlock(file: int) -> None:
+    """Release the lock also for forked children that have not closed their copy of the file yet."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)

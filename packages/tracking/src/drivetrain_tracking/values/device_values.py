@@ -1,0 +1,130 @@
+"""Read logged numbers from a device without waiting for it: they are copied now, and read a step later."""
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from drivetrain_tracking.values.plain import Plain, are_plain, plain_values
+
+Purpose = TypeVar("Purpose")
+
+_MOST_PENDING = 16  # a device that is further behind is waited for, so that nothing grows
+
+
+class CopiedValues(NamedTuple):
+    """Values whose numbers are on their way from a device.
+
+    Attributes:
+        values: The values, with tensors on the host in place of those on a device; the copies fill them.
+        plain: The values as plain ones; without a meaning while a copy is under way.
+        events: An event for each device that copies; all are over once the values are there.
+    """
+
+    values: Mapping[str, Any]
+    plain: dict[str, Plain]
+    events: tuple[Any, ...]
+
+
+def copy_values(values: Mapping[str, Any]) -> CopiedValues:
+    """Begin to copy values from their devices, without a wait.
+
+    Raises:
+        ValueNotLoggableError: A value has a type or shape that cannot be logged.
+    """
+    on_host, events = _copy_to_host(values)
+    return CopiedValues(on_host, plain_values(on_host), events)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending(Generic[Purpose]):
+    purpose: Purpose
+    values: Mapping[str, Any]  # numbers that the copies fill
+    events: tuple[Any, ...]  # one for each device that copies
+
+    def is_ready(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def read(self) -> tuple[Purpose, dict[str, Plain]]:
+        for event in self.events:
+            if not event.query():
+                event.synchronize()
+        return self.purpose, plain_values(self.values)
+
+
+class DeviceValues(Generic[Purpose]):
+    """Values in the order in which they were logged, which come out when their numbers are on the host.
+
+    Values without tensors on a device come out at once, unless earlier ones are still on their way. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending[Purpose]] = deque()
+
+    def add(self, copied: CopiedValues, purpose: Purpose) -> list[tuple[Purpose, dict[str, Plain]]]:
+        """Take copied values, and return those that are on the host by now, with their purposes, in order."""
+        if not copied.events and not self._pending:
+            return [(purpose, copied.plain)]
+        self._pending.append(
+            _Pending(purpose, copied.values if copied.events else copied.plain, copied.events)
+        )
+        ready: list[tuple[Purpose, dict[str, Plain]]] = []
+        while self._pending and (self._pending[0].is_ready() or len(self._pending) > _MOST_PENDING):
+            ready.append(self._pending.popleft().read())
+        return ready
+
+    def drain(self) -> list[tuple[Purpose, dict[str, Plain]]]:
+        """Wait for all values, and return them in order."""
+        ready = [pending.read() for pending in self._pending]
+        self._pending.clear()
+        return ready
+
+
+def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Any, ...]]:
+    """Begin to copy scalars from their devices: one copy for all of a device and dtype.
+
+    Returns:
+        The values with tensors on the host in place of those on a device, and an event for each device.
+    """
+    torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
+    if torch is None or are_plain(values):
+        return values, ()
+    # Whether a device is there is not asked, which may take longer than the whole call: without one none is found.
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return values, ()
+    found: dict[tuple[Any, Any], list[Any]] = {}
+    _find_scalars(values, torch.Tensor, accelerator.type, found)
+    if not found:
+        return values, ()
+    copies: dict[int, Any] = {}
+    for (_, dtype), scalars in found.items():
+        pinned = torch.empty(len(scalars), dtype=dtype, pin_memory=True)
+        pinned.copy_(torch.stack([scalar.detach() for scalar in scalars]), non_blocking=True)
+        copies.update((id(scalar), one) for scalar, one in zip(scalars, pinned.unbind(), strict=True))
+    events = tuple(
+        torch.accelerator.current_stream(device).record_event() for device in {device for device, _ in found}
+    )
+    return _replaced(values, copies), events
+
+
+def _find_scalars(
+    value: Any, tensor_type: type, device_type: str, found: dict[tuple[Any, Any], list[Any]]
+) -> None:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            _find_scalars(item, tensor_type, device_type, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _find_scalars(item, tensor_type, device_type, found)
+    elif isinstance(value, tensor_type) and value.device.type == device_type and not value.shape:
+        found.setdefault((value.device, value.dtype), []).append(value)
+
+
+def _replaced(value: Any, copies: Mapping[int, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _replaced(item, copies) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(item, copies) for item in value]
+    return copies.get(id(value), value)

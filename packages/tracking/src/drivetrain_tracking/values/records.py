@@ -1,0 +1,85 @@
+"""The records of a run's log, as frozen values that a platform gets."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from drivetrain_tracking.values.plain import Plain
+
+MediaKind: TypeAlias = Literal["image", "audio", "video", "table", "histogram", "text", "figure", "artifact"]
+ALL_MEDIA: frozenset[MediaKind] = frozenset(get_args(MediaKind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMedium:
+    """A medium of a record: its content is a file beside the log, or plain data for tables, histograms and texts.
+
+    Attributes:
+        kind: The kind of medium.
+        path: The file; None where `data` holds all. Images and figures are PNG, audio is WAV.
+        data: A table's `{"columns": [...], "rows": [[...], ...]}`, a histogram's
+            `{"edges": [n + 1 numbers], "counts": [n numbers]}`, a text's string; None for files.
+        caption: A line of text to show with it.
+    """
+
+    kind: MediaKind
+    path: Path | None = None
+    data: Plain = None
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRecord:
+    """The record of one `log` call.
+
+    Attributes:
+        time: When it was logged, in seconds since the epoch.
+        step: The optimizer step, if one was given.
+        attempt: 1, and one more each time that a resumed run logs steps again: a platform keeps both apart.
+        values: Plain values by name, as they were logged; `flat_values` makes one level of them.
+        media: Media by name.
+    """
+
+    time: float
+    step: int | None = None
+    attempt: int = 1
+    values: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    media: Mapping[str, StoredMedium] = field(default_factory=dict[str, StoredMedium])
+
+
+def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[float]) -> int:
+    """Return how many records, counted from the first, have their times among those that a platform holds."""
+    return next((n for n, record in enumerate(records) if record.time not in held_times), len(records))
+
+
+def flat_values(values: Mapping[str, Plain]) -> dict[str, str | int | float | bool | None]:
+    """Return nested values as one level: `{"lr": {"head": 0.1}}` becomes `{"lr/head": 0.1}`, lists by index."""
+    return {"/".join(path): value for path, value in flat_leaves(values)}
+
+
+def flat_leaves(values: Mapping[str, Plain]) -> list[tuple[tuple[str, ...], str | int | float | bool | None]]:
+    """Return nested values with the names that lead to each, in order."""
+    leaves: list[tuple[tuple[str, ...], str | int | float | bool | None]] = []
+    pending: list[tuple[tuple[str, ...], Plain]] = [((name,), value) for name, value in values.items()][::-1]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += [((*path, key), item) for key, item in value.items()][::-1]
+        elif isinstance(value, list):
+            pending += [((*path, str(index)), item) for index, item in enumerate(value)][::-1]
+        else:
+            leaves.append((path, value))
+    return leaves
+
+
+def flat_numbers(values: Mapping[str, Plain]) -> dict[str, float]:
+    """Return the numbers among nested values, as one level; true and false are 1 and 0."""
+    return {
+        name: float(value) for name, value in flat_values(values).items() if isinstance(value, (int, float))
+    }
+
+
+def flat_texts(values: Mapping[str, Plain]) -> dict[str, str]:
+    """Return the strings among nested values, as one level."""
+    return {name: value for name, value in flat_values(values).items() if isinstance(value, str)}
