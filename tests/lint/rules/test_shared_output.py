@@ -36,13 +36,6 @@ def test_a_question_is_found_unless_one_rank_asks() -> None:
     assert codes(train("if accelerator.is_main_process:", "    input()")) == []
 
 
-def test_prints_in_the_loop_are_told_on_request_alone() -> None:
-    source = train().replace("accelerator.backward(model(x))", "accelerator.backward(model(x)); print(x)")
-    assert codes(source) == []
-    assert codes(source, select=("DT502",)) == ["DT502"]
-    assert codes(source.replace("print(x)", "accelerator.print(x)"), select=("DT502",)) == []
-
-
 @pytest.mark.parametrize(
     ("sampler", "extra", "found"),
     [

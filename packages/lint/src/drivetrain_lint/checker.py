@@ -1,17 +1,29 @@
 """The linter's run: read each file, check every rule, sort what was found."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from drivetrain_lint.finding import Finding, Hit, Severity
 from drivetrain_lint.flow.program import read_program
 from drivetrain_lint.reading.documents import Document, Unreadable, read_document
 from drivetrain_lint.reading.targets import Target
 from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.visitor import visit
 from drivetrain_lint.suppressions import read_suppressions
 
-UNREADABLE = "DT001"
+# Found before there is anything to visit.
+UNREADABLE: Rule[Any] = Rule(
+    code="DT001",
+    name="unreadable",
+    severity=Severity.ERROR,
+    summary="The file does not parse.",
+    why="Nothing in it was checked.",
+    mend="Correct it, or leave the file out.",
+    visits=lambda _: (),
+    check=lambda _: (),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,45 +38,51 @@ class Report:
 
     findings: tuple[Finding, ...]
     num_files: int
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule[Any], ...]
 
     @property
     def is_clean(self) -> bool:
-        """True if nothing was found but habits."""
-        return all(finding.severity is Severity.INFO for finding in self.findings)
+        """True if nothing was found."""
+        return not self.findings
+
+    @property
+    def counts(self) -> dict[Severity, int]:
+        """The number of findings of each severity that occurs, the heaviest first."""
+        found = [finding.severity for finding in self.findings]
+        return {severity: found.count(severity) for severity in Severity if severity in found}
 
 
-def check_targets(targets: Iterable[Target], *, rules: Sequence[Rule]) -> Report:
+def check_targets(targets: Iterable[Target], *, rules: Sequence[Rule[Any]]) -> Report:
     """Check files; one that cannot be parsed is a finding, and the others are checked all the same."""
-    findings: list[Finding] = []
-    num_files = 0
-    for target in targets:
-        num_files += 1
-        document = read_document(target.path, shown=target.shown)
-        findings += check_document(document, rules=rules)
-    return Report(findings=tuple(findings), num_files=num_files, rules=tuple(rules))
+    files = list(targets)
+    findings = [
+        finding
+        for file in files
+        for finding in check_document(read_document(file.path, shown=file.shown), rules=rules)
+    ]
+    return Report(findings=tuple(findings), num_files=len(files), rules=tuple(rules))
 
 
-def check_document(document: Document | Unreadable, *, rules: Sequence[Rule]) -> list[Finding]:
+def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]]) -> list[Finding]:
     """Return the findings of one file, in the order of its lines."""
     if isinstance(document, Unreadable):
-        return [_unreadable(document)]
+        return [_unreadable_file(document)]
     try:
-        program = read_program(document)
-        hits = [(rule, hit) for rule in rules for hit in rule.check(program)]
+        visitor = visit(read_program(document))
+        hits = [(rule, hit) for rule in rules for hit in rule.find(visitor)]
     except RecursionError:  # parsed, and nested deeper than the walk may follow
         reason = "is nested too deeply to be checked"
-        return [_unreadable(Unreadable(path=document.path, line=1, column=1, reason=reason))]
+        return [_unreadable_file(Unreadable(path=document.path, line=1, column=1, reason=reason))]
     suppressed = read_suppressions(document)
     found = {
-        _finding(document, rule, hit): None
+        _finding(document, rule, hit)
         for rule, hit in hits
         if not suppressed.cover(hit.node, code=rule.code, name=rule.name)
     }
-    return sorted(found, key=lambda each: (each.cell or 0, each.line, each.column, each.code))
+    return sorted(found, key=lambda each: (each.cell or 0, each.line, each.column, each.code, each.what))
 
 
-def _finding(document: Document, rule: Rule, hit: Hit) -> Finding:
+def _finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
     line, start = getattr(hit.node, "lineno", 1), getattr(hit.node, "col_offset", 0)
     text = document.lines[line - 1] if line <= len(document.lines) else ""
     ends_here = getattr(hit.node, "end_lineno", line) == line and not isinstance(hit.node, ast.ExceptHandler)
@@ -92,26 +110,18 @@ def _characters(text: str, offset: int) -> int:
     return len(text.encode()[:offset].decode(errors="ignore"))
 
 
-def _unreadable(file: Unreadable) -> Finding:
+def _unreadable_file(file: Unreadable) -> Finding:
     return Finding(
         path=file.path,
         line=file.line,
         column=file.column,
         end_column=file.column + 1,
-        code=UNREADABLE,
-        name="unreadable",
-        severity=Severity.ERROR,
+        code=UNREADABLE.code,
+        name=UNREADABLE.name,
+        severity=UNREADABLE.severity,
         what=f"The file {file.reason}",
-        why="Nothing in it was checked.",
-        mend="Correct it, or leave the file out.",
+        why=UNREADABLE.why,
+        mend=UNREADABLE.mend,
         source_line=file.source_line,
         cell=file.cell,
     )
-
-
-def counted(findings: Sequence[Finding]) -> Iterator[tuple[Severity, int]]:
-    """Iterate over the severities that occur, the heaviest first, with the number of their findings."""
-    for severity in Severity:
-        number = sum(finding.severity is severity for finding in findings)
-        if number:
-            yield severity, number

@@ -6,11 +6,10 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """The weight of a finding: an error hangs or trains wrong, a warning may, an info is a habit."""
+    """The weight of a finding: an error hangs or trains wrong, a warning may."""
 
     ERROR = "error"
     WARNING = "warning"
-    INFO = "info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

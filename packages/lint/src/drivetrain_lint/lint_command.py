@@ -48,28 +48,22 @@ def run(arguments: LintArguments) -> int:
     rules = choose_rules(select=_words(arguments.select), ignore=_words(arguments.ignore))
     targets = find_targets(arguments.script, base=Path())
     report = check_targets(targets, rules=rules)
-    if arguments.output is None:
-        sys.stdout.write(_rendered(report, arguments.format, is_terminal=sys.stdout.isatty()))
+    output = arguments.output
+    if output is None:
+        sys.stdout.write(_render(report, arguments.format, is_terminal=sys.stdout.isatty()))
     else:
         try:
-            arguments.output.write_text(
-                _rendered(report, arguments.format, is_terminal=False), encoding="utf-8"
-            )
+            output.write_text(_render(report, arguments.format, is_terminal=False), encoding="utf-8")
         except OSError as error:
-            raise LintArgumentError(
-                f"--output {arguments.output}: cannot be written: {error.strerror}"
-            ) from error
-        sys.stderr.write(f"drivetrain: {summary(report)}, written to {arguments.output}\n")
+            raise LintArgumentError(f"--output {output}: cannot be written: {error.strerror}") from error
+        sys.stderr.write(f"drivetrain: {summary(report)}, written to {output}\n")
     return 0 if report.is_clean else _FOUND
 
 
-def _rendered(report: Report, format: str, *, is_terminal: bool) -> str:
-    if format == "json":
-        return as_json(report)
-    if format == "sarif":
-        return as_sarif(report)
-    if format == "github":
-        return as_github(report)
+def _render(report: Report, format: str, *, is_terminal: bool) -> str:
+    render = {"json": as_json, "sarif": as_sarif, "github": as_github}.get(format)
+    if render is not None:
+        return render(report)
     colours = environ.read("NO_COLOR") in (None, "") and (is_terminal or bool(environ.read("FORCE_COLOR")))
     width = min(shutil.get_terminal_size().columns, _WIDEST) if is_terminal else _WIDEST
     return as_text(report, is_coloured=colours, width=width)

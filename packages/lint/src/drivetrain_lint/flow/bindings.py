@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from drivetrain_lint.reading.imports import written
-from drivetrain_lint.reading.script import Function, Scope, Script
+from drivetrain_lint.reading.script import Function, Script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,15 @@ class Binding:
     position: int | None
     node: ast.AST
 
+    @property
+    def line(self) -> int:
+        """The line of the statement."""
+        return getattr(self.node, "lineno", 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bindings:
-    """The bindings of a script.
-
-    Attributes:
-        script: The script that binds them.
-        by_scope: The bindings of each scope, in order; attributes of objects are those of the module.
-    """
+    """The bindings of a script by scope, in order; attributes of objects are those of the module."""
 
     script: Script
     by_scope: Mapping[ast.AST, Mapping[str, tuple[Binding, ...]]]
@@ -43,31 +43,29 @@ class Bindings:
         A parameter hides names of outer scopes, and has no bindings of its own.
         """
         name = written(node)
-        if not name:
-            return ()
         if "." in name:
-            return self.by_scope.get(self.script.document.tree, {}).get(name, ())
-        for scope in self._scopes(node):
-            if found := self.by_scope.get(scope, {}).get(name):
+            return self.in_scope(self.script.document.tree, name)
+        for scope in self.script.enclosing(node) if name else ():
+            if found := self.in_scope(scope, name):
                 return found
-            if isinstance(scope, Function) and name in parameters(scope):
+            if isinstance(scope, Function) and name in _parameters(scope):
                 return ()
         return ()
 
-    def values(self, node: ast.AST) -> list[ast.expr]:
-        """Return the whole values that a name is bound to, those of its members in tuples left out."""
-        return [each.value for each in self.of(node) if each.value is not None and each.position is None]
+    def in_scope(self, scope: ast.AST, name: str) -> tuple[Binding, ...]:
+        """Return the bindings of a name in one scope."""
+        return self.by_scope.get(scope, {}).get(name, ())
 
-    def _scopes(self, node: ast.AST) -> Iterator[Scope]:
-        scope = self.script.scope_of(node)
-        yield scope
-        while not isinstance(scope, ast.Module):
-            scope = self.script.scope_of(scope)
-            yield scope
+    def values(self, node: ast.AST, *, with_members: bool = False) -> list[ast.expr]:
+        """Return the values that a name is bound to; with members, also tuples of which it takes one element."""
+        return [
+            each.value
+            for each in self.of(node)
+            if each.value is not None and (with_members or each.position is None)
+        ]
 
 
-def parameters(function: Function) -> list[str]:
-    """Return the names of a function's parameters."""
+def _parameters(function: Function) -> list[str]:
     arguments = function.args
     listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return [each.arg for each in [*listed, arguments.vararg, arguments.kwarg] if each is not None]
@@ -80,30 +78,28 @@ def read_bindings(script: Script) -> Bindings:
         for binding in _bound(node):
             scope = script.document.tree if "." in binding.name else script.scope_of(node)
             found.setdefault(scope, {}).setdefault(binding.name, []).append(binding)
-    return Bindings(
-        script=script,
-        by_scope={
-            scope: {
-                name: tuple(sorted(listed, key=lambda each: getattr(each.node, "lineno", 0)))
-                for name, listed in names.items()
-            }
-            for scope, names in found.items()
-        },
-    )
+    by_scope = {
+        scope: {name: tuple(sorted(bindings, key=lambda each: each.line)) for name, bindings in names.items()}
+        for scope, names in found.items()
+    }
+    return Bindings(script=script, by_scope=by_scope)
 
 
 def _bound(node: ast.AST) -> Iterator[Binding]:
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            yield from _targets(target, node.value, node)
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-        yield from _targets(node.target, node.value, node)
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield from _targets(node.target, None, node.target)
-    elif isinstance(node, ast.With | ast.AsyncWith):
-        for item in node.items:
-            if item.optional_vars is not None:
-                yield from _targets(item.optional_vars, item.context_expr, node)
+    match node:
+        case ast.Assign():
+            for target in node.targets:
+                yield from _targets(target, node.value, node)
+        case ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
+            yield from _targets(node.target, node.value, node)
+        case ast.For() | ast.AsyncFor() | ast.comprehension():
+            yield from _targets(node.target, None, node.target)
+        case ast.With() | ast.AsyncWith():
+            for item in node.items:
+                if item.optional_vars is not None:
+                    yield from _targets(item.optional_vars, item.context_expr, node)
+        case _:
+            pass
 
 
 def _targets(target: ast.expr, value: ast.expr | None, node: ast.AST) -> Iterator[Binding]:

@@ -3,11 +3,9 @@
 import ast
 from collections.abc import Iterator, Sequence
 
-from drivetrain_lint.flow.exits import always_leaves, is_departure, same_function
+from drivetrain_lint.flow.exits import always_leaves, may_leave
 from drivetrain_lint.flow.rank_tests import RankSubset, RankTests
 from drivetrain_lint.flow.signatures import Signatures
-
-_LONGEST_TEXT = 60
 
 
 def branches_agree(
@@ -27,18 +25,16 @@ def branches_agree(
     then, other = list(statement.body), list(statement.orelse)
     first, second = always_leaves(then), always_leaves(other)
     ends = ast.Continue if in_loop else ast.Return
-    if isinstance(first, ends) and second is None and not _may_leave(other):
-        other = [*other, *rest]
-    elif isinstance(second, ends) and first is None and not _may_leave(then):
-        then = [*then, *rest]
-    elif type(first) is not type(second) or (first is None and _may_leave([*then, *other])):
+    if isinstance(first, ends) and second is None and not may_leave(other):
+        other += rest
+    elif isinstance(second, ends) and first is None and not may_leave(then):
+        then += rest
+    elif type(first) is not type(second) or (first is None and may_leave([*then, *other])):
         return False
-    if signatures.of(then) == signatures.of(other):
-        return True
-    return _run_protocol(then, other, signatures)
+    return signatures.of(then) == signatures.of(other) or _lead_and_follow(then, other, signatures)
 
 
-def _run_protocol(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
+def _lead_and_follow(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
     """Return whether two branches may meet in calls whose number the source does not tell.
 
     Where one of them loops, or hands a function with collectives to someone, the operations that occur are compared:
@@ -60,25 +56,7 @@ def _run_protocol(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signature
     return bool(kinds) and kinds == others
 
 
-def _in_order(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Iterate over the statements that always run one after the other, those in `with` and `try` included."""
-    for statement in statements:
-        yield statement
-        if isinstance(statement, ast.With | ast.AsyncWith):
-            yield from _in_order(statement.body)
-        elif isinstance(statement, ast.Try):
-            yield from _in_order([*statement.body, *statement.orelse, *statement.finalbody])
-
-
-def _may_leave(statements: Sequence[ast.stmt]) -> bool:
-    return any(
-        isinstance(node, ast.stmt) and is_departure(node)
-        for statement in statements
-        for node in same_function(statement)
-    )
-
-
-def agreeing(statements: Sequence[ast.stmt], signatures: Signatures, tests: RankTests) -> set[ast.stmt]:
+def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: RankTests) -> set[ast.stmt]:
     """Return the tests of one block that pair up: rank 0's collectives, and then the same on the other ranks.
 
     `if rank != 0: barrier()`, work, `if rank == 0: barrier()` lets rank 0 work first; each rank calls it once.
@@ -91,22 +69,22 @@ def agreeing(statements: Sequence[ast.stmt], signatures: Signatures, tests: Rank
         ranks = tests.ranks(statement.test)
         if ranks is None or ranks is RankSubset.SOME:
             continue
-        for earlier in open_tests:
-            if earlier[1] is ranks.opposite and _run_the_same(earlier[0], statement, signatures):
-                paired |= {earlier[0], statement}
-                open_tests.remove(earlier)
+        signature = signatures.of(statement.body)
+        for earlier, others in open_tests:
+            if others is ranks.opposite and signature and signatures.of(earlier.body) == signature:
+                paired |= {earlier, statement}
+                open_tests.remove((earlier, others))
                 break
         else:
             open_tests.append((statement, ranks))
     return paired
 
 
-def _run_the_same(first: ast.If, second: ast.If, signatures: Signatures) -> bool:
-    signature = signatures.of(first.body)
-    return bool(signature) and signature == signatures.of(second.body)
-
-
-def text_of(node: ast.expr) -> str:
-    """Return the source of an expression in one line, shortened."""
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
+def _in_order(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Iterate over the statements that always run one after the other, those in `with` and `try` included."""
+    for statement in statements:
+        yield statement
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            yield from _in_order(statement.body)
+        elif isinstance(statement, ast.Try):
+            yield from _in_order([*statement.body, *statement.orelse, *statement.finalbody])

@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass, field
 
-from drivetrain_lint.reading.imports import word_set, written
+from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.reading.script import Script
 
 # Methods of drivetrain's and Accelerate's Accelerator. `init_trackers`, `log` and `print` may run on one rank.
@@ -69,7 +69,7 @@ class CollectiveNames:
     Attributes:
         script: The script to judge.
         wraps_models: Whether the script wraps models so that a plain `backward` communicates.
-        known: The calls that were looked at; filled on demand.
+        known: The calls that were judged already; tests of the rank ask about the same ones again and again.
     """
 
     script: Script
@@ -79,60 +79,50 @@ class CollectiveNames:
     def of(self, call: ast.Call) -> Collective | None:
         """Return the collective that a call is, or None; calls in a subgroup of the ranks are left out."""
         if call not in self.known:
-            self.known[call] = self._look_at(call)
+            self.known[call] = self._judge(call)
         return self.known[call]
 
     def within(self, node: ast.AST) -> bool:
         """Return whether a node contains a collective."""
         return any(self.of(call) is not None for call in self.script.calls(node))
 
-    def _look_at(self, call: ast.Call) -> Collective | None:
-        if not isinstance(call.func, ast.Attribute | ast.Name):
+    def _judge(self, call: ast.Call) -> Collective | None:
+        function = call.func
+        name = self.script.name_of(function)
+        module, _, last = name.rpartition(".")
+        if last in _MODULES.get(module, ()):
+            return None if _in_subgroup(call) else Collective(node=call, shown=written(function), key=last)
+        if not isinstance(function, ast.Attribute):
             return None
-        name = self.script.name_of(call.func)
-        module, _, function = name.rpartition(".")
-        if function in _MODULES.get(module, ()):
-            if _in_subgroup(call):
-                return None
-            return Collective(node=call, shown=written(call.func), key=function)
-        if isinstance(call.func, ast.Attribute):
-            return self._method(call, call.func)
-        return None
-
-    def _method(self, call: ast.Call, function: ast.Attribute) -> Collective | None:
         owner, method = function.value, function.attr
         shown = written(function) or f"{ast.unparse(owner)}.{method}"
         if self.script.is_accelerator(owner):
-            reduces = method == "log" and any(
-                each.arg == "reduce" and not _is_none(each.value) for each in call.keywords
+            is_collective = method in ACCELERATOR_METHODS or (
+                method == "log"
+                and any(each.arg == "reduce" and not _is_none(each.value) for each in call.keywords)
             )
-            # `prepare` of nothing, and a name that other objects have too, need an argument.
-            if method in ACCELERATOR_METHODS or reduces:
-                return Collective(node=call, shown=shown, key=method)
-            return None
-        if method == "wait_for_everyone":
+        elif method == "wait_for_everyone":
             state = owner.func if isinstance(owner, ast.Call) else owner
-            if self.script.name_of(state).rpartition(".")[2] in _STATES:
-                return Collective(node=call, shown=shown, key=method)
-        if not (self.wraps_models or self.script.uses_accelerator):
+            is_collective = self.script.name_of(state).rpartition(".")[2] in _STATES
+        elif not (self.wraps_models or self.script.uses_accelerator):
             return None
-        if method == "backward" and "torch.autograd" not in self.script.name_of(function):
-            return Collective(node=call, shown=shown, key=method)
-        if method == "step":
-            name = written(owner).rpartition(".")[2].lower()
-            if "optim" in name or name == "opt":
-                return Collective(node=call, shown=shown, key=shown, trains=True)
-        return None
+        elif method == "step" and names_optimizer(last_name(owner)):
+            return Collective(node=call, shown=shown, key=shown, trains=True)
+        else:
+            is_collective = method == "backward" and "torch.autograd" not in name
+        return Collective(node=call, shown=shown, key=method) if is_collective else None
 
 
-def collective_names(script: Script) -> CollectiveNames:
-    """Return what tells the collectives of a script."""
-    wraps = any(
-        script.name_of(call.func).rpartition(".")[2] in _WRAPPERS
-        or script.name_of(call.func).endswith(".DDP")
-        for call in script.calls()
-    )
+def read_collectives(script: Script) -> CollectiveNames:
+    """Return the judge of the collectives of a script."""
+    names = [script.name_of(call.func) for call in script.calls()]
+    wraps = any(name.rpartition(".")[2] in _WRAPPERS or name.endswith(".DDP") for name in names)
     return CollectiveNames(script=script, wraps_models=wraps)
+
+
+def names_optimizer(name: str) -> bool:
+    """Return whether a name, without what stands before its last dot, is that of an optimizer."""
+    return "optim" in name.lower() or name.lower() == "opt"
 
 
 def _in_subgroup(call: ast.Call) -> bool:
@@ -140,7 +130,7 @@ def _in_subgroup(call: ast.Call) -> bool:
     for keyword in call.keywords:
         if keyword.arg in ("group", "process_group", "pg") and not _is_none(keyword.value):
             return "WORLD" not in ast.unparse(keyword.value)
-    names = [written(argument).rpartition(".")[2].lower() for argument in call.args]
+    names = [last_name(argument).lower() for argument in call.args]
     return any("group" in name or name in ("pg", "mesh") for name in names)
 
 

@@ -51,13 +51,13 @@ class Reached:
     """
 
     collective: Collective
-    call: ast.AST
+    call: ast.Call
     through: tuple[str, ...] = ()
 
     @property
     def line(self) -> int:
         """The line of the call in the function at hand."""
-        return getattr(self.call, "lineno", 1)
+        return self.call.lineno
 
     def described(self) -> str:
         """Return the collective with the way to it, for a message."""
@@ -69,12 +69,16 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Collectives that some ranks miss, for one cause.
-
-    Attributes:
-        cause: The reason for which the ranks part.
-        reached: The collectives, in the order of the source.
-    """
+    """Collectives that some ranks miss for one cause, in source order."""
 
     cause: Cause
     reached: tuple[Reached, ...]
+
+
+_LONGEST_TEXT = 60
+
+
+def text_of(node: ast.expr) -> str:
+    """Return the source of an expression in one line, shortened."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."

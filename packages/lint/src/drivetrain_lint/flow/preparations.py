@@ -1,10 +1,10 @@
 """The calls of `prepare` in a script, and the names that go in and come out."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from drivetrain_lint.reading.imports import word_set, written
+from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.reading.script import Scope, Script
 
 # Calls that take a model, an optimizer or a loader and prepare nothing.
@@ -19,14 +19,14 @@ class Preparation:
     """A call of `prepare`.
 
     Attributes:
-        node: The statement or call.
+        node: The call.
         scope: The function or module with the call.
         arguments: The names of the objects; empty text for those without one.
         results: The names that take the results; empty if none does.
         is_unpacked: Whether a tuple of names takes them.
     """
 
-    node: ast.AST
+    node: ast.Call
     scope: Scope
     arguments: list[str]
     results: list[str]
@@ -35,7 +35,7 @@ class Preparation:
     @property
     def line(self) -> int:
         """The line of the call."""
-        return getattr(self.node, "lineno", 0)
+        return self.node.lineno
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,67 +57,56 @@ def read_preparations(script: Script) -> list[Preparation]:
     """Return the calls of an Accelerator's `prepare`, in order."""
     found: list[Preparation] = []
     for call in script.method_calls("prepare"):
+        match script.parents.get(call):
+            case ast.Assign(targets=[ast.Tuple(elts=results) | ast.List(elts=results)]):
+                is_unpacked = not any(isinstance(each, ast.Starred) for each in results)
+                results = results if is_unpacked else []
+            case ast.Assign(targets=results) if len(results) == 1:
+                is_unpacked = False
+            case _:
+                results, is_unpacked = [], False
         starred = any(isinstance(each, ast.Starred) for each in call.args)
-        statement = script.parents.get(call)
-        results, is_unpacked = _results(statement)
         found.append(
             Preparation(
                 node=call,
                 scope=script.scope_of(call),
                 arguments=[""] if starred else [written(each) for each in call.args],
-                results=results,
+                results=[written(each) for each in results],
                 is_unpacked=is_unpacked,
             )
         )
     return sorted(found, key=lambda each: each.line)
 
 
-def read_prepared_names(script: Script, preparations: list[Preparation]) -> PreparedNames:
+def read_prepared_names(script: Script, preparations: Iterable[Preparation]) -> PreparedNames:
     """Return the names around `prepare` in a script."""
     arguments: set[str] = set()
-    results: set[str] = set()
-    handed_on: set[str] = set()
+    handed_on = set(_held_names(script))
     for call in script.calls():
-        last = written(call.func).rpartition(".")[2]
-        names = {written(each) for argument in _arguments(call) for each in ast.walk(argument)} - {""}
+        last = last_name(call.func)
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if "prepare" in last:
-            arguments |= names
+            arguments |= {written(each) for argument in given for each in ast.walk(argument)}
         elif last not in _HARMLESS and not last.endswith(("LR", "Scheduler", "schedule", "scheduler")):
-            handed_on |= {written(argument) for argument in _arguments(call)} - {""}
-    for each in preparations:
-        results |= set(each.results)
-    handed_on |= set(_kept(script))
+            handed_on |= set(map(written, given))
     return PreparedNames(
-        arguments=frozenset(arguments), results=frozenset(results), handed_on=frozenset(handed_on)
+        arguments=frozenset(arguments - {""}),
+        results=frozenset(name for each in preparations for name in each.results),
+        handed_on=frozenset(handed_on - {""}),
     )
 
 
-def _results(statement: ast.AST | None) -> tuple[list[str], bool]:
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return [], False
-    target = statement.targets[0]
-    if isinstance(target, ast.Tuple | ast.List):
-        if any(isinstance(each, ast.Starred) for each in target.elts):
-            return [], False
-        return [written(each) for each in target.elts], True
-    return [written(target)], False
-
-
-def _arguments(call: ast.Call) -> Iterator[ast.expr]:
-    yield from call.args
-    yield from (keyword.value for keyword in call.keywords)
-
-
-def _kept(script: Script) -> Iterator[str]:
+def _held_names(script: Script) -> Iterator[str]:
     """Iterate over the names that containers, attributes, other names and callers take."""
     for node in script.nodes:
-        if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
-            yield from (written(each) for each in ast.walk(node.value))
-        elif isinstance(node, ast.List | ast.Tuple | ast.Set) and not isinstance(
-            getattr(node, "ctx", None), ast.Store
-        ):
-            yield from (written(each) for each in node.elts)
-        elif isinstance(node, ast.Dict):
-            yield from (written(each) for each in node.values)
-        elif isinstance(node, ast.Assign) and written(node.value):
-            yield written(node.value)
+        match node:
+            case ast.Return() | ast.Yield() if node.value is not None:
+                yield from map(written, ast.walk(node.value))
+            case ast.List(ctx=ast.Load()) | ast.Tuple(ctx=ast.Load()) | ast.Set():
+                yield from map(written, node.elts)
+            case ast.Dict():
+                yield from map(written, node.values)
+            case ast.Assign():
+                yield written(node.value)
+            case _:
+                pass

@@ -1,12 +1,12 @@
 """A script with what the flow model found in it."""
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drivetrain_lint.flow.bindings import Bindings, read_bindings
-from drivetrain_lint.flow.branches import text_of
-from drivetrain_lint.flow.collectives import CollectiveNames, collective_names
-from drivetrain_lint.flow.divergences import Cause, Divergence, Parting
+from drivetrain_lint.flow.collectives import CollectiveNames, read_collectives
+from drivetrain_lint.flow.divergences import Cause, Divergence, Parting, text_of
 from drivetrain_lint.flow.preparations import (
     Preparation,
     PreparedNames,
@@ -17,7 +17,7 @@ from drivetrain_lint.flow.rank_tests import RankTests
 from drivetrain_lint.flow.signatures import Signatures
 from drivetrain_lint.flow.walk import Walk
 from drivetrain_lint.reading.documents import Document
-from drivetrain_lint.reading.imports import word_set, written
+from drivetrain_lint.reading.imports import last_name, word_set
 from drivetrain_lint.reading.script import Function, Script, read_script
 
 ONE_RANK = word_set(
@@ -52,59 +52,45 @@ class Program:
 def read_program(document: Document) -> Program:
     """Return a parsed file with its flow."""
     script = read_script(document)
-    bindings, names = read_bindings(script), collective_names(script)
+    bindings, names = read_bindings(script), read_collectives(script)
     tests = RankTests(bindings=bindings, collectives=names)
+    divergences: list[Divergence] = []
+    if script.is_distributed and any(map(names.of, script.calls())):
+        signatures = Signatures(names=names, tests=tests)
+        for scope in script.all_scopes():
+            walk = Walk(signatures=signatures, tests=tests, bindings=bindings)
+            walk.block(scope.body, _one_rank_decorator(scope) if isinstance(scope, Function) else None)
+            divergences += walk.divergences()
+        divergences += _one_rank_calls(script, signatures)
     preparations = read_preparations(script)
     return Program(
         script=script,
         bindings=bindings,
         collectives=names,
         tests=tests,
-        divergences=tuple(_divergences(script, bindings, names, tests)) if script.is_distributed else (),
+        divergences=tuple(divergences),
         preparations=tuple(preparations),
         prepared=read_prepared_names(script, preparations),
     )
 
 
-def _divergences(
-    script: Script, bindings: Bindings, names: CollectiveNames, tests: RankTests
-) -> list[Divergence]:
-    if not any(names.of(call) for call in script.calls()):
-        return []
-    signatures = Signatures(names=names, tests=tests)
-    found: list[Divergence] = []
-    for scope in [script.document.tree, *script.all_functions]:
-        walk = Walk(signatures=signatures, tests=tests, bindings=bindings)
-        walk.block(scope.body, _decorated(scope) if isinstance(scope, Function) else None)
-        found += walk.divergences()
-    return [*found, *_wrapped(script, signatures)]
-
-
-def _decorated(function: Function) -> Cause | None:
-    """Return the decorator that has a function run on one rank."""
+def _one_rank_decorator(function: Function) -> Cause | None:
+    """Return the decorator that runs a function on one rank."""
     for decorator in function.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        inner = getattr(decorator, "args", [])
-        names = [written(called), *(written(each) for each in inner)]  # @partial(accelerator.on_process, ...)
-        if any(name.rpartition(".")[2] in ONE_RANK for name in names):
+        inner = getattr(decorator, "args", [])  # @partial(accelerator.on_process, ...)
+        if any(last_name(each) in ONE_RANK for each in (called, *inner)):
             return Cause(kind=Parting.DECORATOR, node=decorator, test=f"@{text_of(decorator)}")
     return None
 
 
-def _wrapped(script: Script, signatures: Signatures) -> list[Divergence]:
-    """Return functions with collectives that are wrapped in a call, `accelerator.on_main_process(function)`."""
-    found: list[Divergence] = []
+def _one_rank_calls(script: Script, signatures: Signatures) -> Iterator[Divergence]:
+    """Iterate over functions with collectives that are wrapped in a call, `accelerator.on_main_process(function)`."""
     for call in script.calls():
-        if written(call.func).rpartition(".")[2] not in ONE_RANK:
-            continue
-        for argument in call.args:
-            stand_in = ast.Call(func=argument, args=[], keywords=[])
-            function = script.functions.get(written(argument))
-            if function is None or (script.parents.get(call) is function):
+        for argument in call.args if last_name(call.func) in ONE_RANK else ():
+            function = script.functions.get(argument.id) if isinstance(argument, ast.Name) else None
+            if function is None or script.parents.get(call) is function:
                 continue
-            ast.copy_location(stand_in, call)
-            reached = signatures.of_call(stand_in) if isinstance(argument, ast.Name) else []
-            if reached:
+            if reached := signatures.through(function, call):
                 cause = Cause(kind=Parting.DECORATOR, node=call, test=text_of(call))
-                found.append(Divergence(cause=cause, reached=tuple(reached)))
-    return found
+                yield Divergence(cause=cause, reached=tuple(reached))

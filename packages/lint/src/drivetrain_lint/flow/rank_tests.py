@@ -1,13 +1,14 @@
 """The expressions whose value differs between ranks: tests of the rank, and loops whose length depends on it."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from drivetrain_lint.flow.bindings import Bindings
 from drivetrain_lint.flow.collectives import CollectiveNames
-from drivetrain_lint.reading.imports import word_set, written
+from drivetrain_lint.reading.imports import last_name, word_set, written
+from drivetrain_lint.reading.script import Function, own_nodes
 
 _FLAGS = word_set(
     "is_first_worker is_global_zero is_last_process is_local_main_process is_local_process_zero is_main "
@@ -42,9 +43,8 @@ class RankSubset(Enum):
     @property
     def opposite(self) -> "RankSubset":
         """The ranks on which the test is false."""
-        return {RankSubset.MAIN: RankSubset.OTHERS, RankSubset.OTHERS: RankSubset.MAIN}.get(
-            self, RankSubset.SOME
-        )
+        opposites = {RankSubset.MAIN: RankSubset.OTHERS, RankSubset.OTHERS: RankSubset.MAIN}
+        return opposites.get(self, RankSubset.SOME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RankTests:
     Attributes:
         bindings: The values of names.
         collectives: The script's collectives, whose results are the same on all ranks.
-        known: The tests that were looked at; filled on demand.
+        known: The tests that were judged already; the walk comes to a function's tests at each of its calls.
     """
 
     bindings: Bindings
@@ -66,26 +66,26 @@ class RankTests:
         if depth == 0:
             return None
         if (test, depth) not in self.known:
-            self.known[test, depth] = self._look_at(test, depth)
+            self.known[test, depth] = self._judge(test, depth)
         return self.known[test, depth]
 
-    def _look_at(self, test: ast.expr, depth: int) -> RankSubset | None:
+    def _judge(self, test: ast.expr, depth: int) -> RankSubset | None:
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 found = self.ranks(test.operand, depth)
                 return None if found is None else found.opposite
             case ast.BoolOp():
-                return self._joined([self.ranks(each, depth) for each in test.values])
+                return self._join(test.values, depth)
             case ast.Compare():
-                return self._compared(test, depth)
+                return self._compare(test, depth)
             case ast.IfExp():
-                return self._joined([self.ranks(e, depth) for e in (test.test, test.body, test.orelse)])
+                return self._join([test.test, test.body, test.orelse], depth)
             case ast.NamedExpr():
                 return self.ranks(test.value, depth)
             case ast.Call():
-                return self._called(test, depth)
+                return self._judge_call(test, depth)
             case ast.Name() | ast.Attribute():
-                return self._named(test, depth)
+                return self._judge_name(test, depth)
             case _:
                 return RankSubset.SOME if self.is_number(test, depth) else None
 
@@ -95,13 +95,14 @@ class RankTests:
             return False
         match node:
             case ast.Name() | ast.Attribute():
-                values = self.bindings.values(node)
-                if self._agreed(node):
+                if self._is_agreed(node):
                     return False
-                last = _last(node)
-                if not values:
-                    return last in _NUMBERS
-                return any(self.is_number(each, depth - 1) for each in values)
+                values = self.bindings.values(node)
+                return (
+                    any(self.is_number(each, depth - 1) for each in values)
+                    if values
+                    else _last(node) in _NUMBERS
+                )
             case ast.BinOp():
                 return self.is_number(node.left, depth) or self.is_number(node.right, depth)
             case ast.IfExp():
@@ -109,9 +110,9 @@ class RankTests:
             case ast.BoolOp():
                 return any(self.is_number(each, depth) for each in node.values)
             case ast.Subscript():
-                return self._is_environ(node.value) and _is_variable(node.slice)
+                return _is_environ(node.value) and _is_variable(node.slice)
             case ast.Call():
-                return self._called_number(node, depth)
+                return self._is_numeric_call(node, depth)
             case _:
                 return False
 
@@ -121,7 +122,7 @@ class RankTests:
             return False
         match node:
             case ast.Call():
-                name = written(node.func).rpartition(".")[2]
+                name = last_name(node.func)
                 if name == "range":
                     return any(self.is_number(each) or self._counts_share(each, depth) for each in node.args)
                 if name == "split_between_processes":
@@ -139,85 +140,72 @@ class RankTests:
                 return False
 
     def _counts_share(self, node: ast.expr, depth: int) -> bool:
-        return (
-            isinstance(node, ast.Call)
-            and written(node.func) == "len"
-            and bool(node.args)
-            and self.is_share(node.args[0], depth)
-        )
+        if not (isinstance(node, ast.Call) and written(node.func) == "len" and node.args):
+            return False
+        return self.is_share(node.args[0], depth)
 
-    def _joined(self, found: list[RankSubset | None]) -> RankSubset | None:
-        several = {each for each in found if each is not None}
-        return several.pop() if len(several) == 1 else RankSubset.SOME if several else None
+    def _join(self, parts: Iterable[ast.expr], depth: int) -> RankSubset | None:
+        found = {self.ranks(each, depth) for each in parts} - {None}
+        return found.pop() if len(found) == 1 else RankSubset.SOME if found else None
 
-    def _named(self, node: ast.expr, depth: int) -> RankSubset | None:
-        if self._agreed(node):
+    def _first(self, values: Iterable[ast.expr], depth: int) -> RankSubset | None:
+        """Return the ranks of the first value that depends on the rank."""
+        return next((found for each in values if (found := self.ranks(each, depth - 1))), None)
+
+    def _judge_name(self, node: ast.expr, depth: int) -> RankSubset | None:
+        if self._is_agreed(node):
             return None
-        values = self.bindings.values(node)
-        if values:
-            return next((found for each in values if (found := self.ranks(each, depth - 1))), None)
+        if values := self.bindings.values(node):
+            return self._first(values, depth)
         last = _last(node)
         if last in _FLAGS and not self.bindings.of(node):
             return RankSubset.SOME if last == "is_last_process" else RankSubset.MAIN
         # The truth of a rank that another file computes: `rank` alone may be that of a matrix.
         return RankSubset.OTHERS if last in _NUMBERS and last != "rank" else None
 
-    def _called(self, call: ast.Call, depth: int) -> RankSubset | None:
-        name = written(call.func).rpartition(".")[2]
+    def _judge_call(self, call: ast.Call, depth: int) -> RankSubset | None:
+        name = last_name(call.func)
         function = self.bindings.script.callee(call)
         if function is not None:
-            returned = [
-                each.value
-                for each in ast.walk(function)
-                if isinstance(each, ast.Return) and self.bindings.script.scope_of(each) is function
-            ]
-            found = [self.ranks(each, depth - 1) for each in returned if each is not None]
-            return next((each for each in found if each is not None), None)
+            return self._first(_returned(function), depth)
         if name in _FLAGS:
             return RankSubset.MAIN
         if name == "getattr" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
             return RankSubset.MAIN if call.args[1].value in _FLAGS else None
         if name in ("bool", "any", "all") and call.args:
             return self.ranks(call.args[0], depth)
-        return RankSubset.OTHERS if self._called_number(call, depth) else None
+        return RankSubset.OTHERS if self._is_numeric_call(call, depth) else None
 
-    def _called_number(self, call: ast.Call, depth: int) -> bool:
-        name = written(call.func).rpartition(".")[2]
+    def _is_numeric_call(self, call: ast.Call, depth: int) -> bool:
+        name = last_name(call.func)
         if name in _NUMBER_CALLS:
             return True
         if name in _CONVERSIONS and call.args:
             return self.is_number(call.args[0], depth)
         if name in ("get", "getenv") and call.args and _is_variable(call.args[0]):
-            return name == "getenv" or self._is_environ(getattr(call.func, "value", call))
+            return name == "getenv" or _is_environ(getattr(call.func, "value", call))
         function = self.bindings.script.callee(call)
-        if function is None:
-            return False
-        returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
-        return any(self.is_number(each, depth - 1) for each in returned)
+        return function is not None and any(self.is_number(each, depth - 1) for each in _returned(function))
 
-    def _compared(self, test: ast.Compare, depth: int) -> RankSubset | None:
+    def _compare(self, test: ast.Compare, depth: int) -> RankSubset | None:
         sides = [test.left, *test.comparators]
         if len(sides) == 2 and self.is_number(sides[1], depth) and not self.is_number(sides[0], depth):
             sides.reverse()
-        if not any(self.is_number(each, depth) or self._is_flag(each, depth) for each in sides):
+        flags = [
+            isinstance(each, ast.Name | ast.Attribute | ast.Call)
+            and self.ranks(each, depth - 1) is RankSubset.MAIN
+            for each in sides
+        ]
+        if not any(flags) and not any(self.is_number(each, depth) for each in sides):
             return None
         if len(sides) != 2:
             return RankSubset.SOME
-        return _of_comparison(test.ops[0], sides[1], is_flag=self._is_flag(sides[0], depth))
+        return _ranks_of_comparison(test.ops[0], sides[1], is_flag=flags[0])
 
-    def _is_flag(self, node: ast.expr, depth: int) -> bool:
-        return (
-            isinstance(node, ast.Name | ast.Attribute | ast.Call)
-            and self.ranks(node, depth - 1) is RankSubset.MAIN
-        )
-
-    def _agreed(self, node: ast.expr) -> bool:
+    def _is_agreed(self, node: ast.expr) -> bool:
         """Return whether the ranks have agreed on a name's value by a collective."""
-        values = [binding.value for binding in self.bindings.of(node) if binding.value is not None]
+        values = self.bindings.values(node, with_members=True)
         return any(self.collectives.within(value) for value in values if not isinstance(value, ast.Constant))
-
-    def _is_environ(self, node: ast.AST) -> bool:
-        return written(node).rpartition(".")[2] in ("environ", "env", "environment")
 
 
 def _last(node: ast.expr) -> str:
@@ -225,49 +213,49 @@ def _last(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else written(node)
 
 
-def _of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> RankSubset | None:
+def _returned(function: Function) -> Iterator[ast.expr]:
+    for node in own_nodes(function.body):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value
+
+
+def _ranks_of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> RankSubset | None:
     """Return the ranks on which a comparison of a rank is true; None for tests of whether ranks exist at all."""
     values = _constants(other)
     if is_flag:
-        return (
-            RankSubset.MAIN
-            if values == [True] or not isinstance(operation, ast.Eq | ast.Is)
-            else RankSubset.SOME
-        )
+        is_main = values == [True] or not isinstance(operation, ast.Eq | ast.Is)
+        return RankSubset.MAIN if is_main else RankSubset.SOME
     if values is None:
         return RankSubset.SOME
     if all(value in (-1, None, "-1", "") for value in values):
         return None
-    zero = all(str(value) in ("0", "-1") for value in values)
+    if not all(str(value) in ("0", "-1") for value in values):
+        return RankSubset.SOME
     match operation:
-        case ast.Eq() | ast.Is() | ast.In():
-            return RankSubset.MAIN if zero else RankSubset.SOME
+        case ast.Eq() | ast.Is() | ast.In() | ast.LtE():
+            return RankSubset.MAIN
         case ast.NotEq() | ast.IsNot() | ast.NotIn() | ast.Gt():
-            return RankSubset.OTHERS if zero else RankSubset.SOME
-        case ast.LtE():
-            return RankSubset.MAIN if zero else RankSubset.SOME
-        case ast.GtE() | ast.Lt():  # `local_rank >= 0` asks whether there are several processes
-            return None if zero else RankSubset.SOME
-        case _:
-            return RankSubset.SOME
+            return RankSubset.OTHERS
+        case _:  # `local_rank >= 0` asks whether there are several processes
+            return None
 
 
 def _constants(node: ast.expr) -> list[object] | None:
-    if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        inner = [_constants(each) for each in node.elts]
-        return (
-            None if any(each is None for each in inner) else [value for each in inner for value in each or ()]
-        )
     try:
-        return [ast.literal_eval(node)]
+        value = ast.literal_eval(node)
     except ValueError:
         return None
+    return list(value) if isinstance(value, tuple | list | set) else [value]
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return last_name(node) in ("environ", "env", "environment")
 
 
 def _is_variable(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value in _VARIABLES
 
 
-def rank_words() -> Iterator[str]:
-    """Iterate over the names that hold a rank or a test of one wherever they stand."""
-    yield from _FLAGS | _NUMBERS
+def rank_words() -> frozenset[str]:
+    """Return the names that hold a rank or a test of one wherever they stand."""
+    return _FLAGS | _NUMBERS

@@ -1,14 +1,14 @@
 """The collectives that code runs, in order: two branches with the same signature keep the ranks together."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from drivetrain_lint.flow.collectives import CollectiveNames
 from drivetrain_lint.flow.divergences import Reached
 from drivetrain_lint.flow.rank_tests import RankTests
-from drivetrain_lint.reading.imports import written
-from drivetrain_lint.reading.script import Function
+from drivetrain_lint.reading.imports import last_name
+from drivetrain_lint.reading.script import Function, own_nodes
 
 # Parts of the names by which scripts ask whether there are several processes.
 _SEVERAL = ("distributed", "initialized", "is_available", "world_size", "num_processes", "is_dist", "ddp")
@@ -18,14 +18,7 @@ Signature = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signatures:
-    """The reader of the collectives of statements and functions.
-
-    Attributes:
-        names: The script's collectives.
-        tests: The judge of rank conditions.
-        known: The collectives of functions; filled on demand.
-        sequences: The signatures of functions; filled on demand.
-    """
+    """The reader of the collectives of statements and functions, which remembers those of functions."""
 
     names: CollectiveNames
     tests: RankTests
@@ -34,14 +27,12 @@ class Signatures:
 
     def of(self, statements: Iterable[ast.AST], within: tuple[Function, ...] = ()) -> Signature:
         """Return the nested sequence of operations that statements run."""
-        found: list[object] = []
-        for each in statements:
-            found += self._of_node(each, within)
-        return tuple(found)
+        return tuple(operation for each in statements for operation in self._of_node(each, within))
 
     def reached(self, nodes: Iterable[ast.AST]) -> list[Reached]:
         """Return the collectives that nodes run, themselves or through functions of the file, in order."""
-        return [each for node in nodes for call in evaluated_calls(node) for each in self.of_call(call)]
+        calls = self._evaluated_calls(nodes, under_tests=True)
+        return [each for call in calls for each in self.of_call(call)]
 
     def of_call(self, call: ast.Call, within: tuple[Function, ...] = ()) -> list[Reached]:
         """Return the collectives that a call runs: itself, or those of the function of this file that it names."""
@@ -49,34 +40,32 @@ class Signatures:
         if collective is not None:
             return [Reached(collective=collective, call=call)]
         function = self.names.script.callee(call)
-        if function is None:
-            return []
+        return [] if function is None else self.through(function, call, within)
+
+    def through(self, function: Function, call: ast.Call, within: tuple[Function, ...] = ()) -> list[Reached]:
+        """Return the collectives that a call of a function runs, but for those under a test of the rank.
+
+        Those are told of at their own place.
+        """
+        if function not in self.known:
+            if function in within or _is_generator(function):
+                return []
+            calls = self._evaluated_calls(function.body, under_tests=False)
+            found = [each for inner in calls for each in self.of_call(inner, (*within, function))]
+            self.known[function] = tuple(dict.fromkeys(found))
         return [
             Reached(collective=each.collective, call=call, through=(function.name, *each.through))
-            for each in self.of_function(function, within)
+            for each in self.known[function]
         ]
 
-    def of_function(self, function: Function, within: tuple[Function, ...] = ()) -> tuple[Reached, ...]:
-        """Return the collectives of a function, without those under a test of the rank, told of at their place."""
-        if function in self.known:
-            return self.known[function]
-        if function in within or is_generator(function):
-            return ()
-        found = [
-            reached
-            for call in self._unconditional(function.body)
-            for reached in self.of_call(call, (*within, function))
-        ]
-        self.known[function] = tuple(dict.fromkeys(found))
-        return self.known[function]
-
-    def _unconditional(self, nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
+    def _evaluated_calls(self, nodes: Iterable[ast.AST], *, under_tests: bool) -> Iterator[ast.Call]:
+        """Iterate over the calls that nodes evaluate, in order: arguments first, and no body of an inner function."""
         for node in nodes:
-            if isinstance(node, ast.If | ast.While) and self.tests.ranks(node.test) is not None:
-                continue
             if isinstance(node, Function | ast.ClassDef | ast.Lambda):
                 continue
-            yield from self._unconditional(list(ast.iter_child_nodes(node)))
+            if not under_tests and isinstance(node, ast.If | ast.While) and self.tests.ranks(node.test):
+                continue
+            yield from self._evaluated_calls(ast.iter_child_nodes(node), under_tests=under_tests)
             if isinstance(node, ast.Call):
                 yield node
 
@@ -85,23 +74,24 @@ class Signatures:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
                 return ()
             case ast.If() | ast.IfExp():
-                then = node.body if isinstance(node.body, list) else [node.body]
-                other = node.orelse if isinstance(node.orelse, list) else [node.orelse]
-                first, second = self.of(then, within), self.of(other, within)
+                first, second = (
+                    self.of(side if isinstance(side, list) else [side], within)
+                    for side in (node.body, node.orelse)
+                )
                 head = self.of([node.test], within)
-                if (not first or not second) and _asks_for_ranks(node.test):
+                if (not first or not second) and _asks_for_several(node.test):
                     return (*head, *first, *second)
                 return head + (first if first == second else (("if", first, second),))
             case ast.For() | ast.AsyncFor() | ast.While():
                 inner = self.of(node.body, within)
-                head = self.of([node.iter if isinstance(node, ast.For | ast.AsyncFor) else node.test], within)
+                head = self.of([node.test if isinstance(node, ast.While) else node.iter], within)
                 return (*head, ("loop", inner)) if inner else head
             case ast.Call():
                 found = self.of(ast.iter_child_nodes(node), within)
                 if collective := self.names.of(node):
                     return (*found, collective.key)
                 function = self.names.script.callee(node)
-                if function is None or function in within or is_generator(function):
+                if function is None or function in within or _is_generator(function):
                     return found
                 if function not in self.sequences:
                     self.sequences[function] = self.of(function.body, (*within, function))
@@ -110,37 +100,11 @@ class Signatures:
                 return self.of(ast.iter_child_nodes(node), within)
 
 
-def _asks_for_ranks(test: ast.expr) -> bool:
+def _asks_for_several(test: ast.expr) -> bool:
     """Return whether a test asks if there are several processes at all, which all of them answer alike."""
-    return any(
-        any(word in last_part.lower() for word in _SEVERAL)
-        for node in ast.walk(test)
-        if isinstance(node, ast.Name | ast.Attribute)
-        for last_part in [written(node).rpartition(".")[2]]
-    )
+    return any(word in last_name(node).lower() for node in ast.walk(test) for word in _SEVERAL)
 
 
-def is_generator(function: Function) -> bool:
+def _is_generator(function: Function) -> bool:
     """Return whether calling a function runs none of its body."""
-    return any(
-        isinstance(each, ast.Yield | ast.YieldFrom)
-        for statement in function.body
-        for each in _inner(statement)
-    )
-
-
-def evaluated_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """Iterate over the calls that a node evaluates, in order; bodies of functions and lambdas in it do not run."""
-    if isinstance(node, Function | ast.ClassDef | ast.Lambda):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from evaluated_calls(child)
-    if isinstance(node, ast.Call):
-        yield node
-
-
-def _inner(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, Function | ast.Lambda):
-            yield from _inner(child)
+    return any(isinstance(each, ast.Yield | ast.YieldFrom) for each in own_nodes(function.body))

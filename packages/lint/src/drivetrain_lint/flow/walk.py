@@ -1,22 +1,22 @@
 """The walk through a function that finds the collectives which some of its ranks miss."""
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from drivetrain_lint.flow.bindings import Bindings
-from drivetrain_lint.flow.branches import agreeing, branches_agree, text_of
+from drivetrain_lint.flow.branches import branches_agree, find_pairs
 from drivetrain_lint.flow.data_tests import is_data_test
-from drivetrain_lint.flow.divergences import Cause, Divergence, Parting, Reached
+from drivetrain_lint.flow.divergences import Cause, Divergence, Parting, Reached, text_of
 from drivetrain_lint.flow.exits import is_departure, swallowed
 from drivetrain_lint.flow.rank_tests import RankTests
 from drivetrain_lint.flow.signatures import Signatures
-from drivetrain_lint.reading.imports import written
-from drivetrain_lint.reading.script import Function
+from drivetrain_lint.reading.imports import last_name
+from drivetrain_lint.reading.script import Function, Loop
 
 _TURNS = frozenset({"main_process_first", "local_main_process_first"})
+# Blocks that let ranks end at different rounds of a loop.
 _JOINS = frozenset({"join", "Join", "join_uneven_inputs"})
-_Loop = ast.For | ast.AsyncFor | ast.While
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +55,22 @@ class Walk:
             following: The statements that run after these, up to the end of the function or loop body.
         """
         departures: list[Cause] = []
-        self.paired.update(agreeing(statements, self.signatures, self.tests))
+        self.paired.update(find_pairs(statements, self.signatures, self.tests))
         for index, statement in enumerate(statements):
-            rest = [*statements[index + 1 :], *following]
             if is_departure(statement):
                 self._expressions([statement], cause)
-                if cause is not None and cause.departure is None and self._parts(statement, cause):
-                    departures.append(
-                        Cause(kind=cause.kind, node=cause.node, test=cause.test, departure=statement)
-                    )
+                # After an exception, a departure leaves others behind only if it skips rounds of a loop.
+                if (
+                    cause is not None
+                    and cause.departure is None
+                    and (cause.kind is not Parting.HANDLER or self._in_loop(statement))
+                ):
+                    departures.append(replace(cause, departure=statement))
                 return departures
-            inner = None if statement in self.paired else self._statement(statement, cause, rest)
-            for departure in inner or ():
-                departures.append(departure)
-                cause = cause or departure
+            if statement not in self.paired:
+                inner = self._statement(statement, cause, [*statements[index + 1 :], *following])
+                departures += inner
+                cause = cause or next(iter(inner), None)
         return departures
 
     def _statement(self, statement: ast.stmt, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
@@ -78,8 +80,12 @@ class Walk:
             case ast.For() | ast.AsyncFor() | ast.While():
                 return self._loop(statement, cause)
             case ast.With() | ast.AsyncWith():
-                self._expressions([item.context_expr for item in statement.items], cause)
-                return self.block(statement.body, cause or _turns(statement), rest)
+                contexts = [item.context_expr for item in statement.items]
+                self._expressions(contexts, cause)
+                turns = next((each for each in contexts if _calls_one_of(each, _TURNS)), None)
+                if cause is None and turns is not None:
+                    cause = Cause(kind=Parting.TURNS, node=turns, test=text_of(turns))
+                return self.block(statement.body, cause, rest)
             case ast.Try() | ast.TryStar():
                 return self._try(statement, cause, rest)
             case ast.Match():
@@ -91,29 +97,27 @@ class Walk:
                 return []
 
     def _if(self, statement: ast.If, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
-        self._expressions([statement.test], cause)
-        if cause is None and self.tests.ranks(statement.test) is not None:
+        test = statement.test
+        self._expressions([test], cause)
+        if cause is None and self.tests.ranks(test):
             if branches_agree(statement, rest, self.signatures, in_loop=self._in_loop(statement)):
                 return []
-            cause = Cause(kind=Parting.CONDITION, node=statement.test, test=text_of(statement.test))
-        elif cause is None and is_data_test(statement.test, self.bindings, self.signatures.names):
-            cause = Cause(kind=Parting.DATA, node=statement.test, test=text_of(statement.test))
-        first = self.block(statement.body, cause, rest)
-        return [*first, *self.block(statement.orelse, cause, rest)]
+            cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
+        elif cause is None and is_data_test(test, self.bindings, self.signatures.names):
+            cause = Cause(kind=Parting.DATA, node=test, test=text_of(test))
+        return [*self.block(statement.body, cause, rest), *self.block(statement.orelse, cause, rest)]
 
-    def _loop(self, loop: _Loop, cause: Cause | None) -> list[Cause]:
+    def _loop(self, loop: Loop, cause: Cause | None) -> list[Cause]:
         head = loop.test if isinstance(loop, ast.While) else loop.iter
         self._expressions([head], cause)
         inner = cause
-        if cause is None and isinstance(loop, ast.While) and self.tests.ranks(head) is not None:
-            inner = Cause(kind=Parting.CONDITION, node=head, test=text_of(head))
-        elif (
-            cause is None
-            and not isinstance(loop, ast.While)
-            and self.tests.is_share(head)
-            and not self._joins(loop)
-        ):
-            inner = Cause(kind=Parting.LOOP, node=head, test=text_of(head))
+        if cause is None and isinstance(loop, ast.While):
+            if self.tests.ranks(head):
+                inner = Cause(kind=Parting.CONDITION, node=head, test=text_of(head))
+        elif cause is None and self.tests.is_share(head):
+            around = [each for each in self.bindings.script.enclosing(loop) if isinstance(each, ast.With)]
+            if not any(_calls_one_of(item.context_expr, _JOINS) for each in around for item in each.items):
+                inner = Cause(kind=Parting.LOOP, node=head, test=text_of(head))
         departures = self.block(loop.body, inner)
         for departure in departures:
             # The next rounds miss what stands before too.
@@ -133,34 +137,28 @@ class Walk:
             if cause is None and swallowed(handler):
                 caught = "except:" if handler.type is None else f"except {text_of(handler.type)}:"
                 reason = Cause(kind=Parting.HANDLER, node=handler, test=caught)
-                trained = [
-                    each
-                    for each in self.signatures.reached(statement.body)
-                    if each.collective.key == "backward"
-                ]
-                self._record(trained, reason)
+                reached = self.signatures.reached(statement.body)
+                self._record([each for each in reached if each.collective.key == "backward"], reason)
             departures += self.block(handler.body, reason, [*statement.finalbody, *rest])
         departures += self.block(statement.orelse, cause, rest)
         return [*departures, *self.block(statement.finalbody, cause, rest)]
 
     def _match(self, statement: ast.Match, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
-        self._expressions([statement.subject], cause)
-        tested = [statement.subject, *(case.guard for case in statement.cases if case.guard)]
+        subject, cases = statement.subject, statement.cases
+        self._expressions([subject], cause)
+        tested = [subject, *(case.guard for case in cases if case.guard)]
         if cause is None and any(self.tests.ranks(each) or self.tests.is_number(each) for each in tested):
-            bodies = {self.signatures.of(case.body) for case in statement.cases}
-            last = statement.cases[-1]
-            complete = (
+            bodies = {self.signatures.of(case.body) for case in cases}
+            last = cases[-1]
+            if not (
                 isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and not last.guard
-            )
-            if len(bodies | (set() if complete else {()})) > 1 or any(
-                is_departure(each) for case in statement.cases for each in case.body
             ):
-                cause = Cause(
-                    kind=Parting.CONDITION, node=statement.subject, test=f"match {text_of(statement.subject)}"
-                )
-        return [each for case in statement.cases for each in self.block(case.body, cause, rest)]
+                bodies.add(())  # no case may match
+            if len(bodies) > 1 or any(is_departure(each) for case in cases for each in case.body):
+                cause = Cause(kind=Parting.CONDITION, node=subject, test=f"match {text_of(subject)}")
+        return [each for case in cases for each in self.block(case.body, cause, rest)]
 
-    def _expressions(self, nodes: Sequence[ast.AST], cause: Cause | None) -> None:
+    def _expressions(self, nodes: Iterable[ast.AST], cause: Cause | None) -> None:
         """Look at the calls of expressions, and at the parts that only some ranks evaluate."""
         if cause is not None:
             self._record(self.signatures.reached(nodes), cause)
@@ -173,58 +171,34 @@ class Walk:
             return
         if isinstance(node, ast.BoolOp):
             for index, value in enumerate(node.values[:-1]):
-                if self.tests.ranks(value) is not None:
+                if self.tests.ranks(value):
                     self._part(value, node.values[index + 1 :])
                     return
-        elif isinstance(node, ast.IfExp) and self.tests.ranks(node.test) is not None:
+        elif isinstance(node, ast.IfExp) and self.tests.ranks(node.test):
             if self.signatures.of([node.body]) != self.signatures.of([node.orelse]):
                 self._part(node.test, [node.body, node.orelse])
             return
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             tests = [each for part in node.generators for each in part.ifs if self.tests.ranks(each)]
-            elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
             if tests:
+                elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
                 self._part(tests[0], elements)
-        for child in ast.iter_child_nodes(node):
-            self._conditional_parts(child)
+        self._expressions(ast.iter_child_nodes(node), None)
 
     def _part(self, test: ast.expr, nodes: Sequence[ast.AST]) -> None:
         cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
         self._record(self.signatures.reached(nodes), cause)
 
-    def _joins(self, loop: _Loop) -> bool:
-        """Return whether a loop stands in a block that lets ranks end at different rounds."""
-        around = [each for each in self.bindings.script.enclosing(loop) if isinstance(each, ast.With)]
-        calls = [item.context_expr for each in around for item in each.items]
-        return any(
-            isinstance(call, ast.Call) and written(call.func).rpartition(".")[2] in _JOINS for call in calls
-        )
-
-    def _parts(self, statement: ast.stmt, cause: Cause) -> bool:
-        """Return whether a departure may leave others behind: after an exception it must skip rounds of a loop."""
-        return cause.kind is not Parting.HANDLER or self._in_loop(statement)
-
     def _in_loop(self, statement: ast.stmt) -> bool:
-        for each in self.bindings.script.enclosing(statement):
-            if isinstance(each, Function):
-                return False
-            if isinstance(each, _Loop):
-                return True
-        return False
+        return any(isinstance(each, Loop) for each in self.bindings.script.around(statement))
 
     def _record(self, reached: Sequence[Reached], cause: Cause) -> None:
         if cause.kind is Parting.DATA:  # a step that is skipped on one rank keeps no rank waiting
             reached = [each for each in reached if not each.collective.trains]
-        if not reached:
-            return
-        key = cause.departure or cause.node
-        _, listed = self.found.setdefault(key, (cause, []))
-        listed += [each for each in reached if each not in listed]
+        if reached:
+            _, listed = self.found.setdefault(cause.departure or cause.node, (cause, []))
+            listed += [each for each in reached if each not in listed]
 
 
-def _turns(statement: ast.With | ast.AsyncWith) -> Cause | None:
-    for item in statement.items:
-        call = item.context_expr
-        if isinstance(call, ast.Call) and written(call.func).rpartition(".")[2] in _TURNS:
-            return Cause(kind=Parting.TURNS, node=call, test=text_of(call))
-    return None
+def _calls_one_of(node: ast.AST, names: frozenset[str]) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) in names

@@ -32,6 +32,11 @@ def written(node: ast.AST) -> str:
     return ""
 
 
+def last_name(node: ast.AST) -> str:
+    """Return the last part of a dotted name; empty for other expressions."""
+    return written(node).rpartition(".")[2]
+
+
 def resolved(node: ast.AST, imports: Mapping[str, str]) -> str:
     """Return the dotted name of an expression with imports resolved; empty for other expressions."""
     name = written(node)

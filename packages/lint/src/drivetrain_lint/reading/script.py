@@ -1,16 +1,17 @@
 """A script as the rules read it: imports resolved, scopes, functions, and the objects that are Accelerators."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from drivetrain_lint.reading.documents import Document
-from drivetrain_lint.reading.imports import read_imports, resolved, written
+from drivetrain_lint.reading.imports import last_name, read_imports, resolved, written
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Loop = ast.For | ast.AsyncFor | ast.While
 
-_ACCELERATORS = frozenset({"Accelerator"})
+_ACCELERATOR = "Accelerator"
 _SHARED_NODES = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
 _FRAMEWORKS = ("accelerate", "drivetrain", "drivetrain_state")
 _DISTRIBUTED = (*_FRAMEWORKS, "torch.distributed", "torch.nn.parallel", "deepspeed", "lightning_fabric")
@@ -26,8 +27,6 @@ class Script:
         parents: The parent of each node.
         scopes: The innermost function or module of each node that has one.
         nodes: All nodes, in the order of the source.
-        own: The nodes of each function and of the module, without those of functions and classes in it.
-        all_functions: The functions of the file, methods and functions in functions included.
         functions: The functions of the file by name, methods under `Class.name`; the last definition counts.
         accelerators: The names, such as `accelerator` and `self.accelerator`, that hold an Accelerator.
         uses_accelerator: Whether the script trains through an Accelerator, drivetrain's or Accelerate's.
@@ -37,10 +36,8 @@ class Script:
     document: Document
     imports: Mapping[str, str]
     parents: Mapping[ast.AST, ast.AST]
-    scopes: Mapping[ast.AST, Scope]
+    scopes: Mapping[ast.AST, ast.Module | Function]
     nodes: tuple[ast.AST, ...]
-    own: Mapping[ast.AST, tuple[ast.AST, ...]]
-    all_functions: tuple[Function, ...]
     functions: Mapping[str, Function]
     accelerators: frozenset[str]
     uses_accelerator: bool
@@ -52,15 +49,18 @@ class Script:
 
     def is_accelerator(self, node: ast.AST) -> bool:
         """Return whether an expression holds an Accelerator."""
-        name = written(node)
-        last = name.rpartition(".")[2]
-        if name in self.accelerators or last == "accelerator" or last.endswith("_accelerator"):
+        last = last_name(node)
+        if written(node) in self.accelerators or last == "accelerator" or last.endswith("_accelerator"):
             return True
-        return isinstance(node, ast.Call) and self.name_of(node.func).rpartition(".")[2] in _ACCELERATORS
+        return _makes_accelerator(node, self.imports)
 
-    def scope_of(self, node: ast.AST) -> Scope:
+    def scope_of(self, node: ast.AST) -> ast.Module | Function:
         """Return the innermost function that contains a node, or the module."""
         return self.scopes.get(node, self.document.tree)
+
+    def all_scopes(self) -> list[ast.Module | Function]:
+        """Return the module and its functions, methods and functions in functions included."""
+        return [self.document.tree, *(node for node in self.nodes if isinstance(node, Function))]
 
     def enclosing(self, node: ast.AST) -> Iterator[ast.AST]:
         """Iterate over the ancestors of a node, from the inside."""
@@ -69,15 +69,12 @@ class Script:
             yield parent
             parent = self.parents.get(parent)
 
-    def own_nodes(self, within: ast.AST) -> Iterator[ast.AST]:
-        """Iterate over the nodes of a function, the module or a statement, without those of functions in it."""
-        if within in self.own:
-            yield from self.own[within]
-            return
-        for child in ast.iter_child_nodes(within):
-            yield child
-            if not isinstance(child, Function | ast.ClassDef | ast.Lambda):
-                yield from self.own_nodes(child)
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Iterate over the ancestors of a node that are in the same function, from the inside."""
+        for each in self.enclosing(node):
+            if isinstance(each, Function):
+                return
+            yield each
 
     def callee(self, call: ast.Call) -> Function | None:
         """Return the function of this file that a call runs, if the name tells."""
@@ -106,30 +103,49 @@ class Script:
                 yield call
 
 
+def own_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Iterate over nodes and those in them, in source order; bodies of inner functions and classes are left out."""
+    waiting = [*nodes][::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            waiting += [*ast.iter_child_nodes(node)][::-1]
+
+
 def read_script(document: Document) -> Script:
     """Return what the rules need to know about a parsed file."""
     imports = read_imports(document.tree)
     parents: dict[ast.AST, ast.AST] = {}
-    scopes: dict[ast.AST, Scope] = {}
+    scopes: dict[ast.AST, ast.Module | Function] = {}
     functions: dict[str, Function] = {}
-    _map_tree(document.tree, parents, scopes, functions)
-    nodes = (document.tree, *parents)
+    nodes: list[ast.AST] = []
+    waiting: list[ast.AST] = [document.tree]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        if isinstance(node, Function):
+            parent = parents[node]
+            prefix = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
+            functions[f"{prefix}{node.name}"] = node
+        # Contexts and operators are shared between the nodes of a tree: they have no one parent.
+        children = [each for each in ast.iter_child_nodes(node) if not isinstance(each, _SHARED_NODES)]
+        parents |= dict.fromkeys(children, node)
+        scopes |= dict.fromkeys(children, node if isinstance(node, ast.Module | Function) else scopes[node])
+        waiting += reversed(children)
     accelerators = frozenset(_accelerators(nodes, imports))
-    roots = set(imports.values())
-    uses = bool(accelerators) or any(_within(name, _FRAMEWORKS) for name in roots)
+    uses = bool(accelerators) or _comes_from(imports.values(), _FRAMEWORKS)
     return Script(
         document=document,
         imports=imports,
         parents=parents,
         scopes=scopes,
-        nodes=nodes,
-        own=_own_nodes(nodes, parents),
-        all_functions=tuple(node for node in nodes if isinstance(node, Function)),
+        nodes=tuple(nodes),
         functions=functions,
         accelerators=accelerators,
         uses_accelerator=uses,
         is_distributed=uses
-        or any(_within(name, _DISTRIBUTED) for name in roots)
+        or _comes_from(imports.values(), _DISTRIBUTED)
         or any(
             isinstance(node, ast.Attribute) and resolved(node, imports) == "torch.distributed"
             for node in nodes
@@ -137,63 +153,26 @@ def read_script(document: Document) -> Script:
     )
 
 
-def _within(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+def _comes_from(names: Iterable[str], packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for name in names for package in packages)
 
 
-def _map_tree(
-    tree: ast.Module,
-    parents: dict[ast.AST, ast.AST],
-    scopes: dict[ast.AST, Scope],
-    functions: dict[str, Function],
-) -> None:
-    waiting: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
-    while waiting:
-        node, parent = waiting.pop()
-        if parent is not None:
-            parents[node] = parent
-            scopes[node] = parent if isinstance(parent, ast.Module | Function) else scopes[parent]
-        if isinstance(node, Function):
-            prefix = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
-            functions[f"{prefix}{node.name}"] = node
-        # Contexts and operators are shared between the nodes of a tree: they have no one parent.
-        children = [each for each in ast.iter_child_nodes(node) if not isinstance(each, _SHARED_NODES)]
-        waiting += [(child, node) for child in reversed(children)]
-
-
-def _own_nodes(
-    nodes: tuple[ast.AST, ...], parents: Mapping[ast.AST, ast.AST]
-) -> dict[ast.AST, tuple[ast.AST, ...]]:
-    owners: dict[ast.AST, ast.AST | None] = {}
-    found: dict[ast.AST, list[ast.AST]] = {}
+def _accelerators(nodes: Iterable[ast.AST], imports: Mapping[str, str]) -> Iterator[str]:
     for node in nodes:
-        parent = parents.get(node)
-        if parent is None:
-            owner: ast.AST | None = None
-        elif isinstance(parent, ast.Module | Function):
-            owner = parent
-        else:
-            owner = None if isinstance(parent, ast.ClassDef | ast.Lambda) else owners[parent]
-        owners[node] = owner
-        if owner is not None:
-            found.setdefault(owner, []).append(node)
-    return {owner: tuple(listed) for owner, listed in found.items()}
-
-
-def _accelerators(nodes: tuple[ast.AST, ...], imports: Mapping[str, str]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Assign) and _makes_accelerator(node.value, imports):
-            yield from (written(target) for target in node.targets)
-        elif isinstance(node, ast.AnnAssign) and node.value and _makes_accelerator(node.value, imports):
-            yield written(node.target)
-        elif isinstance(node, ast.withitem) and node.optional_vars:
-            if _makes_accelerator(node.context_expr, imports):
+        match node:
+            case ast.Assign() if _makes_accelerator(node.value, imports):
+                yield from map(written, node.targets)
+            case ast.AnnAssign() if node.value and _makes_accelerator(node.value, imports):
+                yield written(node.target)
+            case ast.withitem() if node.optional_vars and _makes_accelerator(node.context_expr, imports):
                 yield written(node.optional_vars)
-        elif isinstance(node, ast.arg) and node.annotation is not None:
-            annotation = ast.unparse(node.annotation).strip("\"'")
-            if annotation.removesuffix(" | None").rpartition(".")[2] in _ACCELERATORS:
-                yield node.arg
+            case ast.arg() if node.annotation:
+                annotation = ast.unparse(node.annotation).strip("\"'").removesuffix(" | None")
+                if annotation.rpartition(".")[2] == _ACCELERATOR:
+                    yield node.arg
+            case _:
+                pass
 
 
-def _makes_accelerator(value: ast.expr, imports: Mapping[str, str]) -> bool:
-    return isinstance(value, ast.Call) and resolved(value.func, imports).rpartition(".")[2] in _ACCELERATORS
+def _makes_accelerator(value: ast.AST, imports: Mapping[str, str]) -> bool:
+    return isinstance(value, ast.Call) and resolved(value.func, imports).rpartition(".")[2] == _ACCELERATOR

@@ -1,72 +1,45 @@
 """Findings as SARIF 2.1.0, the format of static analysis results that code hosts and editors read."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from drivetrain_lint.checker import UNREADABLE, Report
-from drivetrain_lint.finding import Finding, Severity
+from drivetrain_lint.finding import Finding
 from drivetrain_lint.rules.rule import Rule
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
 def as_sarif(report: Report) -> str:
     """Return the findings, and the rules that were checked, as a SARIF log of one run."""
     from importlib.metadata import version  # slow to import, and the other reports do not need it
 
-    rules = [*map(_rule, report.rules), *_unreadable_rule(report.findings)]
-    places = {rule["id"]: index for index, rule in enumerate(rules)}
-    log = {
-        "$schema": SCHEMA,
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {
-                    "driver": {
-                        "name": "drivetrain lint",
-                        "semanticVersion": version("drivetrain-lint"),
-                        "rules": rules,
-                    }
-                },
-                "columnKind": "unicodeCodePoints",
-                "results": [_result(finding, places[finding.code]) for finding in report.findings],
-            }
-        ],
+    rules = [UNREADABLE, *report.rules]
+    indices = {rule.code: index for index, rule in enumerate(rules)}
+    driver = {
+        "name": "drivetrain lint",
+        "semanticVersion": version("drivetrain-lint"),
+        "rules": [_rule(rule) for rule in rules],
     }
-    return f"{json.dumps(log, indent=2)}\n"
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(finding, indices[finding.code]) for finding in report.findings],
+    }
+    return f"{json.dumps({'$schema': SCHEMA, 'version': '2.1.0', 'runs': [run]}, indent=2)}\n"
 
 
-def _rule(rule: Rule) -> dict[str, Any]:
+def _rule(rule: Rule[Any]) -> dict[str, Any]:
     return {
         "id": rule.code,
         "name": "".join(word.capitalize() for word in rule.name.split("-")),
         "shortDescription": {"text": rule.summary},
         "fullDescription": {"text": f"{rule.summary} {rule.why}"},
         "help": {"text": rule.mend},
-        "defaultConfiguration": {"level": _LEVELS[rule.severity], "enabled": rule.is_default},
+        "defaultConfiguration": {"level": rule.severity, "enabled": True},
     }
-
-
-def _unreadable_rule(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return the entry of files that cannot be parsed, if there are any."""
-    found = next((finding for finding in findings if finding.code == UNREADABLE), None)
-    if found is None:
-        return []
-    text = "The file cannot be parsed."
-    return [
-        {
-            "id": UNREADABLE,
-            "name": "Unreadable",
-            "shortDescription": {"text": text},
-            "fullDescription": {"text": f"{text} {found.why}"},
-            "help": {"text": found.mend},
-            "defaultConfiguration": {"level": "error", "enabled": True},
-        }
-    ]
 
 
 def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
@@ -84,7 +57,7 @@ def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
     return {
         "ruleId": finding.code,
         "ruleIndex": rule_index,
-        "level": _LEVELS[finding.severity],
+        "level": finding.severity,
         "message": {"text": f"{finding.what}{cell}. {finding.why} {finding.mend}"},
         "locations": [{"physicalLocation": location}],
     }

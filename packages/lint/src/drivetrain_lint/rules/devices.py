@@ -2,114 +2,93 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from drivetrain_lint.finding import Hit, Severity
-from drivetrain_lint.flow.program import Program
-from drivetrain_lint.reading.imports import written
 from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.visitor import CallSite, Visitor
 
-_KINDS = "cuda|xpu|npu|mps|hpu|mlu"
-_INDEXED = re.compile(rf"^({_KINDS}):\d+$")
-_ANY = re.compile(rf"^({_KINDS})(:\d+)?$")
+_DEVICE = re.compile(r"^(?:cuda|xpu|npu|mps|hpu|mlu)(:\d+)?$")
 _NUMBERED = "every rank of the node uses this one device: the first runs out of memory, the others idle"
 _NAMED = "the script runs on no other kind of device, and not on the CPU"
 
 
-def _hard_coded(program: Program) -> Iterator[Hit]:
-    script = program.script
-    if not script.is_distributed or not _trains(program) or _names_several(program):
+def _visit_training_scripts(visitor: Visitor) -> Sequence[CallSite]:
+    """Visit the calls of a script that trains on several ranks itself, rather than serve scripts that do."""
+    program = visitor.program
+    trains = any(program.script.method_calls("prepare", "backward")) or (
+        program.collectives.wraps_models and any(call.method == "backward" for call in visitor.calls)
+    )
+    indexed = {
+        each.value for each in map(_device, program.script.nodes) if each is not None and _has_index(each)
+    }
+    # Parts on several devices by number are a decision, as of one process that is a whole pipeline.
+    return visitor.calls if program.script.is_distributed and trains and len(indexed) < 2 else ()
+
+
+def _check_device(call: CallSite) -> Iterator[Hit]:
+    script = call.program.script
+    place = _place(call)
+    # Plain torch scripts select the rank's own device, which "cuda" then is.
+    if place is None or (
+        call.name == "torch.cuda.set_device"
+        and any(isinstance(each, ast.If | ast.ExceptHandler) for each in script.around(call.node))
+    ):
         return
-    for call in script.calls():
-        name = script.name_of(call.func)
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        place = _place(call, name, method)
-        if place is not None:
-            # Plain torch scripts select the rank's own device, which "cuda" then is.
-            if name == "torch.cuda.set_device" and _is_chosen(program, call):
-                continue
-            if _is_numbered(place) or script.uses_accelerator:
-                shown = ast.unparse(call) if len(ast.unparse(call)) < 50 else written(call.func) + "(...)"
-                if _is_numbered(place):
-                    yield Hit(node=call, what=f"`{shown}`: {_NUMBERED}", severity=Severity.ERROR)
-                else:
-                    yield Hit(node=call, what=f"`{shown}`: {_NAMED}")
+    is_numbered = _has_index(place) if isinstance(place, ast.Constant) else isinstance(place, ast.Dict)
+    if is_numbered or script.uses_accelerator:
+        text = ast.unparse(call.node)
+        yield Hit(
+            node=call.node,
+            what=f"`{text if len(text) < 50 else f'{call.written}(...)'}`: {_NUMBERED if is_numbered else _NAMED}",
+            severity=Severity.ERROR if is_numbered else None,
+        )
 
 
-def _is_chosen(program: Program, call: ast.Call) -> bool:
-    """Return whether a test or a handler around a call makes it one choice of several."""
-    for each in program.script.enclosing(call):
-        if isinstance(each, ast.If | ast.ExceptHandler):
-            return True
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-            break
-    return False
-
-
-def _place(call: ast.Call, name: str, method: str) -> ast.AST | None:
+def _place(call: CallSite) -> ast.AST | None:
     """Return the part of a call that writes a device down."""
-    if method == "cuda" and not name.startswith("torch.") and not call.keywords:
-        if not call.args:
-            return call
-        return call.args[0] if _is_zero(call.args[0]) or _device(call.args[0]) else None
-    if name == "torch.cuda.set_device" and call.args and _is_zero(call.args[0]):
-        return call.args[0]
-    if (method == "to" or name in ("torch.device", "device")) and call.args:
-        return _device(call.args[0])
-    for keyword in call.keywords:
+    first = call.node.args[0] if call.node.args else None
+    if call.method == "cuda" and not call.name.startswith("torch.") and not call.node.keywords:
+        if first is None:
+            return call.node
+        return first if _is_number(first) else _device(first)
+    if first is not None:
+        if call.name == "torch.cuda.set_device" and _is_number(first):
+            return first
+        if call.method == "to" or call.name in ("torch.device", "device"):
+            return _device(first)
+    for keyword in call.node.keywords:
         if keyword.arg in ("device", "device_map") and (found := _device(keyword.value)):
             return found
-        if keyword.arg == "device_map" and _maps_to_first(keyword.value):
+        if keyword.arg == "device_map" and _maps_all_to_one(keyword.value):
             return keyword.value
     return None
 
 
-def _device(node: ast.expr) -> ast.expr | None:
+def _device(node: ast.AST) -> ast.Constant | None:
     """Return the constant device in an expression, that of either branch of a condition included."""
     if isinstance(node, ast.IfExp):
         return _device(node.body) or _device(node.orelse)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and _ANY.match(node.value):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DEVICE.match(node.value):
         return node
     return None
 
 
-def _is_numbered(place: ast.AST) -> bool:
-    if isinstance(place, ast.Constant):
-        return not isinstance(place.value, str) or bool(_INDEXED.match(place.value))
-    return isinstance(place, ast.Dict)
+def _has_index(device: ast.Constant) -> bool:
+    return not isinstance(device.value, str) or ":" in device.value
 
 
-def _is_zero(node: ast.expr) -> bool:
+def _is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
-def _maps_to_first(node: ast.expr) -> bool:
-    if not isinstance(node, ast.Dict) or len(node.keys) != 1 or node.keys[0] is None:
-        return False
-    key, value = node.keys[0], node.values[0]
-    return (
-        isinstance(key, ast.Constant) and key.value == "" and (_is_zero(value) or _device(value) is not None)
-    )
-
-
-def _trains(program: Program) -> bool:
-    """Return whether the script trains on several ranks itself, rather than serve scripts that do."""
-    if any(program.script.method_calls("prepare", "backward")):
-        return True
-    return program.collectives.wraps_models and any(
-        isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
-        for call in program.script.calls()
-    )
-
-
-def _names_several(program: Program) -> bool:
-    """Return whether the script places parts on several devices by number, as one process of a pipeline may."""
-    indexed = {
-        node.value
-        for node in program.script.nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _INDEXED.match(node.value)
-    }
-    return len(indexed) > 1
+def _maps_all_to_one(node: ast.expr) -> bool:
+    """Return whether a device map places the whole model, whose name is empty, on a device that is written down."""
+    match node:
+        case ast.Dict(keys=[ast.Constant(value="")], values=[value]):
+            return _is_number(value) or _device(value) is not None
+        case _:
+            return False
 
 
 RULES = (
@@ -119,9 +98,9 @@ RULES = (
         severity=Severity.WARNING,
         summary='A device is written down: .cuda(), .to("cuda"), torch.device("cuda:0"), device_map={"": 0}.',
         why="Ranks must use devices of their own, and scripts run on machines with others, or none.",
-        mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches "
-        "there); in plain torch, "
-        'f"cuda:{local_rank}".',
-        check=_hard_coded,
+        mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches there); in plain "
+        'torch, f"cuda:{local_rank}".',
+        visits=_visit_training_scripts,
+        check=_check_device,
     ),
 )

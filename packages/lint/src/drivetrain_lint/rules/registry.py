@@ -1,6 +1,7 @@
 """All rules, and the choice among them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from drivetrain_lint.errors import LintArgumentError
 from drivetrain_lint.rules import (
@@ -14,7 +15,7 @@ from drivetrain_lint.rules import (
 from drivetrain_lint.rules.rule import Rule
 from drivetrain_messages import suggest
 
-ALL_RULES: tuple[Rule, ...] = (
+ALL_RULES: tuple[Rule[Any], ...] = (
     *diverging_ranks.RULES,
     *prepared_objects.RULES,
     *optimizer_steps.RULES,
@@ -24,17 +25,16 @@ ALL_RULES: tuple[Rule, ...] = (
 )
 
 
-def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
+def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule[Any], ...]:
     """Return the rules to check.
 
     Args:
-        select: Codes, beginnings of codes ("DT1"), names, or "all"; if empty, the rules that are on by default.
+        select: Codes, beginnings of codes ("DT1"), names, or "all"; if empty, all rules.
         ignore: Codes, beginnings of codes or names of rules to leave out.
 
     Raises:
         LintArgumentError: A word names no rule.
     """
-    chosen = [rule for rule in ALL_RULES if (rule.is_default if not select else _named(rule, select))]
     for word in (*select, *ignore):
         if word != "all" and not any(_named(rule, [word]) for rule in ALL_RULES):
             meant = suggest(word, [name for rule in ALL_RULES for name in (rule.code, rule.name)])
@@ -42,10 +42,10 @@ def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> t
                 f"{word}: no such rule{meant}; the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
                 "stands for all that begin so"
             )
-    return tuple(rule for rule in chosen if not _named(rule, ignore))
+    return tuple(rule for rule in ALL_RULES if _named(rule, select or ["all"]) and not _named(rule, ignore))
 
 
-def _named(rule: Rule, words: Sequence[str]) -> bool:
+def _named(rule: Rule[Any], words: Sequence[str]) -> bool:
     return any(
         word == "all"
         or rule.name == word

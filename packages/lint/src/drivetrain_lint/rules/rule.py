@@ -1,14 +1,17 @@
 """The form of a rule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from drivetrain_lint.finding import Hit, Severity
-from drivetrain_lint.flow.program import Program
+from drivetrain_lint.rules.visitor import Visitor
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Generic[Part]):
     """A fault that the linter finds.
 
     Attributes:
@@ -18,8 +21,8 @@ class Rule:
         summary: The fault, in a sentence without the names of a script.
         why: The consequence of the fault.
         mend: The change that removes the fault.
-        check: The function that finds it in a script.
-        is_default: Whether the rule is on unless others are selected.
+        visits: Returns the parts of a script that the rule visits.
+        check: Finds the fault in one of these parts.
     """
 
     code: str
@@ -28,5 +31,10 @@ class Rule:
     summary: str
     why: str
     mend: str
-    check: Callable[[Program], Iterator[Hit]]
-    is_default: bool = True
+    visits: Callable[[Visitor], Iterable[Part]]
+    check: Callable[[Part], Iterable[Hit]]
+
+    def find(self, visitor: Visitor) -> Iterator[Hit]:
+        """Iterate over the places of a script that break the rule."""
+        for part in self.visits(visitor):
+            yield from self.check(part)

@@ -2,136 +2,110 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from drivetrain_lint.finding import Hit, Severity
-from drivetrain_lint.flow.program import Program
-from drivetrain_lint.reading.imports import written
+from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.training_loop import (
-    blocks,
-    conditions_around,
-    loops_around,
-    own_calls,
-    scopes,
-    straight_line,
-)
+from drivetrain_lint.rules.visitor import CallSite, ScopeSite, Visitor, makers_of, visit_scopes
 
 _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max", "t_total"})
+# Schedules of other things than the learning rate.
+_OTHERS = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
 
 
-def _stepped_twice(program: Program) -> Iterator[Hit]:
-    for scope in scopes(program):
-        steps = [call for call in own_calls(program.script, scope) if _is_schedule_step(program, call)]
-        told: set[ast.AST] = set()
-        for block in blocks(program.script, scope):
-            yield from _twice_in(program, block, told)
-        yield from _per_batch_and_epoch(program, [each for each in steps if each not in told])
-        yield from _by_hand(program, steps)
+def _check_steps(scope: ScopeSite) -> Iterator[Hit]:
+    steps = {call.node: call for call in scope.calls if _is_schedule_step(call)}
+    repeated = {
+        second: first for statements in scope.sequences() for first, second in _repeated(statements, steps)
+    }
+    for second, first in repeated.items():
+        name = written(steps[second].owner)
+        what = f"`{name}.step()` is called a second time in a round of the loop, after line {first.lineno}"
+        yield Hit(node=second, what=what)
+    others = [call for node, call in steps.items() if node not in repeated and not node.args and call.loops]
+    for outer in others:
+        inner = next((each for each in others if _is_inside(each, outer)), None)
+        if inner is not None:
+            what = (
+                f"`{ast.unparse(outer.node.func)}()` steps once an epoch, and at line "
+                f"{inner.node.lineno} once a batch too"
+            )
+            yield Hit(node=outer.node, what=what)
+    for call in steps.values():
+        yield from _check_repetition(call)
 
 
-def _twice_in(program: Program, block: list[ast.stmt], told: set[ast.AST]) -> Iterator[Hit]:
-    """Find two steps of one schedule among statements that run one after the other, in a loop."""
+def _repeated(
+    statements: Sequence[ast.stmt], steps: Mapping[ast.Call, CallSite]
+) -> Iterator[tuple[ast.Call, ast.Call]]:
+    """Iterate over two steps of one schedule among statements that run one after the other, in a loop."""
     first: dict[str, ast.Call] = {}
-    for statement in straight_line(block):
+    for statement in statements:
         if isinstance(statement, ast.For | ast.While | ast.If | ast.Try):
             first = {}  # what runs between may be an optimizer step of its own
-            continue
         call = statement.value if isinstance(statement, ast.Expr) else None
         if not isinstance(call, ast.Call):
             continue
-        if (
-            isinstance(call.func, ast.Attribute)
-            and call.func.attr == "step"
-            and not _is_schedule_step(program, call)
-        ):
-            first = {}
-        if not _is_schedule_step(program, call) or not loops_around(program.script, call):
-            continue
-        name = written(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        if name in first:
-            told.add(call)
-            yield Hit(
-                node=call,
-                what=f"`{name}.step()` is called a second time in a round of the loop, after line "
-                f"{first[name].lineno}",
-            )
-        first[name] = call
+        if call not in steps:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+                first = {}
+        elif steps[call].loops:
+            name = written(steps[call].owner)
+            if name in first:
+                yield first[name], call
+            first[name] = call
 
 
-def _per_batch_and_epoch(program: Program, steps: list[ast.Call]) -> Iterator[Hit]:
-    """Find a schedule that steps in an inner loop and once more in the loop around it."""
-    script = program.script
-    for outer in steps:
-        around = loops_around(script, outer)
-        if not around or conditions_around(script, outer, until=around[0]) or outer.args:
-            continue
-        for inner in steps:
-            loops = loops_around(script, inner)
-            same = (
-                ast.unparse(inner.func) == ast.unparse(outer.func) and inner is not outer and not inner.args
-            )
-            deeper = len(loops) > len(around) and loops[-len(around) :] == around
-            if same and deeper and not conditions_around(script, inner, until=around[0]):
-                yield Hit(
-                    node=outer,
-                    what=f"`{ast.unparse(outer.func)}()` steps once an epoch, and at line "
-                    f"{inner.lineno} once a batch too",
-                )
-                break
+def _is_inside(inner: CallSite, outer: CallSite) -> bool:
+    """Return whether a schedule that steps in a loop steps in a loop within it too."""
+    around, loops = outer.loops, inner.loops
+    return (
+        ast.unparse(inner.node.func) == ast.unparse(outer.node.func)
+        and len(loops) > len(around)
+        and loops[-len(around) :] == around
+        and not outer.conditions(until=around[0])
+        and not inner.conditions(until=around[0])
+    )
 
 
-def _by_hand(program: Program, steps: list[ast.Call]) -> Iterator[Hit]:
+def _check_repetition(call: CallSite) -> Iterator[Hit]:
     """Find a prepared schedule that a loop over the processes or accumulation steps advances."""
-    known = program.prepared
-    for call in steps:
-        loops = loops_around(program.script, call)
-        if not loops or not isinstance(loops[0], ast.For) or not isinstance(call.func, ast.Attribute):
-            continue
-        count = ast.unparse(loops[0].iter)
-        if len(loops[0].body) != 1 or written(call.func.value) not in known.results:
-            continue
-        if re.search(r"^range\(.*(num_processes|world_size|accum)", count):
-            name = written(call.func)
-            yield Hit(
-                node=call, what=f"`{name}()` is repeated over `{count}`, though the schedule is prepared"
-            )
-
-
-def _is_schedule_step(program: Program, call: ast.Call) -> bool:
-    if not (isinstance(call.func, ast.Attribute) and call.func.attr == "step") or len(call.args) > 1:
-        return False
-    owner = call.func.value
-    last = written(owner).rpartition(".")[2].lower()
-    made = [
-        program.script.name_of(each.func)
-        for each in program.bindings.values(owner)
-        if isinstance(each, ast.Call)
-    ]
-    if any(name.startswith("torch.optim.lr_scheduler.") for name in made):
-        return True
-    words = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
-    return "sched" in last and not any(word in last for word in words)
-
-
-def _scaled_length(program: Program) -> Iterator[Hit]:
-    script = program.script
-    if not any(name.partition(".")[0] == "drivetrain" for name in script.imports.values()):
+    loop = call.loops[0] if call.loops else None
+    if not isinstance(loop, ast.For) or len(loop.body) != 1:
         return
-    for call in script.calls():
-        for keyword in call.keywords:
-            if keyword.arg not in _LENGTHS:
-                continue
-            for node in ast.walk(keyword.value):
-                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div):
-                    sides = [written(node.left).rpartition(".")[2], written(node.right).rpartition(".")[2]]
-                    if "num_processes" in sides or "world_size" in sides:
-                        yield Hit(
-                            node=keyword.value,
-                            what=f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length "
-                            "of a schedule by ranks",
-                        )
-                        break
+    count = ast.unparse(loop.iter)
+    is_prepared = written(call.owner) in call.program.prepared.results
+    if is_prepared and re.search(r"^range\(.*(num_processes|world_size|accum)", count):
+        what = f"`{call.written}()` is repeated over `{count}`, though the schedule is prepared"
+        yield Hit(node=call.node, what=what)
+
+
+def _is_schedule_step(call: CallSite) -> bool:
+    if call.method != "step" or len(call.node.args) > 1:
+        return False
+    if any(each.startswith("torch.optim.lr_scheduler.") for each in makers_of(call.program, call.owner)):
+        return True
+    last = last_name(call.owner).lower()
+    return "sched" in last and not any(word in last for word in _OTHERS)
+
+
+def _visit_drivetrain_calls(visitor: Visitor) -> Sequence[CallSite]:
+    imported = visitor.program.script.imports.values()
+    return visitor.calls if any(name.partition(".")[0] == "drivetrain" for name in imported) else ()
+
+
+def _check_length(call: CallSite) -> Iterator[Hit]:
+    for keyword in call.node.keywords:
+        if keyword.arg in _LENGTHS and any(map(_scales_by_ranks, ast.walk(keyword.value))):
+            what = f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length of a schedule by ranks"
+            yield Hit(node=keyword.value, what=what)
+
+
+def _scales_by_ranks(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div)):
+        return False
+    return not {last_name(node.left), last_name(node.right)}.isdisjoint({"num_processes", "world_size"})
 
 
 RULES = (
@@ -141,9 +115,10 @@ RULES = (
         severity=Severity.ERROR,
         summary="A learning rate schedule steps several times for one optimizer step.",
         why="The schedule ends early: the rest of the run trains at its last rate, often 0.",
-        mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts "
-        "optimizer steps by itself.",
-        check=_stepped_twice,
+        mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by "
+        "itself.",
+        visits=visit_scopes,
+        check=_check_steps,
     ),
     Rule(
         code="DT306",
@@ -152,6 +127,7 @@ RULES = (
         summary="The length of a schedule is multiplied or divided by the number of processes (drivetrain only).",
         why="drivetrain's schedules count optimizer steps, as many on any number of processes.",
         mend="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
-        check=_scaled_length,
+        visits=_visit_drivetrain_calls,
+        check=_check_length,
     ),
 )

@@ -1,110 +1,98 @@
-"""The work that all ranks do and one should: writing one file, asking, printing; and an order that never changes."""
+"""The work that all ranks do and one should, writing one file or asking; and an order that never changes."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.program import ONE_RANK, Program
 from drivetrain_lint.flow.rank_tests import rank_words
-from drivetrain_lint.reading.imports import written
-from drivetrain_lint.reading.script import Function
+from drivetrain_lint.reading.imports import last_name, written
+from drivetrain_lint.reading.script import Function, own_nodes
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.training_loop import loops_around, own_calls, scopes
+from drivetrain_lint.rules.visitor import CallSite, ScopeSite, Visitor, visit_scopes
 
 _DEPTH = 3
 
 
-def _files(program: Program) -> Iterator[Hit]:
-    for call in _calls_on_all_ranks(program, "torch.save"):
-        if len(call.args) < 2 or _differs(program, call.args[1], _DEPTH):
-            continue
-        if _is_path(program, call.args[1], _DEPTH):
-            yield Hit(node=call, what=f"all ranks write `{ast.unparse(call.args[1])}` at the same time")
+def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[CallSite]]:
+    """Return a visit of the calls of a function that all ranks make, as far as it is known."""
+
+    def visit(visitor: Visitor) -> Iterator[CallSite]:
+        for scope in visitor.scopes:
+            calls = [call for call in scope.calls if call.name == name and not _is_on_one_rank(call)]
+            # A function that trains runs on all ranks; of another one it is not known who calls it.
+            if calls and any(scope.program.collectives.of(each.node) for each in scope.calls):
+                yield from calls
+
+    return visit
 
 
-def _questions(program: Program) -> Iterator[Hit]:
-    script = program.script
-    if not script.is_distributed or "input" in script.functions:
-        return
-    for call in _calls_on_all_ranks(program, "input"):
-        if not program.bindings.of(call.func):
-            yield Hit(node=call, what="`input()` waits for a line on every rank, and ranks have no keyboard")
+def _check_file(save: CallSite) -> Iterator[Hit]:
+    path = save.node.args[1] if len(save.node.args) > 1 else None
+    if path is not None and not _differs(save.program, path, _DEPTH) and _is_path(save.program, path, _DEPTH):
+        yield Hit(node=save.node, what=f"all ranks write `{ast.unparse(path)}` at the same time")
 
 
-def _prints(program: Program) -> Iterator[Hit]:
-    for call in _calls_on_all_ranks(program, "print"):
-        if loops_around(program.script, call):
-            yield Hit(node=call, what="`print` in a training loop writes once for each rank")
+def _check_question(call: CallSite) -> Iterator[Hit]:
+    script = call.program.script
+    is_builtin = "input" not in script.functions and not call.program.bindings.of(call.node.func)
+    if is_builtin and script.is_distributed:
+        what = "`input()` waits for a line on every rank, and ranks have no keyboard"
+        yield Hit(node=call.node, what=what)
 
 
-def _calls_on_all_ranks(program: Program, name: str) -> Iterator[ast.Call]:
-    """Iterate over the calls of a function that all ranks make, as far as it is known."""
-    for scope in scopes(program):
-        calls = list(own_calls(program.script, scope))
-        # A function that trains runs on all ranks; of another one it is not known who calls it.
-        if any(program.collectives.of(each) for each in calls):
-            for call in calls:
-                if program.script.name_of(call.func) == name and not _on_one_rank(program, call):
-                    yield call
+def _check_sampler(scope: ScopeSite) -> Iterator[Hit]:
+    samplers = [
+        call.node
+        for call in scope.calls
+        if call.last == "DistributedSampler"
+        and all(each.arg != "shuffle" or ast.unparse(each.value) == "True" for each in call.node.keywords)
+    ]
+    epochs = [
+        loop
+        for loop in scope.nodes
+        if isinstance(loop, ast.For)
+        and "epoch" in ast.unparse(loop.target).lower()
+        and _reads_attribute("backward", ast.walk(loop))
+    ]
+    if samplers and epochs and not _reads_attribute("set_epoch", scope.program.script.nodes):
+        line = epochs[0].lineno
+        what = f"the loop over epochs (line {line}) never calls `set_epoch` of this DistributedSampler"
+        yield Hit(node=samplers[0], what=what)
 
 
-def _orders(program: Program) -> Iterator[Hit]:
-    script = program.script
-    if any(isinstance(node, ast.Attribute) and node.attr == "set_epoch" for node in script.nodes):
-        return
-    for scope in scopes(program):
-        made = [
-            call
-            for call in own_calls(program.script, scope)
-            if script.name_of(call.func).rpartition(".")[2] == "DistributedSampler"
-            and all(each.arg != "shuffle" or ast.unparse(each.value) == "True" for each in call.keywords)
-        ]
-        epochs = [
-            loop
-            for loop in program.script.own_nodes(scope)
-            if isinstance(loop, ast.For)
-            and "epoch" in ast.unparse(loop.target).lower()
-            and any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(loop))
-        ]
-        if made and epochs:
-            yield Hit(
-                node=made[0],
-                what=f"the loop over epochs (line {epochs[0].lineno}) never calls `set_epoch` of "
-                "this DistributedSampler",
-            )
+def _reads_attribute(name: str, nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
 
 
-def _on_one_rank(program: Program, call: ast.Call) -> bool:
+def _is_on_one_rank(call: CallSite) -> bool:
     """Return whether a test of the rank, an earlier return, or a decorator chooses the ranks of a call."""
-    script = program.script
-    for each in script.enclosing(call):
-        if isinstance(each, ast.If | ast.While | ast.IfExp) and program.tests.ranks(each.test) is not None:
+    tests = call.program.tests
+    for each in call.program.script.enclosing(call.node):
+        if isinstance(each, ast.If | ast.While | ast.IfExp) and tests.ranks(each.test):
             return True
-        if isinstance(each, ast.BoolOp) and program.tests.ranks(each) is not None:
+        if isinstance(each, ast.BoolOp) and tests.ranks(each):
             return True
         if isinstance(each, Function):
-            decorators = " ".join(ast.unparse(decorator) for decorator in each.decorator_list)
-            return any(name in decorators for name in ONE_RANK) or _left_before(program, each, call)
+            decorators = " ".join(map(ast.unparse, each.decorator_list))
+            if any(name in decorators for name in ONE_RANK):
+                return True
+            return any(
+                isinstance(node, ast.If)
+                and node.lineno < call.node.lineno
+                and tests.ranks(node.test) is not None
+                and any(isinstance(inner, ast.Return | ast.Continue) for inner in node.body)
+                for node in own_nodes(each.body)
+            )
     return False
-
-
-def _left_before(program: Program, function: Function, call: ast.Call) -> bool:
-    return any(
-        isinstance(node, ast.If)
-        and node.lineno < call.lineno
-        and program.tests.ranks(node.test) is not None
-        and any(isinstance(each, ast.Return | ast.Continue) for each in node.body)
-        for node in program.script.own_nodes(function)
-    )
 
 
 def _differs(program: Program, path: ast.expr, depth: int) -> bool:
     """Return whether a path contains the rank."""
-    words = set(rank_words())
     for node in ast.walk(path):
-        last = written(node).rpartition(".")[2].lower()
-        if last and (
-            any(word in last for word in ("rank", "process_index", "proc_id", "device")) or last in words
+        last = last_name(node).lower()
+        if last in rank_words() or any(
+            word in last for word in ("rank", "process_index", "proc_id", "device")
         ):
             return True
         if isinstance(node, ast.Call) and program.tests.is_number(node):
@@ -117,14 +105,18 @@ def _differs(program: Program, path: ast.expr, depth: int) -> bool:
 
 def _is_path(program: Program, path: ast.expr, depth: int) -> bool:
     """Return whether an expression is a path that the script itself spells out, rather than a buffer."""
-    if isinstance(path, ast.Constant | ast.JoinedStr):
-        return isinstance(path, ast.JoinedStr) or isinstance(path.value, str)
-    if isinstance(path, ast.BinOp):
-        return _is_path(program, path.left, depth) or _is_path(program, path.right, depth)
-    if isinstance(path, ast.Call):
-        return written(path.func).endswith(("join", "Path"))
-    values = program.bindings.values(path) if depth else []
-    return bool(values) and all(_is_path(program, value, depth - 1) for value in values)
+    match path:
+        case ast.JoinedStr():
+            return True
+        case ast.Constant():
+            return isinstance(path.value, str)
+        case ast.BinOp():
+            return _is_path(program, path.left, depth) or _is_path(program, path.right, depth)
+        case ast.Call():
+            return written(path.func).endswith(("join", "Path"))
+        case _:
+            values = program.bindings.values(path) if depth else []
+            return bool(values) and all(_is_path(program, value, depth - 1) for value in values)
 
 
 RULES = (
@@ -136,17 +128,8 @@ RULES = (
         why="Ranks write over each other: the file may be torn, or hold another rank's values.",
         mend="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
         "save_model do it for all.",
-        check=_files,
-    ),
-    Rule(
-        code="DT502",
-        name="print-on-all-ranks",
-        severity=Severity.INFO,
-        summary="print() in a training loop, on all ranks.",
-        why="Eight ranks write eight lines.",
-        mend="Write accelerator.print(...), or test the rank.",
-        check=_prints,
-        is_default=False,
+        visits=_visit_calls_on_all_ranks("torch.save"),
+        check=_check_file,
     ),
     Rule(
         code="DT503",
@@ -155,7 +138,8 @@ RULES = (
         summary="input() in a function that trains.",
         why="A launched rank reads no keyboard: the call fails at the end of the file, or waits forever.",
         mend="Take the answer as an argument of the script.",
-        check=_questions,
+        visits=_visit_calls_on_all_ranks("input"),
+        check=_check_question,
     ),
     Rule(
         code="DT504",
@@ -163,7 +147,9 @@ RULES = (
         severity=Severity.WARNING,
         summary="A DistributedSampler without set_epoch in a loop over epochs.",
         why="Every epoch reads the samples in the order of the first one.",
-        mend="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by itself.",
-        check=_orders,
+        mend="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by "
+        "itself.",
+        visits=visit_scopes,
+        check=_check_sampler,
     ),
 )

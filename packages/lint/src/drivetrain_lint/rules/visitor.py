@@ -1,0 +1,173 @@
+"""The visitor of scripts, and what it hands to the rules: calls and scopes, each with what surrounds it."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from drivetrain_lint.flow.collectives import names_optimizer
+from drivetrain_lint.flow.program import Program
+from drivetrain_lint.reading.imports import last_name, written
+from drivetrain_lint.reading.script import Function, Loop, own_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSite:
+    """A call of a script.
+
+    Attributes:
+        program: The script and its flow.
+        node: The call.
+        name: The dotted name of the function, with imports resolved; empty for other expressions.
+        owner: The object whose method is called; the function itself if none is.
+        method: The method; empty if the function is none.
+    """
+
+    program: Program
+    node: ast.Call
+    name: str
+    owner: ast.expr
+    method: str
+
+    @property
+    def written(self) -> str:
+        """The function as written; empty for other expressions than dotted names."""
+        return written(self.node.func)
+
+    @property
+    def last(self) -> str:
+        """The last part of the function's dotted name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether this is a `backward`, the Accelerator's or a loss's."""
+        return self.method == "backward" and not self.name.startswith("torch.autograd")
+
+    @property
+    def is_optimizer_step(self) -> bool:
+        """Whether this is the step of an optimizer."""
+        return self.method == "step" and is_optimizer(self.program, self.owner)
+
+    @property
+    def loops(self) -> list[Loop]:
+        """The loops of the same function around this call, the inner first."""
+        return [each for each in self.program.script.around(self.node) if isinstance(each, Loop)]
+
+    def conditions(self, *, until: ast.AST | None = None) -> list[ast.If]:
+        """Return the `if` statements of the same function around this call, up to another node."""
+        found: list[ast.If] = []
+        for each in self.program.script.around(self.node):
+            if each is until:
+                break
+            if isinstance(each, ast.If):
+                found.append(each)
+        return found
+
+    def is_chosen_against(self, method: str) -> bool:
+        """Return whether another branch around this call does the same through the Accelerator."""
+        script = self.program.script
+        return any(
+            any(script.method_calls(method, within=each)) or "accelerator" in ast.unparse(each.test).lower()
+            for each in script.around(self.node)
+            if isinstance(each, ast.If | ast.IfExp)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopeSite:
+    """The module or a function of a script, with the nodes and calls of it that are in no inner function."""
+
+    program: Program
+    node: ast.Module | Function
+    nodes: tuple[ast.AST, ...]
+    calls: tuple[CallSite, ...]
+
+    def sequences(self) -> Iterator[list[ast.stmt]]:
+        """Iterate over the blocks of this scope, each as the statements that run one after the other."""
+        for node in (self.node, *self.nodes):
+            if node is not self.node and isinstance(node, Function | ast.ClassDef):
+                continue
+            for block in ("body", "orelse", "finalbody"):
+                statements = getattr(node, block, None)
+                if isinstance(statements, list) and statements:
+                    yield list(_straight_line(statements))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visitor:
+    """The one walk through a script, of which each rule visits some parts."""
+
+    program: Program
+    calls: tuple[CallSite, ...]
+    scopes: tuple[ScopeSite, ...]
+
+
+def visit(program: Program) -> Visitor:
+    """Walk through a script."""
+    sites = {call: _call_site(program, call) for call in program.script.calls()}
+    scopes: list[ScopeSite] = []
+    for scope in program.script.all_scopes():
+        nodes = tuple(own_nodes(ast.iter_child_nodes(scope)))
+        calls = tuple(sites[node] for node in nodes if isinstance(node, ast.Call))
+        scopes.append(ScopeSite(program=program, node=scope, nodes=nodes, calls=calls))
+    return Visitor(program=program, calls=tuple(sites.values()), scopes=tuple(scopes))
+
+
+def visit_calls(visitor: Visitor) -> Sequence[CallSite]:
+    """Visit all calls."""
+    return visitor.calls
+
+
+def visit_calls_after_prepare(visitor: Visitor) -> Sequence[CallSite]:
+    """Visit all calls of a script that prepares its objects."""
+    return visitor.calls if visitor.program.preparations else ()
+
+
+def visit_scopes(visitor: Visitor) -> Sequence[ScopeSite]:
+    """Visit the module and its functions."""
+    return visitor.scopes
+
+
+def visit_program(visitor: Visitor) -> Sequence[Program]:
+    """Visit the script as a whole."""
+    return (visitor.program,)
+
+
+def is_optimizer(program: Program, node: ast.expr) -> bool:
+    """Return whether an expression holds an optimizer, by its name or by what it was made of."""
+    last = last_name(node)
+    if "sched" in last.lower():
+        return False
+    return names_optimizer(last) or any(
+        maker.startswith("torch.optim.") and ".lr_scheduler." not in maker
+        for maker in makers_of(program, node)
+    )
+
+
+def makers_of(program: Program, node: ast.expr) -> list[str]:
+    """Return the names of the functions whose results a name is bound to."""
+    values = program.bindings.values(node)
+    return [program.script.name_of(each.func) for each in values if isinstance(each, ast.Call)]
+
+
+def calls_in(program: Program, node: ast.AST) -> Iterator[CallSite]:
+    """Iterate over the calls in a scope or statement, without those of functions in it."""
+    for each in own_nodes(ast.iter_child_nodes(node)):
+        if isinstance(each, ast.Call):
+            yield _call_site(program, each)
+
+
+def _call_site(program: Program, call: ast.Call) -> CallSite:
+    owner, method = call.func, ""
+    if isinstance(owner, ast.Attribute):
+        owner, method = owner.value, owner.attr
+    name = program.script.name_of(call.func)
+    return CallSite(program=program, node=call, name=name, owner=owner, method=method)
+
+
+def _straight_line(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in statements:
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            yield from _straight_line(statement.body)
+        else:
+            yield statement
