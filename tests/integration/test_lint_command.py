@@ -13,10 +13,6 @@ BAD = (
     "from accelerate import Accelerator\naccelerator = Accelerator()\n"
     "if accelerator.is_main_process:\n    accelerator.gather(x)\n"
 )
-HABIT = (
-    "from accelerate import Accelerator\naccelerator = Accelerator()\nfor x in y:\n"
-    "    accelerator.backward(x)\n    print(x)\n"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +20,6 @@ def in_a_folder_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "good.py").write_text("print(1)\n")
-    (tmp_path / "habit.py").write_text(HABIT)
 
 
 def test_a_clean_script_exits_with_0_and_a_faulty_one_with_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,11 +27,6 @@ def test_a_clean_script_exits_with_0_and_a_faulty_one_with_1(capsys: pytest.Capt
     assert capsys.readouterr().out == "1 file, nothing found\n"
     assert main(["lint", "good.py", "bad.py"]) == 1
     assert "bad.py:4:5 error DT101" in capsys.readouterr().out
-
-
-def test_a_habit_alone_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lint", "habit.py", "--select", "DT502"]) == 0
-    assert "habit.py:5:5 info DT502" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

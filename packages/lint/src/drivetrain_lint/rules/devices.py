@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import CallSite, Visitor
+from drivetrain_lint.rules.visitor import VisitedCall, Visitor
 
 _DEVICE = re.compile(r"^(?:cuda|xpu|npu|mps|hpu|mlu)(:\d+)?$")
 _NUMBERED = "every rank of the node uses this one device: the first runs out of memory, the others idle"
 _NAMED = "the script runs on no other kind of device, and not on the CPU"
 
 
-def _visit_training_scripts(visitor: Visitor) -> Sequence[CallSite]:
+def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
     """Visit the calls of a script that trains on several ranks itself, rather than serve scripts that do."""
     program = visitor.program
     trains = any(program.script.method_calls("prepare", "backward")) or (
@@ -26,7 +26,7 @@ def _visit_training_scripts(visitor: Visitor) -> Sequence[CallSite]:
     return visitor.calls if program.script.is_distributed and trains and len(indexed) < 2 else ()
 
 
-def _check_device(call: CallSite) -> Iterator[Hit]:
+def _check_device(call: VisitedCall) -> Iterator[Hit]:
     script = call.program.script
     place = _place(call)
     # Plain torch scripts select the rank's own device, which "cuda" then is.
@@ -45,7 +45,7 @@ def _check_device(call: CallSite) -> Iterator[Hit]:
         )
 
 
-def _place(call: CallSite) -> ast.AST | None:
+def _place(call: VisitedCall) -> ast.AST | None:
     """Return the part of a call that writes a device down."""
     first = call.node.args[0] if call.node.args else None
     if call.method == "cuda" and not call.name.startswith("torch.") and not call.node.keywords:

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.program import Program
-from drivetrain_lint.reading.imports import last_name, written
+from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
-    CallSite,
-    ScopeSite,
+    VisitedCall,
+    VisitedScope,
     Visitor,
     calls_in,
     is_optimizer,
@@ -19,23 +19,12 @@ from drivetrain_lint.rules.visitor import (
 )
 
 # Objects other than a loss that have a `backward` of their own.
-_ENGINES = (
-    "accelerator",
-    "engine",
-    "fabric",
-    "manager",
-    "optimizer",
-    "opt",
-    "strategy",
-    "self",
-    "ctx",
-    "booster",
-)
+_ENGINES = tuple(word_set("accelerator engine fabric manager optimizer opt strategy self ctx booster"))
 _DEPTH = 3
 _GRADIENT_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def _check_backward(call: CallSite) -> Iterator[Hit]:
+def _check_backward(call: VisitedCall) -> Iterator[Hit]:
     owner = call.owner
     # An engine's backward takes the loss as an argument.
     if (
@@ -55,7 +44,7 @@ def _check_backward(call: CallSite) -> Iterator[Hit]:
     yield Hit(node=call.node, what=what, mend=f"Write accelerator.backward({ast.unparse(loss)}).")
 
 
-def _is_of_prepared(call: CallSite, value: ast.expr, depth: int) -> bool:
+def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
     """Return whether a loss is computed from something that `prepare` returned before, as far as names tell."""
     program = call.program
     scope = program.script.scope_of(call.node)
@@ -74,7 +63,7 @@ def _is_of_prepared(call: CallSite, value: ast.expr, depth: int) -> bool:
     return False
 
 
-def _check_step(call: CallSite) -> Iterator[Hit]:
+def _check_step(call: VisitedCall) -> Iterator[Hit]:
     if not call.is_optimizer_step or not call.loops:
         return
     script = call.program.script
@@ -107,7 +96,7 @@ def _accumulation_steps(program: Program) -> str:
     return asked[0] if any(each != "1" for each in asked) else ""
 
 
-def _is_in_window(call: CallSite) -> bool:
+def _is_in_window(call: VisitedCall) -> bool:
     return any(
         word in ast.unparse(item.context_expr)
         for each in call.program.script.enclosing(call.node)
@@ -117,7 +106,7 @@ def _is_in_window(call: CallSite) -> bool:
     )
 
 
-def _check_clearing(scope: ScopeSite) -> Iterator[Hit]:
+def _check_clearing(scope: VisitedScope) -> Iterator[Hit]:
     if {call.method for call in scope.calls} >= {"backward", "zero_grad", "step"}:
         for statements in scope.sequences():
             yield from _check_sequence(scope.program, statements)
@@ -150,13 +139,13 @@ def _check_sequence(program: Program, statements: list[ast.stmt]) -> Iterator[Hi
             )
 
 
-def _visit_calls_with_backward(visitor: Visitor) -> Sequence[CallSite]:
+def _visit_calls_with_backward(visitor: Visitor) -> Sequence[VisitedCall]:
     """Visit the calls of a script that trains prepared objects through the Accelerator."""
     trains = any(visitor.program.script.method_calls("backward"))
     return visit_calls_after_prepare(visitor) if trains else ()
 
 
-def _check_clipping(call: CallSite) -> Iterator[Hit]:
+def _check_clipping(call: VisitedCall) -> Iterator[Hit]:
     if (
         call.last in _GRADIENT_CLIPS
         and call.name.startswith(("torch.nn.utils", "nn.utils"))

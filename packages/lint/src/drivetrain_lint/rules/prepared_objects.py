@@ -12,8 +12,8 @@ from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Loop, Script, own_nodes
 from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
-    CallSite,
-    ScopeSite,
+    VisitedCall,
+    VisitedScope,
     Visitor,
     calls_in,
     visit_calls,
@@ -35,7 +35,7 @@ class _Use:
     how: str
 
 
-def _check_uses(scope: ScopeSite) -> Iterator[Hit]:
+def _check_uses(scope: VisitedScope) -> Iterator[Hit]:
     program = scope.program
     mine = [each for each in program.preparations if each.scope is scope.node]
     known = program.prepared.arguments | program.prepared.results
@@ -59,7 +59,7 @@ def _check_uses(scope: ScopeSite) -> Iterator[Hit]:
             )
 
 
-def _uses(scope: ScopeSite) -> Iterator[_Use]:
+def _uses(scope: VisitedScope) -> Iterator[_Use]:
     """Iterate over loaders read, optimizers stepped and models called in loops that train or evaluate."""
     program = scope.program
     training: set[Loop] = set()
@@ -96,7 +96,7 @@ def _renaming(preparations: list[Preparation], use: _Use) -> Preparation | None:
     return None
 
 
-def _is_own(scope: ScopeSite, use: _Use, bound: Sequence[Binding]) -> bool:
+def _is_own(scope: VisitedScope, use: _Use, bound: Sequence[Binding]) -> bool:
     """Return whether the script itself made the object and handed it to nothing that may prepare it."""
     program = scope.program
     if (
@@ -126,7 +126,7 @@ def _is_own(scope: ScopeSite, use: _Use, bound: Sequence[Binding]) -> bool:
     )
 
 
-def _check_result(call: CallSite) -> Iterator[Hit]:
+def _check_result(call: VisitedCall) -> Iterator[Hit]:
     script, node = call.program.script, call.node
     if call.method != "prepare" or not script.is_accelerator(call.owner):
         return

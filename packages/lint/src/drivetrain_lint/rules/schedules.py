@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import CallSite, ScopeSite, Visitor, makers_of, visit_scopes
+from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, Visitor, makers_of, visit_scopes
 
 _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max", "t_total"})
 # Schedules of other things than the learning rate.
 _OTHERS = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
 
 
-def _check_steps(scope: ScopeSite) -> Iterator[Hit]:
+def _check_steps(scope: VisitedScope) -> Iterator[Hit]:
     steps = {call.node: call for call in scope.calls if _is_schedule_step(call)}
     repeated = {
         second: first for statements in scope.sequences() for first, second in _repeated(statements, steps)
@@ -37,7 +37,7 @@ def _check_steps(scope: ScopeSite) -> Iterator[Hit]:
 
 
 def _repeated(
-    statements: Sequence[ast.stmt], steps: Mapping[ast.Call, CallSite]
+    statements: Sequence[ast.stmt], steps: Mapping[ast.Call, VisitedCall]
 ) -> Iterator[tuple[ast.Call, ast.Call]]:
     """Iterate over two steps of one schedule among statements that run one after the other, in a loop."""
     first: dict[str, ast.Call] = {}
@@ -57,7 +57,7 @@ def _repeated(
             first[name] = call
 
 
-def _is_inside(inner: CallSite, outer: CallSite) -> bool:
+def _is_inside(inner: VisitedCall, outer: VisitedCall) -> bool:
     """Return whether a schedule that steps in a loop steps in a loop within it too."""
     around, loops = outer.loops, inner.loops
     return (
@@ -69,7 +69,7 @@ def _is_inside(inner: CallSite, outer: CallSite) -> bool:
     )
 
 
-def _check_repetition(call: CallSite) -> Iterator[Hit]:
+def _check_repetition(call: VisitedCall) -> Iterator[Hit]:
     """Find a prepared schedule that a loop over the processes or accumulation steps advances."""
     loop = call.loops[0] if call.loops else None
     if not isinstance(loop, ast.For) or len(loop.body) != 1:
@@ -81,7 +81,7 @@ def _check_repetition(call: CallSite) -> Iterator[Hit]:
         yield Hit(node=call.node, what=what)
 
 
-def _is_schedule_step(call: CallSite) -> bool:
+def _is_schedule_step(call: VisitedCall) -> bool:
     if call.method != "step" or len(call.node.args) > 1:
         return False
     if any(each.startswith("torch.optim.lr_scheduler.") for each in makers_of(call.program, call.owner)):
@@ -90,12 +90,12 @@ def _is_schedule_step(call: CallSite) -> bool:
     return "sched" in last and not any(word in last for word in _OTHERS)
 
 
-def _visit_drivetrain_calls(visitor: Visitor) -> Sequence[CallSite]:
+def _visit_drivetrain_calls(visitor: Visitor) -> Sequence[VisitedCall]:
     imported = visitor.program.script.imports.values()
     return visitor.calls if any(name.partition(".")[0] == "drivetrain" for name in imported) else ()
 
 
-def _check_length(call: CallSite) -> Iterator[Hit]:
+def _check_length(call: VisitedCall) -> Iterator[Hit]:
     for keyword in call.node.keywords:
         if keyword.arg in _LENGTHS and any(map(_scales_by_ranks, ast.walk(keyword.value))):
             what = f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length of a schedule by ranks"

@@ -9,15 +9,15 @@ from drivetrain_lint.flow.rank_tests import rank_words
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Function, own_nodes
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import CallSite, ScopeSite, Visitor, visit_scopes
+from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, Visitor, visit_scopes
 
 _DEPTH = 3
 
 
-def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[CallSite]]:
+def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[VisitedCall]]:
     """Return a visit of the calls of a function that all ranks make, as far as it is known."""
 
-    def visit(visitor: Visitor) -> Iterator[CallSite]:
+    def visit(visitor: Visitor) -> Iterator[VisitedCall]:
         for scope in visitor.scopes:
             calls = [call for call in scope.calls if call.name == name and not _is_on_one_rank(call)]
             # A function that trains runs on all ranks; of another one it is not known who calls it.
@@ -27,13 +27,13 @@ def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[CallSit
     return visit
 
 
-def _check_file(save: CallSite) -> Iterator[Hit]:
+def _check_file(save: VisitedCall) -> Iterator[Hit]:
     path = save.node.args[1] if len(save.node.args) > 1 else None
     if path is not None and not _differs(save.program, path, _DEPTH) and _is_path(save.program, path, _DEPTH):
         yield Hit(node=save.node, what=f"all ranks write `{ast.unparse(path)}` at the same time")
 
 
-def _check_question(call: CallSite) -> Iterator[Hit]:
+def _check_question(call: VisitedCall) -> Iterator[Hit]:
     script = call.program.script
     is_builtin = "input" not in script.functions and not call.program.bindings.of(call.node.func)
     if is_builtin and script.is_distributed:
@@ -41,7 +41,7 @@ def _check_question(call: CallSite) -> Iterator[Hit]:
         yield Hit(node=call.node, what=what)
 
 
-def _check_sampler(scope: ScopeSite) -> Iterator[Hit]:
+def _check_sampler(scope: VisitedScope) -> Iterator[Hit]:
     samplers = [
         call.node
         for call in scope.calls
@@ -65,7 +65,7 @@ def _reads_attribute(name: str, nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
 
 
-def _is_on_one_rank(call: CallSite) -> bool:
+def _is_on_one_rank(call: VisitedCall) -> bool:
     """Return whether a test of the rank, an earlier return, or a decorator chooses the ranks of a call."""
     tests = call.program.tests
     for each in call.program.script.enclosing(call.node):

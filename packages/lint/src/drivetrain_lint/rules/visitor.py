@@ -11,7 +11,7 @@ from drivetrain_lint.reading.script import Function, Loop, own_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallSite:
+class VisitedCall:
     """A call of a script.
 
     Attributes:
@@ -74,13 +74,13 @@ class CallSite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScopeSite:
+class VisitedScope:
     """The module or a function of a script, with the nodes and calls of it that are in no inner function."""
 
     program: Program
     node: ast.Module | Function
     nodes: tuple[ast.AST, ...]
-    calls: tuple[CallSite, ...]
+    calls: tuple[VisitedCall, ...]
 
     def sequences(self) -> Iterator[list[ast.stmt]]:
         """Iterate over the blocks of this scope, each as the statements that run one after the other."""
@@ -98,32 +98,32 @@ class Visitor:
     """The one walk through a script, of which each rule visits some parts."""
 
     program: Program
-    calls: tuple[CallSite, ...]
-    scopes: tuple[ScopeSite, ...]
+    calls: tuple[VisitedCall, ...]
+    scopes: tuple[VisitedScope, ...]
 
 
 def visit(program: Program) -> Visitor:
     """Walk through a script."""
-    sites = {call: _call_site(program, call) for call in program.script.calls()}
-    scopes: list[ScopeSite] = []
+    visited = {call: _visited_call(program, call) for call in program.script.calls()}
+    scopes: list[VisitedScope] = []
     for scope in program.script.all_scopes():
         nodes = tuple(own_nodes(ast.iter_child_nodes(scope)))
-        calls = tuple(sites[node] for node in nodes if isinstance(node, ast.Call))
-        scopes.append(ScopeSite(program=program, node=scope, nodes=nodes, calls=calls))
-    return Visitor(program=program, calls=tuple(sites.values()), scopes=tuple(scopes))
+        calls = tuple(visited[node] for node in nodes if isinstance(node, ast.Call))
+        scopes.append(VisitedScope(program=program, node=scope, nodes=nodes, calls=calls))
+    return Visitor(program=program, calls=tuple(visited.values()), scopes=tuple(scopes))
 
 
-def visit_calls(visitor: Visitor) -> Sequence[CallSite]:
+def visit_calls(visitor: Visitor) -> Sequence[VisitedCall]:
     """Visit all calls."""
     return visitor.calls
 
 
-def visit_calls_after_prepare(visitor: Visitor) -> Sequence[CallSite]:
+def visit_calls_after_prepare(visitor: Visitor) -> Sequence[VisitedCall]:
     """Visit all calls of a script that prepares its objects."""
     return visitor.calls if visitor.program.preparations else ()
 
 
-def visit_scopes(visitor: Visitor) -> Sequence[ScopeSite]:
+def visit_scopes(visitor: Visitor) -> Sequence[VisitedScope]:
     """Visit the module and its functions."""
     return visitor.scopes
 
@@ -150,19 +150,19 @@ def makers_of(program: Program, node: ast.expr) -> list[str]:
     return [program.script.name_of(each.func) for each in values if isinstance(each, ast.Call)]
 
 
-def calls_in(program: Program, node: ast.AST) -> Iterator[CallSite]:
+def calls_in(program: Program, node: ast.AST) -> Iterator[VisitedCall]:
     """Iterate over the calls in a scope or statement, without those of functions in it."""
     for each in own_nodes(ast.iter_child_nodes(node)):
         if isinstance(each, ast.Call):
-            yield _call_site(program, each)
+            yield _visited_call(program, each)
 
 
-def _call_site(program: Program, call: ast.Call) -> CallSite:
+def _visited_call(program: Program, call: ast.Call) -> VisitedCall:
     owner, method = call.func, ""
     if isinstance(owner, ast.Attribute):
         owner, method = owner.value, owner.attr
     name = program.script.name_of(call.func)
-    return CallSite(program=program, node=call, name=name, owner=owner, method=method)
+    return VisitedCall(program=program, node=call, name=name, owner=owner, method=method)
 
 
 def _straight_line(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
