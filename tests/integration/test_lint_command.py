@@ -57,8 +57,8 @@ def test_an_output_file_leaves_a_count_on_stderr(tmp_path: Path, capsys: pytest.
     assert main(["lint", ".", "--format", "json", "--output", "found.json"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == "drivetrain: 3 files, 1 error, written to found.json\n"
-    assert json.loads((tmp_path / "found.json").read_text())["files"] == 3
+    assert shown.err == "drivetrain: 2 files, 1 error, written to found.json\n"
+    assert json.loads((tmp_path / "found.json").read_text())["files"] == 2
 
 
 def test_colours_follow_the_variables_that_ask_for_them(
