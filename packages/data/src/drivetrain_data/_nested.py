@@ -32,6 +32,13 @@ def map_leaves(data: Nested, change: Callable[[Any], Any]) -> Nested:
     return change(data)
 
 
+def leaves_of(data: Nested) -> list[Any]:
+    """Return every leaf, tensor or not, in the order of `map_leaves`."""
+    found: list[Any] = []
+    map_leaves(data, found.append)
+    return found
+
+
 def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nested:
     """Copy tensors, and objects with their own `to(device)`, to a device; return other leaves unchanged."""
 
@@ -44,13 +51,10 @@ def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nes
 
 
 def leading_size(batch: Nested) -> int | None:
-    """Guess the number of samples in a batch from the sizes of its parts.
+    """Guess the number of samples in a batch from the sizes of its parts; None without a size, or if two disagree.
 
     The sizes are dimension 0 of every tensor and array, the number of sequences in a `PackedSequence`, and the length
     of every list that holds none of these. Single numbers, strings and tensors of shape () have no size.
-
-    Returns:
-        The size that all parts share; None if no part has a size, or two parts disagree.
     """
     sizes = leading_sizes(batch)
     return sizes.pop() if len(sizes) == 1 else None

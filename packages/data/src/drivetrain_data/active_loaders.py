@@ -85,13 +85,7 @@ class LoaderTracker:
             loader.mark_stepped()
 
     def plan(self, loader: Planned | None = None) -> BatchPlan | None:
-        """Return the plan of the current batch.
-
-        Args:
-            loader: The loader of the batch; by default the loader that yielded last.
-
-        Returns:
-            The plan of the batch; None outside any loop.
+        """Return the plan of the current batch, of a loader or the one that yielded last; None outside any loop.
 
         Raises:
             AmbiguousLoaderError: Two loaders are read in turns, and their batches would be trimmed differently.

@@ -4,12 +4,7 @@ from typing import Any
 
 
 class DatasetProxy:
-    """A mixin of datasets that read another: all attributes but their own are read from and written to that dataset.
-
-    Args:
-        dataset: The user's dataset.
-        own: The proxy's own attributes, under names that no dataset uses.
-    """
+    """A mixin of datasets that read another: all other attributes are those of that dataset."""
 
     _drivetrain_dataset: Any
 

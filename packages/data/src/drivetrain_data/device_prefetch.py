@@ -12,36 +12,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain_data._nested import Nested, map_leaves, to_device
+from drivetrain_data._nested import leaves_of, to_device
 from drivetrain_data.sources.batch_source import Reading
 
 
 class _Copied(NamedTuple):
-    """A reading whose batch is being copied.
-
-    Attributes:
-        reading: The reading with its batch on the device.
-        done: The event recorded after the copy; None if the loop's own stream makes the copy.
-    """
+    """A reading whose batch is being copied."""
 
     reading: Reading
-    done: Any
+    done: Any  # the event recorded after the copy; None if the loop's own stream makes the copy
 
 
 class DeviceCopies:
-    """A prefetcher that copies batches to a device.
-
-    Args:
-        device: The target device of the copies.
-        non_blocking: Whether to copy pinned memory without waiting.
-        num_ahead: The number of batches to copy before the loop asks for them; each occupies device memory.
-    """
+    """A prefetcher that copies batches to a device; `num_ahead` of them occupy its memory before the loop asks."""
 
     def __init__(self, device: torch.device, *, non_blocking: bool, num_ahead: int) -> None:
         self._device = device
         self._non_blocking = non_blocking
         self._num_ahead = num_ahead
-        self._stream = _new_stream(device) if num_ahead else None
+        has_streams = hasattr(getattr(torch, device.type, None), "Stream")
+        self._stream = torch.Stream(device) if num_ahead and has_streams else None
 
     def copied(self, readings: Iterator[Reading]) -> Generator[Reading]:
         """Yield the readings with their batches on the device; raise an error only after the batches before it."""
@@ -75,21 +65,7 @@ class DeviceCopies:
             # while kernels on the loop's stream still read it.
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(copied.done)
-            _keep_for(stream, copied.reading[1])
+            for leaf in leaves_of(copied.reading[1]):
+                if hasattr(leaf, "record_stream"):
+                    leaf.record_stream(stream)
         return copied.reading
-
-
-def _new_stream(device: torch.device) -> Any:
-    """Return a stream for copies, or None if the device has no streams."""
-    if not hasattr(getattr(torch, device.type, None), "Stream"):
-        return None
-    return torch.Stream(device)
-
-
-def _keep_for(stream: Any, batch: Nested) -> None:
-    def keep(leaf: Any) -> Any:
-        if hasattr(leaf, "record_stream"):
-            leaf.record_stream(stream)
-        return leaf
-
-    map_leaves(batch, keep)

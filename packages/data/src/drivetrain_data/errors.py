@@ -30,11 +30,7 @@ class UnpreparedLoaderError(RuntimeError):
 
 
 def stop_let_out(who: str) -> RuntimeError:
-    """Return the error for a StopIteration of a dataset or collate function, which a loop would take for its own end.
-
-    Args:
-        who: The dataset or function that let it out, and the place.
-    """
+    """Return the error for a StopIteration that `who` let out, which a loop would take for its own end."""
     return RuntimeError(
         f"{who} let a StopIteration out: the loop would take it for the end of the epoch, and everything after it "
         "would be lost. It comes from next() of something that has ended: give next() a default, or begin it again"

@@ -44,7 +44,6 @@ class ShardedLoader(Generic[Batch]):
         is_measured: Whether the program has asked for the loader's length.
         is_trained: Whether an optimizer has stepped in a loop over it.
         source: The source that the loops read.
-        seed_source: The origin of the seed, as a phrase for users.
         may_interleave: Whether loops may run in turns, each from where it stands; the loop that was advanced last has
             the loader's position. If not, which is the default, a loop raises once another has begun.
         watch: A generator function that hands on what is read, and so sees how long a loop waits; None for none.
@@ -135,20 +134,12 @@ class ShardedLoader(Generic[Batch]):
         return (self._position > 0 or self._repeats > 0) and not self._begun
 
     def __len__(self) -> int:
-        """Return the number of steps in a whole epoch, which is the same on all ranks.
-
-        Raises:
-            TypeError: The dataset has no length.
-        """
+        """Return the number of steps in a full epoch, the same on all ranks; TypeError if that has no length."""
         self.is_measured = True
         return self.source.num_steps(self._epoch, 0)
 
     def num_left(self) -> int:
-        """Return the number of steps of the next loop: the rest of the epoch after a resume, else `len(self)`.
-
-        Raises:
-            TypeError: The dataset has no length.
-        """
+        """Return the number of steps of the next loop: the rest of the epoch after a resume, else `len(self)`."""
         # Ask only about the epoch being read: asking a sampler about another epoch would reseed it.
         return self.source.num_steps(self._epoch, 0 if self._begun else self._position)
 
@@ -162,20 +153,12 @@ class ShardedLoader(Generic[Batch]):
         return self.skipping(0)
 
     def skipping(self, num_batches: int) -> Iterator[Batch]:
-        """Iterate over the next epoch without its first `num_batches` batches. Called on all ranks.
-
-        Raises:
-            ResumedLoaderError: A state was loaded in the middle of an epoch, and its rest has not been read yet.
-        """
+        """Iterate over the next epoch without its first batches, as `check_skippable` allows. Called on all ranks."""
         self.check_skippable(num_batches)
         return self._loop(num_batches)
 
     def check_skippable(self, num_batches: int) -> None:
-        """Check that no batches are skipped in an epoch that a loaded state already resumes in the middle.
-
-        Raises:
-            ResumedLoaderError: A state was loaded in the middle of an epoch, and `num_batches` is not 0.
-        """
+        """Raise ResumedLoaderError if batches are skipped in an epoch that a loaded state resumes in the middle."""
         if num_batches and self.is_resumed:
             raise ResumedLoaderError(
                 f"a loaded state has brought this loader to position {self._position} of epoch {self._epoch}, where "
@@ -185,11 +168,7 @@ class ShardedLoader(Generic[Batch]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next loop. If a loaded state resumes the same epoch, its position is kept.
-
-        Raises:
-            ValueError: `epoch` is negative.
-        """
+        """Choose the epoch of the next loop. If a loaded state resumes the same epoch, its position is kept."""
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: must be an integer; epochs count from 0")
         if epoch != self._epoch or self._begun:
@@ -205,11 +184,8 @@ class ShardedLoader(Generic[Batch]):
         """Treat the tails of the loops in the block otherwise. Called on all ranks, outside a loop.
 
         Args:
-            even: The treatment, as `shard_loader` takes it; a loader that drops its tails goes on to.
-
-        Raises:
-            RuntimeError: A loop over the loader is running.
-            ValueError: The loader's batches cannot be treated so.
+            even: The treatment, as `shard_loader` takes it; a loader that drops its tails goes on to. ValueError if
+                the loader's batches cannot be treated so.
         """
         if self.current is not None:
             raise RuntimeError(
@@ -308,11 +284,7 @@ class ShardedLoader(Generic[Batch]):
         self._begun = self._finished = False
 
     def _go_back_to(self, loop: object, epoch: int, position: int, moves: int) -> None:
-        """Go on with a loop at its own position, after another loop began, where loops may interleave.
-
-        Raises:
-            RuntimeError: They may not, or the position was moved by `set_epoch` or `load_state_dict`.
-        """
+        """Go on with a loop at its own position, after another loop began, where loops may interleave."""
         if not self.may_interleave or moves != self._moves:
             raise RuntimeError(
                 "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "

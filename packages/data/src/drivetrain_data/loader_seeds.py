@@ -1,6 +1,5 @@
 """Draw a loader's seed from the generators that the user gave to the loader or its sampler."""
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -14,24 +13,26 @@ from drivetrain_data.state.sampler_parts import own_generators
 
 
 def own_seed(loader: Any) -> int | None:
-    """Draw a seed from the generators of a loader and its sampler, as torch's own loader would.
+    """Draw a seed, 0 to 2**63 - 1, from the generators of a loader and its sampler, as torch's own loader would.
 
     The first draw from a freshly seeded `torch.Generator` is its seed. A later draw, for a second loader that shares
     the generator or after other draws, is the generator's next number. The seeds of torch's `DistributedSampler` and
-    of `PermutationSampler` are used unchanged.
+    of `PermutationSampler` are used unchanged. Ranks with differently seeded generators draw different seeds: use the
+    seed of one rank on all ranks.
 
     Args:
         loader: A DataLoader, or an iterable of batches; its `batch_sampler`, `sampler` and `generator` are inspected.
 
     Returns:
-        The seed, 0 to 2**63 - 1; None if the loader has no generator of its own. Ranks with differently seeded
-        generators draw different seeds: use the seed of one rank on all ranks.
+        The seed; None if the loader has no generator of its own.
     """
     reader = _reader(loader)
-    fixed = _fixed_seed(reader)
-    if fixed is not None:
+    if (fixed := _fixed_seed(reader)) is not None:
         return fixed
-    generators = list(_generators(reader, loader))
+    generators = list(own_generators(reader)) if reader is not None else []
+    own = getattr(loader, "generator", None)  # which seeds the workers alone where the sampler has generators
+    if not generators and isinstance(own, torch.Generator) and own is not torch.default_generator:
+        generators = [own]
     if not generators:
         return None
     drawn = [draw_seed(generator) for generator in generators]
@@ -39,14 +40,10 @@ def own_seed(loader: Any) -> int | None:
 
 
 def seed_at(seed: int, place: int) -> int:
-    """Derive the seed of one of several loaders that share a seed.
+    """Derive the seed of one of several loaders that share a seed, by its place, from 0, in the order of preparing.
 
     The first loader gets the seed itself, later loaders get hashes of it, so that two loaders over one dataset, read
     in turns, do not have the same order.
-
-    Args:
-        seed: The seed that the loaders share, 0 to 2**63 - 1.
-        place: The index of the loader, from 0, in the order in which the loaders were prepared.
     """
     return seed if place == 0 else hash_key(seed, place) >> 1
 
@@ -68,12 +65,3 @@ def _fixed_seed(reader: Any) -> int | None:
     if isinstance(reader, DistributedSampler) and is_torchs_distributed(reader):
         return (reader.seed % 2**63) or None
     return None
-
-
-def _generators(reader: Any, loader: Any) -> Iterator[Any]:
-    """Return the generators of the sampler, or else that of the loader, which then only seeds its workers."""
-    found = list(own_generators(reader)) if reader is not None else []
-    own = getattr(loader, "generator", None)
-    if not found and isinstance(own, torch.Generator) and own is not torch.default_generator:
-        found = [own]
-    return iter(found)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drivetrain_data._nested import Nested, map_leaves
+from drivetrain_data._nested import Nested, leaves_of, map_leaves
 from drivetrain_data.errors import TrimError
 from drivetrain_data.sampling.step_info import BatchPlan
 
@@ -42,22 +42,15 @@ def trim(
         readers: The rank whose rows to keep for each shard, where several ranks read one shard, as in tensor
             parallelism; requires `rows`. By default every rank reads a shard of its own.
 
-    Returns:
-        The same structure; each tensor holds exactly the real samples.
-
     Raises:
         TrimError: The rows cannot be attributed to ranks.
-        ValueError: `readers` is given without `rows`.
     """
     if readers is not None and rows is None:
         raise ValueError("readers= requires rows=; gather batch_sizes() for it")
     if readers is None and _is_whole(plan):
         return gathered
 
-    given: list[list[int]] = []
-    if rows is not None:
-        map_leaves(rows, lambda leaf: given.append(leaf.tolist()) if isinstance(leaf, torch.Tensor) else None)
-    known = iter(given)
+    known = (leaf.tolist() for leaf in leaves_of(rows) if isinstance(leaf, torch.Tensor))
 
     def cut(leaf: Any) -> Any:
         return _cut(plan, leaf, next(known, None), readers) if isinstance(leaf, torch.Tensor) else leaf
@@ -87,26 +80,15 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
 
 
 def arrays_in(data: Nested) -> list[npt.NDArray[Any]]:
-    """Return the NumPy arrays among nested data, each with a row per sample.
-
-    A list that holds arrays itself, as of samples that differ in shape, holds one element per sample: none of them is
-    returned.
-    """
-    found: list[npt.NDArray[Any]] = []
-
-    def look(part: Nested) -> None:
-        if isinstance(part, np.ndarray):
-            found.append(cast("npt.NDArray[Any]", part))
-
-    map_leaves(data, look)
+    """Return the NumPy arrays among nested data, each with a row per sample; none if a list holds arrays itself."""
+    found = [cast("npt.NDArray[Any]", leaf) for leaf in leaves_of(data) if isinstance(leaf, np.ndarray)]
+    # A list of arrays, as of samples that differ in shape, holds one element per sample.
     return [] if _lists_arrays(data) else found
 
 
 def with_arrays(data: Nested, others: Nested, arrays: Sequence[npt.NDArray[Any]]) -> Nested:
     """Return the structure of `data` with `arrays` for its arrays, and the leaves of `others` for all others."""
-    left: list[Any] = []
-    map_leaves(others, left.append)
-    rest, found = iter(left), iter(arrays)
+    rest, found = iter(leaves_of(others)), iter(arrays)
 
     def choose(leaf: Any) -> Any:
         other = next(rest)
@@ -121,15 +103,7 @@ def without_arrays(data: Nested) -> Nested:
 
 
 def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[Any]]]) -> list[Any]:
-    """Join each array over shards, without padding and replays.
-
-    Args:
-        plan: The plan of the batch; None removes nothing.
-        by_shard: The arrays of one rank for each shard, in shard order. An array of shape () counts as one row.
-
-    Raises:
-        TrimError: The rows cannot be attributed to samples, or sizes other than the first differ.
-    """
+    """Join each array over shards, in shard order, without padding and replays; one of shape () is one row."""
     joined: list[Any] = []
     for parts in zip(*by_shard, strict=True):
         rows = [np.atleast_1d(part) for part in parts]
@@ -158,21 +132,16 @@ def _lists_arrays(data: Nested) -> bool:
 
 
 def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
-    """Check that data gathered after a loop holds no repeated samples; single numbers always pass.
+    """Raise TrimError if data gathered after a loop may hold rows of repeated samples; single numbers always pass.
 
     Args:
         left: The plan of the last batch of the loop that ended last.
         data: The data to be gathered.
-
-    Raises:
-        TrimError: Samples were repeated in that batch, and `data` may hold rows of them.
     """
-    if _is_whole(left):
+    if _is_whole(left) or not holds_rows(data):
         return
     assert left is not None
     assert left.real_counts is not None
-    if not holds_rows(data):
-        return
     raise TrimError(
         f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
         "ranks counted, and the collected rows can no longer be attributed to them. Gather inside the loop, for each "
@@ -183,15 +152,10 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
 
 def holds_rows(data: Nested) -> bool:
     """Return whether data may hold rows of samples: whether it has leaves besides numbers and tensors of shape ()."""
-    leaves: list[Any] = []
-    map_leaves(data, leaves.append)
-    return not all(
-        isinstance(leaf, torch.Tensor | int | float | complex) and not _has_rows(leaf) for leaf in leaves
+    return any(
+        leaf.dim() if isinstance(leaf, torch.Tensor) else not isinstance(leaf, int | float | complex)
+        for leaf in leaves_of(data)
     )
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:

@@ -1,84 +1,57 @@
 """The settings of how data is sharded, ordered and delivered."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 UnevenPolicy = Literal["uneven", "pad", "drop"]
 ShardingStrategy = Literal["interleaved", "block", "node"]
+
+
+def _setting(default: Any, text: str, *, needs: str = "a prepared loader") -> Any:
+    """Return a field with its help, and with what has to be there for it to count."""
+    return field(default=default, metadata={"needs": needs, "help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """The `data` section: how loaders are sharded over ranks."""
 
-    even: UnevenPolicy = field(
-        default="uneven",
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Handling of an epoch's tail: distribute it unevenly without repeating a sample, pad it "
-            "with repeats, or drop it.",
-        },
+    even: UnevenPolicy = _setting(
+        "uneven",
+        "Handling of an epoch's tail: distribute it unevenly without repeating a sample, pad it with "
+        "repeats, or drop it.",
     )
-    strategy: ShardingStrategy = field(
-        default="interleaved",
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Whether ranks take turns over the whole order, or each rank or node reads its own block "
-            "of the data.",
-        },
+    strategy: ShardingStrategy = _setting(
+        "interleaved",
+        "Whether ranks take turns over the whole order, or each rank or node reads its own block of the "
+        "data.",
     )
-    split_batches: bool = field(
-        default=False,
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Whether a loader's batch size is the sum over ranks instead of the size on each rank.",
-        },
+    split_batches: bool = _setting(
+        False, "Whether a loader's batch size is the sum over ranks instead of the size on each rank."
     )
-    dispatch: bool | None = field(
-        default=None,
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Whether one rank reads and distributes the batches; unset: for iterable datasets and "
-            "loaders of other libraries.",
-        },
+    dispatch: bool | None = _setting(
+        None,
+        "Whether one rank reads and distributes the batches; unset: for iterable datasets and loaders of "
+        "other libraries.",
     )
-    seed: int | None = field(
-        default=None,
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Seed of the order of shuffled data and of workers; unset: the run's seed, or torch's "
-            "initial seed.",
-        },
+    seed: int | None = _setting(
+        None,
+        "Seed of the order of shuffled data and of workers; unset: the run's seed, or torch's initial seed.",
     )
-    non_blocking: bool = field(
-        default=True,
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Whether to copy pinned batches to the device without waiting for the copy.",
-        },
+    non_blocking: bool = _setting(
+        True, "Whether to copy pinned batches to the device without waiting for the copy."
     )
-    copy_ahead: int = field(
-        default=1,
-        metadata={
-            "needs": "a prepared loader",
-            "help": "Number of batches to copy to an accelerator ahead of the loop; each occupies memory "
-            "there.",
-        },
+    copy_ahead: int = _setting(
+        1, "Number of batches to copy to an accelerator ahead of the loop; each occupies memory there."
     )
-    read_ahead: bool = field(
-        default=False,
-        metadata={
-            "needs": "dispatch!=False and a prepared loader",
-            "help": "Whether to send the next batch while ranks compute on the current one, with dispatch.",
-        },
+    read_ahead: bool = _setting(
+        False,
+        "Whether to send the next batch while ranks compute on the current one, with dispatch.",
+        needs="dispatch!=False and a prepared loader",
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Raise ValueError for a value outside its range; the message begins with the field's name."""
         if self.even not in get_args(UnevenPolicy):
             raise ValueError(f"even={self.even!r}: must be one of {', '.join(get_args(UnevenPolicy))}")
         if self.strategy not in get_args(ShardingStrategy):

@@ -5,24 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard of the data: one of `count` equal parts.
+    """A shard of the data: one of `count` equal parts, with an index from 0.
 
-    Attributes:
-        index: The index of this shard, from 0. Ranks that must see the same batches, as in tensor parallelism, share
-            an index.
-        count: The number of shards.
+    Ranks that must see the same batches, as in tensor parallelism, share an index.
     """
 
     index: int
     count: int
 
     def __post_init__(self) -> None:
-        """Check `index` and `count`.
-
-        Raises:
-            TypeError: A value is not an integer.
-            ValueError: `count` is below 1, or `index` is out of range.
-        """
+        """Raise TypeError or ValueError unless both are integers and `index` is below `count`."""
         for name, value in (("index", self.index), ("count", self.count)):
             if type(value) is not int:
                 raise TypeError(f"{name}={value!r}: must be an integer, such as a rank or a number of ranks")

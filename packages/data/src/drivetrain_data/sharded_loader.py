@@ -79,34 +79,27 @@ def shard_loader(
         compares_streams=compare_samples and group is not None and not dispatch,
     )  # fmt: skip
     source = _source_of(loader, sharding)
-    _check_alike(loader, source, sharding, compare_samples=compare_samples)
-    stage = _dispatch(sharding, device, read_ahead=read_ahead)
-    copies = _copies(device, non_blocking, copy_ahead)
+    if (agreement := sharding.agreement) is not None:
+        agreement.check_given(source.facts())
+        if compare_samples and not source.reads_forwards:
+            check_map_style(loader, agreement)
+    target = None if device is None else torch.device(device)
+    stage = copies = None
+    if sharding.for_all and group is not None:
+        stage = Rank0Dispatch(group, shard, device=target, read_ahead=read_ahead)
+    if target is not None and target.type != "cpu":  # where a loader's batches already are
+        copies = DeviceCopies(target, non_blocking=non_blocking, num_ahead=copy_ahead)
     return ShardedLoader(
         source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
 
 
-def _check_alike(loader: Any, source: BatchSource, sharding: DataSharding, *, compare_samples: bool) -> None:
-    """Check that all ranks were given the same data, as far as nothing is read that cannot be read again."""
-    agreement = sharding.agreement
-    if agreement is None:
-        return
-    agreement.check_given(source.facts())
-    if compare_samples and not source.reads_forwards:
-        check_map_style(loader, agreement)
-
-
 def _drops_last(loader: Any) -> bool:
-    """Return whether a loader, or the batch sampler that it was given, drops a tail."""
-    return bool(
-        getattr(loader, "drop_last", False)
-        or getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
-    )
+    readers = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(reader, "drop_last", False) for reader in readers)
 
 
 def _source_of(loader: Any, sharding: DataSharding) -> BatchSource:
-    """Return the source of a loader's batches."""
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_iterable:
         check_undivided_stream(loader.dataset, alone=sharding.shard.count == 1 and not sharding.for_all)
@@ -117,27 +110,7 @@ def _source_of(loader: Any, sharding: DataSharding) -> BatchSource:
     return IterableSource(loader, sharding) if is_iterable else MapStyleSource(loader, sharding)
 
 
-def _dispatch(
-    sharding: DataSharding, device: torch.device | str | None, *, read_ahead: bool
-) -> Rank0Dispatch | None:
-    """Return the stage that hands every rank its batches; None if each rank reads for itself."""
-    if not sharding.for_all:
-        return None
-    assert sharding.group is not None
-    place = None if device is None else torch.device(device)
-    return Rank0Dispatch(sharding.group, sharding.shard, device=place, read_ahead=read_ahead)
-
-
-def _copies(device: torch.device | str | None, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
-    """Return the prefetcher for a device; None for the CPU, where a loader's batches already are."""
-    place = torch.device("cpu" if device is None else device)
-    if place.type == "cpu":
-        return None
-    return DeviceCopies(place, non_blocking=non_blocking, num_ahead=num_ahead)
-
-
 def _num_blocks(strategy: ShardingStrategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:
-    """Return the number of blocks into which a strategy divides the data."""
     if not callable(strategy) and strategy not in get_args(ShardingStrategy):
         raise ValueError(
             f"strategy={strategy!r}: must be one of {', '.join(get_args(ShardingStrategy))}, or a function of "

@@ -8,12 +8,7 @@ from drivetrain_data.loader import Batch, ShardedLoader
 
 
 class SkippedBatches(Generic[Batch]):
-    """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader.
-
-    Args:
-        loader: The sharded loader, whose position moves as the view is read.
-        num_batches: The number of batches to skip on this rank.
-    """
+    """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader."""
 
     def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
         self.loader = loader
@@ -47,7 +42,6 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> Skipped
 
     Raises:
         TypeError: The loader is not sharded.
-        ValueError: `num_batches` is negative.
         ResumedLoaderError: A state was loaded in the middle of an epoch: the loader already continues from there.
     """
     if type(num_batches) is not int or num_batches < 0:

@@ -9,14 +9,7 @@ from drivetrain_data.state.torchdata_state import counted_from, num_yielded
 
 
 class TorchdataView:
-    """A view of a sharded loader that saves and loads the states of torchdata's loader, which the user's is.
-
-    Args:
-        loader: The sharded loader.
-
-    Raises:
-        RuntimeError: The user's loader is another one.
-    """
+    """A view of a sharded loader that saves and loads the states of torchdata's loader, which the user's is."""
 
     def __init__(self, loader: ShardedLoader[Any]) -> None:
         states = loader.source.states
@@ -44,11 +37,7 @@ class TorchdataView:
         return dict(state) if is_all else {**state, "sharded": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict`, or torchdata's StatefulDataLoader, returned.
-
-        Raises:
-            DataStateError: The state does not fit the loader.
-        """
+        """Load a state that `state_dict`, or torchdata's StatefulDataLoader, returned."""
         loader, source = self._loader, self._loader.source
         self._states.check(state)
         if "sharded" in state:

@@ -24,10 +24,8 @@ class _States(NamedTuple):
 class KeyedDraws:
     """A keyed state of the global CPU generators of torch, NumPy and Python, in effect inside a block.
 
-    The next block continues where the last one stopped. Outside, the generators are as if nothing had been drawn.
-
-    Args:
-        key: The key, any non-negative integers such as (seed, epoch).
+    The next block continues where the last one stopped. Outside, the generators are as if nothing had been drawn. The
+    key is any non-negative integers, such as (seed, epoch).
     """
 
     def __init__(self, *key: int) -> None:
@@ -60,10 +58,7 @@ class KeyedDraws:
 
 
 class GlobalSeeder:
-    """A seeder of the global CPU generators of torch, NumPy and Python for every batch, in a few microseconds.
-
-    NumPy's global generator becomes one of the seeder's own, since seeding a new one takes much longer.
-    """
+    """A seeder of the global CPU generators of torch, NumPy and Python for every batch, in a few microseconds."""
 
     def __init__(self) -> None:
         self._bit_generator: Any = None
@@ -71,6 +66,7 @@ class GlobalSeeder:
     def seed(self, seed: int) -> None:
         """Seed the generators with an integer below 2**64."""
         torch.default_generator.manual_seed(seed)
+        # NumPy's global generator becomes one of the seeder's own: seeding a new one takes much longer.
         self._bit_generator = self._bit_generator or np.random.MT19937(0)
         np.random.set_bit_generator(self._bit_generator)  # pyright: ignore[reportAttributeAccessIssue]
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])

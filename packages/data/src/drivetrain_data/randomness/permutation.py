@@ -26,16 +26,9 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 class Permutation:
-    """A pseudo-random order of `size` samples, a pure function of `size` and `key`.
+    """A pseudo-random order of `size` samples, 0 to 2**62, by a key of non-negative integers such as (seed, epoch).
 
-    Up to 2**20 samples, the first use computes the whole order and keeps it, at 8 bytes per sample.
-
-    Args:
-        size: The number of samples, 0 to 2**62.
-        key: The key, any non-negative integers such as (seed, epoch).
-
-    Raises:
-        ValueError: `size` is out of range.
+    Up to 2**20 samples, the first use computes the full order and keeps it, at 8 bytes per sample.
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -43,7 +36,8 @@ class Permutation:
             raise ValueError(f"size={size!r}: a permutation orders 0 to 2**62 samples")
         self.size = size
         self.key = key
-        self._keys = _round_keys(key)
+        base = hash_key(*key)
+        self._keys = tuple(_mix_one(base + number * _GOLDEN) for number in range(1, _NUM_ROUNDS + 1))
         self._table: Positions | None = None
 
     def __len__(self) -> int:
@@ -65,7 +59,7 @@ class Permutation:
                 self._table = _table(self.size, self._keys)
             return self._table[positions]
         indices = self._walk(positions.astype(np.uint64).ravel())
-        if _is_odd(self._keys):
+        if _mix_one(self._keys[-1] + _GOLDEN) & 1:  # another bit of the key makes the permutation odd
             indices ^= indices < 2  # swaps indices 0 and 1
         return indices.astype(np.int64).reshape(positions.shape)
 
@@ -95,16 +89,6 @@ def hash_words(words: _Words, key: int) -> _Words:
     """Apply two keyed passes of SplitMix64's finalizer to `words`; a bijection of 64-bit words."""
     mixed = _mix(words * np.uint64(_GOLDEN) + np.uint64(key))
     return _mix(mixed ^ np.uint64(_mix_one(key ^ _WORD)))
-
-
-def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
-    base = hash_key(*key)
-    return tuple(_mix_one(base + i * _GOLDEN) for i in range(1, _NUM_ROUNDS + 1))
-
-
-def _is_odd(keys: tuple[int, ...]) -> bool:
-    """Return a bit derived from the key, like the round keys."""
-    return bool(_mix_one(keys[-1] + _GOLDEN) & 1)
 
 
 def _table(size: int, keys: tuple[int, ...]) -> Positions:

@@ -51,12 +51,8 @@ class BlockOrder(ComputedOrder):
         seed: The seed from which, with the epoch, every order is derived.
         shuffled: Whether each block is read in a random order that changes with the epoch.
         function: The user's function that assigns samples to shards, where each block belongs to one shard; None for
-            contiguous blocks.
+            contiguous blocks. See `check_function` for its errors.
         warns: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
-
-    Raises:
-        IndexRangeError: `function` returns an index that is not in the dataset.
-        ValueError: `function` returns a sample twice.
     """
 
     def __init__(
@@ -118,12 +114,7 @@ class BlockOrder(ComputedOrder):
         return {**found, "function": self._checksums[num_blocks]} if self._function is not None else found
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Resume an epoch with the number of blocks that it was begun with.
-
-        Raises:
-            DataStateError: The number differs from this order's and the user's function has no inverse, or the
-                function differs.
-        """
+        """Resume an epoch with the number of blocks that it was begun with, which another function cannot."""
         num_blocks: int = state.get("num_blocks", self._num_blocks)
         if num_blocks != self._num_blocks and not isinstance(self._function, InvertibleIndexFunction | None):
             raise DataStateError(
@@ -238,11 +229,6 @@ class BlockShuffledOrder(ComputedOrder):
     """An order of shuffled runs of neighbouring samples, each shuffled within, which keeps random access local.
 
     If the last run is shorter, it too gets a random place among the others.
-
-    Args:
-        size: The number of samples in the dataset.
-        block_size: The number of samples in a run.
-        seed: The seed from which, with the epoch, every order is derived.
     """
 
     def __init__(self, size: int, block_size: int, *, seed: int) -> None:

@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def step_sampler_of(loader: DataLoader[Any], sharding: DataSharding) -> StepSampler:
-    """Return the sampler of a shard's steps over a loader of a map-style dataset.
-
-    Raises:
-        ValueError: The loader's samplers do not fit the sharding; the message says why.
-    """
+    """Return the sampler of a shard's steps over a loader of a map-style dataset; ValueError if they do not fit."""
     sampler: Any = loader.sampler
     size = loader.batch_size
     batches: Any = None if size is not None else loader.batch_sampler

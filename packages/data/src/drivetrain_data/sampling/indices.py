@@ -21,13 +21,7 @@ _PLAIN = (str, bytes, int, float, tuple)
 def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions | list[Any]:
     """Return a sampler's items as an array of checked integers, or unchanged if they are other keys.
 
-    Args:
-        items: The items that the sampler drew.
-        size: The number of samples in the dataset; None if unknown.
-        sampler: The sampler, to name it in errors.
-
-    Raises:
-        IndexRangeError: An index is out of range, or an item is neither an index nor a key.
+    An IndexRangeError names an index that a dataset of `size` samples (None if unknown) lacks, or what is no key.
     """
     try:
         indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
@@ -50,15 +44,7 @@ def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
 
 
 def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
-    """Yield all items of a sampler that is drawn whole.
-
-    Args:
-        sampler: The sampler or batch sampler.
-        what: The name of the draw, for the error.
-
-    Raises:
-        ValueError: It goes on far beyond its length, and so may never end, or its length is a word for infinity.
-    """
+    """Yield all items of a sampler that is drawn whole; ValueError, with `what` is drawn, if it may never end."""
     length = length_of(sampler)
     if length is not None and length > _MOST_DRAWN:
         raise ValueError(
@@ -85,11 +71,7 @@ def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int
 
 
 def _check_keys(items: list[Any], size: int | None, sampler: object) -> None:
-    """Check that keys are neither None nor floats and are not mixed with indices; any other type is allowed.
-
-    Raises:
-        IndexRangeError: A key is not allowed, or an index is out of range.
-    """
+    """Check that keys are neither None nor floats and are not mixed with indices; any other type is allowed."""
     for number, item in enumerate(items):
         if item is None or isinstance(item, float) or isinstance(item, int) != isinstance(items[0], int):
             raise IndexRangeError(

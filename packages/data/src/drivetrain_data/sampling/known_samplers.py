@@ -27,11 +27,7 @@ def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> I
     Args:
         sampler: The user's sampler, with a length.
         sharding: The division of the order, with the seed from which, with the epoch, the order is derived.
-        num_samples: The length of the dataset; None if unknown.
-
-    Raises:
-        ValueError: The sampler divides the data itself, its epoch would be ignored, or it draws from no samples.
-        IndexRangeError: The sampler returns indices that are not in the dataset.
+        num_samples: The length of the dataset, which has all indices of the order; None if unknown.
     """
     compute = _distributed if is_torchs_distributed(sampler) else _KNOWN.get(_name(type(sampler)))
     order = None if compute is None else compute(sampler, sharding.seed)
@@ -47,13 +43,9 @@ def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None
     """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled.
 
     Args:
-        sampler: The user's sampler, with a length.
+        sampler: The user's sampler, with a length; it returns every sample once.
         sharding: The division of the order, with its blocks or the user's function that assigns samples to shards.
         num_samples: The length of the dataset; None if unknown.
-
-    Raises:
-        ValueError: The sampler does not return every sample once, or there are fewer samples than blocks.
-        IndexRangeError: The sampler returns indices that are not in the dataset.
     """
     order = order_of(sampler, sharding, num_samples)
     if isinstance(order, SequentialOrder):
@@ -140,14 +132,7 @@ def is_torchs_distributed(sampler: Any) -> bool:
 
 
 def check_undivided(reader: Any) -> None:
-    """Check that a sampler does not divide the data among ranks itself.
-
-    Args:
-        reader: The user's sampler or batch sampler.
-
-    Raises:
-        ValueError: The sampler, or a sampler inside it, divides the data.
-    """
+    """Raise ValueError if a sampler, or one inside it, divides the data among ranks itself."""
     for part in parts_of(reader):
         count = getattr(part, "num_replicas", None)
         if isinstance(count, int) and count > 1:

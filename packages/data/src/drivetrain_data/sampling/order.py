@@ -52,11 +52,7 @@ class Order(ABC):
         return {}
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any], /) -> None:  # noqa: B027 most have none
-        """Load what `extra_state` returned in an epoch.
-
-        Raises:
-            DataStateError: The state does not fit this order.
-        """
+        """Load what `extra_state` returned in an epoch; DataStateError if it does not fit this order."""
 
 
 class ComputedOrder(Order):

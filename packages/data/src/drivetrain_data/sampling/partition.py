@@ -107,11 +107,7 @@ class Partition:
         return self.num_full_steps + (self.tail > 0)
 
     def positions(self, step: int, shard: int) -> Positions:
-        """Return the positions that a shard reads in a step: its real samples, then its repeats.
-
-        Raises:
-            IndexError: `step` or `shard` is out of range.
-        """
+        """Return the positions that a shard reads in a step: its real samples, then its repeats."""
         if not (0 <= step < self.num_steps and 0 <= shard < self.num_shards):
             raise IndexError(
                 f"step {step}, shard {shard} of {self.num_steps} steps, {self.num_shards} shards"

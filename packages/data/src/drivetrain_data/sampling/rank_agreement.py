@@ -27,15 +27,10 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class FirstRead:
-    """The samples that a rank read of its data to compare them.
-
-    Attributes:
-        signatures: The signatures of samples, by their places in the data.
-        problem: The reason why there are no more, or none that can be compared; empty if there is none.
-    """
+    """The samples that a rank read of its data to compare them."""
 
     signatures: Mapping[Place, Signature]
-    problem: str = ""
+    problem: str = ""  # why there are no more, or none that can be compared
 
     def is_like(self, other: "FirstRead") -> bool:
         """Return whether another rank may have read the same samples; what only one has read does not count."""
@@ -47,9 +42,7 @@ class FirstRead:
 class RankAgreement:
     """The comparisons of the ranks that share a loader's data. Every method is called on all ranks of the group.
 
-    Attributes:
-        group: The process group of the ranks.
-        for_all: Whether the first rank reads for all. What the others have may then be missing, but not differ.
+    If the first rank reads `for_all`, what the others have may be missing, but not differ.
     """
 
     group: dist.ProcessGroup
@@ -66,15 +59,7 @@ class RankAgreement:
         return self.is_first or not self.for_all
 
     def check_drawn(self, name: str, checksum: int) -> None:
-        """Check that a sampler drew the same indices on every rank.
-
-        Args:
-            name: The name of the sampler, for the error.
-            checksum: The checksum of the indices drawn on this rank.
-
-        Raises:
-            ValueError: The sampler drew other indices on another rank; raised on all ranks.
-        """
+        """Raise ValueError, on all ranks, if a sampler drew other indices, by their checksum, on another rank."""
         drawn = self._gathered(checksum)
         others = [rank for rank, other in enumerate(drawn) if other != drawn[0]]
         if others:
@@ -85,14 +70,7 @@ class RankAgreement:
             )
 
     def check_given(self, facts: Mapping[str, Any]) -> None:
-        """Check that loaders built alike were given on every rank.
-
-        Args:
-            facts: Plain values that describe the loader of this rank, by name.
-
-        Raises:
-            ValueError: A value differs; raised on all ranks.
-        """
+        """Raise ValueError, on all ranks, unless the values that describe the loader are the same on each."""
         by_rank = self._gathered(dict(facts))
         for rank, other in enumerate(by_rank):
             for name in {**by_rank[0], **other}:  # in the same order on every rank
@@ -107,10 +85,6 @@ class RankAgreement:
         """Return the first rank whose samples differ from the first rank's; None if none is known to differ.
 
         The first rank warns of what could not be compared.
-
-        Args:
-            name: The name of the data.
-            read: The samples that this rank read.
         """
         by_rank = self._gathered(read)
         problem = next(((rank, each.problem) for rank, each in enumerate(by_rank) if each.problem), None)
@@ -125,11 +99,7 @@ class RankAgreement:
         return next(differ, None)
 
     def refuse_samples(self, name: str, rank: int) -> None:
-        """Refuse data whose samples differ.
-
-        Raises:
-            ValueError: Raised by every call; the message names the data and the rank.
-        """
+        """Refuse data whose samples differ."""
         read = "rank 0 reads for all, and " if self.for_all else ""
         raise ValueError(
             f"{read}{name} gives other samples on rank {rank} of those that share the data than on rank 0, at the "

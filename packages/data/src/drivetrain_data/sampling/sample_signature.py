@@ -20,13 +20,7 @@ _RELATIVE, _OF_BYTES = 1e-4, 4
 
 
 class Numbers(NamedTuple):
-    """Some of an array's numbers, evenly spaced.
-
-    Attributes:
-        shape: The shape of the array.
-        values: The numbers themselves, as complex ones.
-        tolerance: The largest difference between numbers that count as the same.
-    """
+    """Some of an array's numbers, evenly spaced, and the largest difference between those that count as the same."""
 
     shape: tuple[int, ...]
     values: tuple[complex, ...]
@@ -34,12 +28,7 @@ class Numbers(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """An object, as `pickle` would take it apart.
-
-    Attributes:
-        kind: The name of its class.
-        parts: The signatures of its arguments, its attributes and its items.
-    """
+    """An object, as `pickle` would take it apart: the name of its class, and signatures of what it is made of."""
 
     kind: str
     parts: list[Signature]
@@ -111,10 +100,6 @@ def settled(reads: Mapping[Place, Signature], again: Mapping[Place, Signature]) 
 
     These are parts that another read of the same sample gives otherwise, such as a time, and parts that are the same
     in all samples: if those differ between ranks, they may be a process's own, such as its number or its device.
-
-    Args:
-        reads: The signatures of samples, by place.
-        again: The signatures of another read of them, or the same ones.
     """
     places = [place for place in reads if place in again]
     pairs = [(reads[place], again[place]) for place in places]
@@ -169,15 +154,12 @@ def alike(one: Signature, other: Signature) -> bool:
     if isinstance(one, Numbers) and isinstance(other, Numbers):
         bound = max(one.tolerance, other.tolerance)
         pairs = zip(one.values, other.values, strict=True)
-        return one.shape == other.shape and all(_near(a, b, bound) for a, b in pairs)
+        are_near = (a == b or abs(a - b) <= bound or (a != a and b != b) for a, b in pairs)
+        return one.shape == other.shape and all(are_near)
     if isinstance(one, list | tuple) and type(one) is type(other):
         pair = cast("Sequence[Any]", one), cast("Sequence[Any]", other)
         return len(pair[0]) == len(pair[1]) and all(map(alike, *pair))
     return type(one) is type(other) and one == other
-
-
-def _near(one: complex, other: complex, bound: float) -> bool:
-    return one == other or abs(one - other) <= bound or (one != one and other != other)
 
 
 def _of_tensor(tensor: torch.Tensor) -> Signature:

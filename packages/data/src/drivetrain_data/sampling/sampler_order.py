@@ -19,12 +19,7 @@ from drivetrain_data.state.stateful import StatefulReader
 
 
 class Drawn(NamedTuple):
-    """A summary of the samples drawn in an epoch, which a resume compares with what it draws.
-
-    Attributes:
-        length: The number of positions drawn.
-        checksum: The checksum of the samples drawn.
-    """
+    """The number and the checksum of the samples drawn in an epoch, which a resume compares with what it draws."""
 
     length: int
     checksum: int
@@ -79,11 +74,7 @@ class SamplerOrder(Order):
         )
 
     def length(self, epoch: int) -> int:
-        """Return the sampler's length in an epoch.
-
-        Raises:
-            TypeError: The sampler has no length.
-        """
+        """Return the sampler's length in an epoch."""
         if hasattr(self._sampler, "set_epoch"):
             self._prepare(epoch)
         return len(self._sampler)
@@ -118,7 +109,8 @@ class SamplerOrder(Order):
         self._changes = now is not None and now.content != self._content
         self._content = None
         if self._changes and self._begun is not None:
-            before = _without_last(self._epochs_read)
+            *before, (start, stop) = self._epochs_read
+            before += [[start, stop - 1]] if stop - 1 > start else []
             self._begun = _Snapshot(self._begun.epoch, {**self._begun.state, "read": before})
 
     def _exhaust(self, drawn: Iterator[Any], draws: KeyedDraws, *, num_drawn: int) -> None:
@@ -131,12 +123,7 @@ class SamplerOrder(Order):
                 deque(islice(drawn, max(0, length - num_drawn) + 1), maxlen=0)
 
     def _state(self, epoch: int, drawn: Drawn | None = None) -> dict[str, Any]:
-        """Return the state to save in an epoch or before it.
-
-        Args:
-            epoch: The number of the epoch.
-            drawn: The summary of the samples drawn; None if no sample has been received.
-        """
+        """Return the state to save in an epoch, with a summary of what was drawn, or before it."""
         known = [it.state for it in (self._begun, self._loaded) if it is not None and it.epoch == epoch]
         state = known[0] if known else self._current_state()
         return state if drawn is None else {**state, "drawn": drawn._asdict()}
@@ -147,11 +134,7 @@ class SamplerOrder(Order):
         return None if saved is None else Drawn(**saved)
 
     def _check(self, epoch: int, drawn: Drawn | None) -> None:
-        """Check the samples drawn in an epoch against those of the saved run.
-
-        Raises:
-            DataStateError: The sampler drew other samples.
-        """
+        """Check the samples drawn in an epoch against those of the saved run."""
         if self._expected(epoch) not in (None, drawn):
             name = type(self._sampler).__name__
             raise DataStateError(
@@ -202,11 +185,5 @@ class SamplerOrder(Order):
             for epoch in range(start, stop):
                 self._begin(epoch)
                 with KeyedDraws(self.seed, epoch).active():
-                    deque(
-                        until_its_end(self._sampler, f"epoch {epoch}, read before the saved one,"), maxlen=0
-                    )
-
-
-def _without_last(runs: list[list[int]]) -> list[list[int]]:
-    *others, (start, last) = runs
-    return [*others, [start, last - 1]] if last - 1 > start else others
+                    items = until_its_end(self._sampler, f"epoch {epoch}, read before the saved one,")
+                    deque(items, maxlen=0)

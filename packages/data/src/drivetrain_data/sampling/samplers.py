@@ -67,14 +67,11 @@ class PermutationSampler(Sampler[int]):
 class StepSampler(ABC):
     """A base class of samplers that read for a shard and record a plan for each step.
 
-    Args:
-        order: The order of every epoch.
-        sharding: The division of the order. Where it reads for all, the sampler yields the batches of all shards that
-            have their own, in shard order.
-        stride: The number of positions of the order in a full step.
-        batch_size: The number of samples in a batch on each shard; None if the user or the dataset makes batches.
+    Where the sharding reads for all, it yields the batches of all shards that have their own, in shard order.
 
     Attributes:
+        stride: The number of positions of the order in a full step.
+        batch_size: The number of samples in a batch on each shard; None if the user or the dataset makes batches.
         epoch: The epoch that the next iteration yields.
         position: The position in the epoch at which the next iteration starts.
         plans: A queue with the plan of each step of the newest iteration; the loader pops plans from the left.

@@ -65,21 +65,13 @@ class DataSharding:
         return self.for_all or self.shard.index == 0
 
     def readers(self, counts: Sequence[int]) -> Sequence[int]:
-        """Return the shards whose batches this rank reads in a step: its own, or all that have a batch of their own.
-
-        Args:
-            counts: The number of real samples of each shard in the step.
-        """
+        """Return the shards whose batches this rank reads in a step: its own, or all that have their own batch."""
         if not self.for_all:
             return (self.shard.index,)
         return range(len(counts) if self.even == "pad" else sum(count > 0 for count in counts))
 
     def size_on_each(self, batch_size: int) -> int:
-        """Return the batch size on each shard, for a loader with the given one.
-
-        Raises:
-            ValueError: The loader's batch cannot be split among the shards.
-        """
+        """Return the batch size on each shard, for a loader with the given one, which they must divide."""
         if not self.split:
             return batch_size
         if batch_size % self.shard.count:
@@ -89,21 +81,13 @@ class DataSharding:
         return batch_size // self.shard.count
 
     def check_interleaved(self, what: str) -> None:
-        """Check that the strategy is "interleaved", for a loader that cannot be sharded by index.
-
-        Raises:
-            ValueError: The strategy is another one; the message gives the reason `what`.
-        """
+        """Check that the strategy is "interleaved", for a loader that cannot be sharded by index, since `what`."""
         if self.strategy != "interleaved":
             raise ValueError(
                 f"strategy={self.strategy_name}: {what}; leave it out for this loader, or say 'interleaved'"
             )
 
     def check_unsplit(self, what: str) -> None:
-        """Check that batches are not to be split, for a loader that has none to split.
-
-        Raises:
-            ValueError: They are; the message gives the reason `what`.
-        """
+        """Check that batches are not to be split, for a loader that has none to split, since `what`."""
         if self.split:
             raise ValueError(f"split_batches=True: {what}; leave it out")

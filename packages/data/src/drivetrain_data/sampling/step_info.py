@@ -47,9 +47,6 @@ class BatchPlan:
 
         The weight is 1 if the step is even or its counts are unknown, and 0 for a shard that repeats a sample. If
         that loss can be NaN, replace it instead, since 0 times NaN is NaN.
-
-        Raises:
-            ValueError: `shard` is out of range.
         """
         counts = self.real_counts
         if counts is not None and shard not in range(len(counts)):
@@ -63,11 +60,7 @@ class BatchPlan:
         return not self.even and self.real_counts is not None and self.real_counts[shard] == 0
 
     def kept(self, shard: int) -> slice:
-        """Return the slice of a shard's batch that holds its real samples.
-
-        Raises:
-            RuntimeError: The number of real samples is unknown.
-        """
+        """Return the slice of a shard's batch with its real samples; RuntimeError if their number is unknown."""
         if self.real_counts is None:
             raise RuntimeError("the loader does not know how many samples each shard holds")
         return slice(0, self.real_counts[shard])

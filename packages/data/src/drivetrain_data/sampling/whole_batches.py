@@ -44,13 +44,7 @@ def plan_of_batches(
 ) -> BatchPlan:
     """Return a shard's plan of a step of batches that a user made, which may differ in size.
 
-    Args:
-        counts: The number of real samples of each shard.
-        sizes: The number of samples that each shard holds; None if unknown.
-        sharding: The division that the step belongs to.
-        advance: The distance that the step moves the position.
-        is_last: Whether this is the last step of the epoch.
-        guessed: Whether the sizes were guessed from the batches.
+    `counts` are the real samples of each shard, `sizes` the samples that it holds, None if unknown.
     """
     are_equal = sizes is None or len(set(sizes)) == 1
     plan = BatchPlan(
@@ -83,7 +77,12 @@ class WholeBatchSampler(StepSampler):
         for step, is_last in look_ahead(cut_into_steps(batches, self.stride, sharding.even)):
             first = first or step
             if sharding.split:
-                held, counts = _split(step[0], sharding.shard.count)
+                count, (batch,) = sharding.shard.count, step
+                bounds = [balanced(len(batch), count, shard) for shard in range(count)]
+                held = [
+                    batch[begin:end] or batch[-1:] for begin, end in bounds
+                ]  # the last sample again for none
+                counts = [end - begin for begin, end in bounds]
             else:
                 held = distribute(step, first, sharding)
                 counts = [len(batch) for batch in step] + [0] * (len(held) - len(step))
@@ -91,9 +90,3 @@ class WholeBatchSampler(StepSampler):
             plans.append(plan_of_batches(counts, sizes, sharding, advance=len(step), is_last=is_last))
             for shard in sharding.readers(counts):
                 yield held[shard]
-
-
-def _split(batch: list[Any], count: int) -> tuple[list[list[Any]], list[int]]:
-    """Return each shard's part of a batch, and the number of its real samples; one without repeats the last."""
-    bounds = [balanced(len(batch), count, shard) for shard in range(count)]
-    return [batch[begin:end] or batch[-1:] for begin, end in bounds], [end - begin for begin, end in bounds]

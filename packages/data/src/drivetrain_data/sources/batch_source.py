@@ -78,11 +78,7 @@ class BatchSource(ABC):
         return fresh
 
     def with_even(self, even: UnevenPolicy) -> Self:
-        """Return a source of the same batches that treats tails otherwise; a loader that drops them goes on to.
-
-        Raises:
-            ValueError: The loader's batches cannot be treated so.
-        """
+        """Return a source of the same batches that treats tails otherwise; a loader that drops them goes on to."""
         if self.sharding.even in ("drop", even):
             return self
         make: Any = type(self)
@@ -111,18 +107,10 @@ class BatchSource(ABC):
 
     @abstractmethod
     def length(self, epoch: int, /) -> int:
-        """Return the number of positions in an epoch.
-
-        Raises:
-            TypeError: The number cannot be known in advance.
-        """
+        """Return the number of positions in an epoch; TypeError if it cannot be known in advance."""
 
     def num_steps(self, epoch: int, position: int) -> int:
-        """Return the number of steps of an epoch from a position on.
-
-        Raises:
-            TypeError: The number of steps cannot be known in advance.
-        """
+        """Return the number of steps of an epoch from a position on; TypeError if it cannot be known in advance."""
         return num_steps(self.length(epoch) - position, self.stride, self.sharding.even)
 
     def position_after(self, position: int, num_steps: int) -> int:
@@ -153,11 +141,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def load_extra_state(self, epoch: int, state: Mapping[str, Any], /) -> None:
-        """Load the state that `extra_state` returned in an epoch.
-
-        Raises:
-            DataStateError: The state does not fit this source; the source is unchanged.
-        """
+        """Load the state that `extra_state` returned in an epoch; DataStateError leaves the source as it was."""
 
     def note_received(self, _plan: BatchPlan, origin: StepOrigin, /) -> None:
         """Record that the loop has received a step."""
@@ -174,10 +158,7 @@ class BatchSource(ABC):
         raise NotImplementedError
 
     def num_before(self, position: int) -> tuple[int, int | None]:
-        """Return how many batches, and samples, torchdata's loader has yielded before a position.
-
-        The number of samples is None where batches have sizes of their own.
-        """
+        """Return how many batches, and samples if known, torchdata's loader has yielded before a position."""
         raise NotImplementedError
 
     def position_of(self, state: Mapping[str, Any]) -> int:

@@ -29,10 +29,8 @@ logger = logging.getLogger(__name__)
 class ExternalSource(BatchSource):
     """A source that reads any iterable of batches, `shard.count` batches per step.
 
-    Args:
-        loader: An iterable of batches that starts anew with each loop. The generators that it holds and, while it
-            reads, the global ones are seeded from the seed and the epoch.
-        sharding: The division of the batches.
+    The iterable starts anew with each loop. The generators that it holds and, while it reads, the global ones are
+    seeded from the seed and the epoch.
     """
 
     def __init__(self, loader: Any, sharding: DataSharding) -> None:
@@ -97,11 +95,7 @@ class ExternalSource(BatchSource):
         self._received.receive(plan.advance, origin.worker, origin.snapshot)
 
     def length(self, _epoch: int) -> int:
-        """Return the number of batches in an epoch.
-
-        Raises:
-            TypeError: The loader has no length.
-        """
+        """Return the number of batches in an epoch."""
         return len(self._loader)
 
     def identity(self) -> Mapping[str, Any]:

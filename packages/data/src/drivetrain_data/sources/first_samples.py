@@ -34,11 +34,7 @@ _NUM_SAMPLES, _FEWEST, _MOST_SECONDS = 16, 3, 0.2
 
 
 def check_map_style(loader: DataLoader[Any], agreement: RankAgreement) -> None:
-    """Check that a map-style dataset gives the same samples on every rank. Called on all ranks.
-
-    Raises:
-        ValueError: It gives others on a rank; raised on all ranks.
-    """
+    """Raise ValueError, on all ranks, if a map-style dataset gives other samples on one. Called on all ranks."""
     name = type(loader.dataset).__name__
     rank = agreement.differing(name, _some_of(loader))
     if rank is not None:
@@ -46,22 +42,14 @@ def check_map_style(loader: DataLoader[Any], agreement: RankAgreement) -> None:
 
 
 class ComparingOpener:
-    """An opener of a loader's epochs, which has the ranks compare what they read first of data that is read forwards.
-
-    Args:
-        source: The source of the loader.
-    """
+    """An opener of a loader's epochs, which has the ranks compare what they read first of a stream."""
 
     def __init__(self, source: BatchSource) -> None:
         compares = source.sharding.compares_streams and source.reads_forwards
         self._agreement = source.sharding.agreement if compares else None  # None once they have compared
 
     def opening(self, source: BatchSource, epoch: int, position: int) -> Callable[[], Iterator[Reading]]:
-        """Return a function that begins to read an epoch. Called on all ranks, if they have yet to compare.
-
-        Raises:
-            ValueError: Another rank reads other samples; raised on all ranks.
-        """
+        """Return a function that begins to read an epoch. Called on all ranks, if they have yet to compare."""
         agreement = self._agreement
         if agreement is None or position:
             return partial(source.open, epoch, position)
@@ -100,7 +88,8 @@ def _some_of(loader: DataLoader[Any]) -> FirstRead:
     size = length_of(dataset)
     if not size or moves_as_read(dataset):
         return FirstRead({})
-    places = _places(size)
+    # All over the dataset, those that say most of it first.
+    places = list(dict.fromkeys([0, size // 2, size - 1, *spaced(size, _NUM_SAMPLES)]))
     # Where the loader has workers, only a worker may read: files opened here would be shared with those that follow.
     reader = rebuild(
         loader,
@@ -124,11 +113,6 @@ def _some_of(loader: DataLoader[Any]) -> FirstRead:
         return FirstRead({}, f"reading it raised {error!r}")
     found = settled(reads, again)
     return _described(found) if FirstRead(found).is_like(FirstRead(again)) else FirstRead({})
-
-
-def _places(size: int) -> list[int]:
-    """Return the places of samples all over a dataset, those that say most of it first."""
-    return list(dict.fromkeys([0, size // 2, size - 1, *spaced(size, _NUM_SAMPLES)]))
 
 
 def _signature_of_first(samples: list[Any]) -> Signature:

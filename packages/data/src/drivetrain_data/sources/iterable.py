@@ -35,13 +35,6 @@ class IterableSource(BatchSource):
 
     What the dataset draws from the global generators depends only on the seed, the epoch and the worker; one worker
     draws the same as none. Ranks that each read the whole dataset therefore read the same samples.
-
-    Args:
-        loader: The user's loader.
-        sharding: The division of the data.
-
-    Raises:
-        ValueError: The loader does not fit the sharding, or its ranks would read in different orders.
     """
 
     def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
@@ -103,11 +96,7 @@ class IterableSource(BatchSource):
         self._received.receive(plan.advance, origin.worker, origin.snapshot)
 
     def length(self, _epoch: int) -> int:
-        """Return the number of samples in an epoch.
-
-        Raises:
-            TypeError: The number of steps is unknown: the dataset has no length, or several workers read it.
-        """
+        """Return the number of samples in an epoch; TypeError if several workers read it."""
         num_samples = len(self.dataset)
         if self._num_workers > 1:
             raise TypeError(
@@ -192,13 +181,7 @@ class IterableSource(BatchSource):
             )
 
     def _check_seeded(self) -> None:
-        """Check that only one rank reads a stream shuffled without a seed, whose order differs between processes.
-
-        A warning says that such a stream cannot be resumed in the middle of an epoch.
-
-        Raises:
-            ValueError: Several ranks read the stream.
-        """
+        """Check that only one rank reads a stream shuffled without a seed, whose order differs between processes."""
         if not shuffles_unseeded(self.dataset):
             return
         shard = self.sharding.shard

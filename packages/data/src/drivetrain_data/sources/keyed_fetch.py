@@ -34,13 +34,9 @@ class Fetch(NamedTuple):
 
 
 class FetchSampler(Sampler[Any]):
-    """A sampler that adds to each batch of another sampler its epoch and the seed of its draws.
+    """A sampler that adds to each batch of another sampler its epoch and, if it `seeds`, the seed of its draws.
 
     The seed depends on the seed of the data, the epoch, the shard that reads the batch and the position of its step.
-
-    Args:
-        sampler: The sampler of a shard's steps.
-        seeds: Whether the draws are seeded.
     """
 
     def __init__(self, sampler: StepSampler, *, seeds: bool) -> None:
@@ -110,7 +106,7 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
         return partial(type(self), **told), (self._drivetrain_dataset, self._drivetrain_listeners)
 
     def begin(self, epoch: tuple[int, int]) -> None:
-        """Tell the listeners an epoch, (seed, number), that they do not know yet, in the process that calls this."""
+        """Announce an epoch, (seed, number), to the listeners in this process that do not know it yet."""
         if self._drivetrain_epoch != epoch:
             vars(self)["_drivetrain_epoch"] = epoch
             for listener in self._drivetrain_listeners:

@@ -24,12 +24,7 @@ from drivetrain_data.state.torchdata_state import num_yielded, samples_yielded
 
 
 class MapStyleSource(BatchSource):
-    """A source that reads a map-style dataset in an order that a sampler of this package cuts into steps.
-
-    Args:
-        loader: The user's loader.
-        sharding: The division of the data.
-    """
+    """A source that reads a map-style dataset in an order that a sampler of this package cuts into steps."""
 
     reads_forwards = False
 
@@ -71,12 +66,7 @@ class MapStyleSource(BatchSource):
         return self._order.source
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
-        """Read an epoch from a position on.
-
-        Raises:
-            ValueError: The length of the dataset has changed since the loader was sharded.
-            RuntimeError: The dataset or the collate function let a StopIteration out.
-        """
+        """Read an epoch from a position on."""
         self._fetched.begin((self.seed, epoch))
         if length_of(self.dataset) != self._num_samples:
             raise ValueError(
@@ -102,12 +92,10 @@ class MapStyleSource(BatchSource):
             held = [first, *islice(batches, num_batches - 1)]
             if len(held) < num_batches:
                 break
-            yield plans.popleft(), held if self.sharding.for_all else first, self._origin()
+            origin = None if self.states is None else StepOrigin(0, state=self.states.take(self._loader))
+            yield plans.popleft(), held if self.sharding.for_all else first, origin
         if plans:
             raise stop_let_out(f"the collate function of {type(self.dataset).__name__}'s loader")
-
-    def _origin(self) -> StepOrigin | None:
-        return None if self.states is None else StepOrigin(0, state=self.states.take(self._loader))
 
     def initial_state(self) -> dict[str, Any]:
         """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""

@@ -72,11 +72,7 @@ class Rank0Dispatch:
         return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
 
     def dispatched(self, open_source: Callable[[], Iterator[Reading]]) -> Iterator[Reading]:
-        """Read on the first rank, and receive on the others.
-
-        Args:
-            open_source: A function that starts to read for all shards. Only the first rank calls it.
-        """
+        """Read for all shards on the first rank, which alone calls `open_source`, and receive on the others."""
         self._loop += 1
         self._sent = []  # a receiver may have left a message unread, and so lack the layout sent in it
         steps = self._send(open_source) if self._is_reader else self._receive()
@@ -118,7 +114,8 @@ class Rank0Dispatch:
         begun = num_bytes = 0
         while True:
             try:
-                read = _next_read(readings)
+                reading = next(readings, None)
+                read = reading and _Read(reading, [take_apart(reading[0], batch) for batch in reading[1]])
             except (Exception, SystemExit):
                 if group:
                     yield group
@@ -172,7 +169,10 @@ class Rank0Dispatch:
                     f"batch of its loop {message.loop}: all ranks must leave a loop at the same step"
                 )
             if message.layout is not None:
-                self._received = self._for_this_shard(message.layout)
+                self._received, plan = message.layout, message.layout.note
+                if isinstance(plan, BatchPlan):
+                    own = replace(plan, replayed=plan.replays(self._shard.index))
+                    self._received = replace(message.layout, note=own)
             layout = self._received
             assert layout is not None
             if not isinstance(layout.note, BatchPlan):
@@ -184,30 +184,13 @@ class Rank0Dispatch:
             for step, tag in enumerate(message.tags):
                 yield layout.note, message.batch(layout, step), None if tag == _NO_WORKER else StepOrigin(tag)
 
-    def _for_this_shard(self, layout: Layout) -> Layout:
-        plan = layout.note
-        if not isinstance(plan, BatchPlan):
-            return layout
-        return replace(layout, note=replace(plan, replayed=plan.replays(self._shard.index)))
-
-
-def _next_read(readings: Iterator[Reading]) -> _Read | None:
-    reading = next(readings, None)
-    return (
-        None if reading is None else _Read(reading, [take_apart(reading[0], batch) for batch in reading[1]])
-    )
-
 
 def _same_layouts(one: list[Layout], other: list[Layout]) -> bool:
     return len(one) == len(other) and all(map(Layout.same, one, other))
 
 
 def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
-    """Return the shard of each rank of a group. Called on all ranks of the group.
-
-    Raises:
-        ValueError: No rank of the group holds one of the shards, so that its batches would be lost.
-    """
+    """Return the shard of each rank of a group, which must hold all of them. Called on all ranks of the group."""
     shards: list[Shard | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(shards, shard, group=group)
     held = [each for each in shards if each is not None]

@@ -19,19 +19,12 @@ _NUM_SIGNED, _NUM_SAMPLES = 2, 8
 
 
 class CollatedStep(NamedTuple):
-    """A step as it comes from an iterable dataset.
+    """A step as it comes from an iterable dataset."""
 
-    Attributes:
-        num_samples: The number of samples read for all shards; 0 if a worker skips its turn.
-        origin: The worker that read the samples, and occasionally the state of its dataset after them.
-        batches: A list of this shard's batch, or of the batches of all shards that have their own.
-        signatures: The places and signatures of some samples of the first two steps that each worker reads.
-    """
-
-    num_samples: int
+    num_samples: int  # for all shards; 0 if a worker skips its turn
     origin: StepOrigin
-    batches: list[Any]
-    signatures: tuple[tuple[Place, Signature], ...] = ()
+    batches: list[Any]  # of this shard, or of all that have their own
+    signatures: tuple[tuple[Place, Signature], ...] = ()  # of some samples of each worker's first two steps
 
 
 class ShardCollate:

@@ -23,7 +23,7 @@ def is_stock(loader: Any) -> bool:
 def rebuild(
     loader: DataLoader[Any], dataset: Any, generator: torch.Generator | None, kind: Any = None, **layout: Any
 ) -> DataLoader[Any]:
-    """Return a loader with a user's workers, pinning and other options, but for those given.
+    """Return a loader of a dataset with a user's workers, pinning and other options, but for those given.
 
     Args:
         loader: The user's loader.

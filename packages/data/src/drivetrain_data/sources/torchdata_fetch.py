@@ -9,18 +9,11 @@ from drivetrain_data.sources.keyed_fetch import Fetch, FetchedDataset
 
 
 class CountedBatches(Sampler[Any]):
-    """A sampler whose iterations count the samples that they have sent, as those of torchdata's BatchSampler do.
-
-    Args:
-        sampler: The sampler of what is sent.
-
-    Attributes:
-        begun: The number of samples of the epoch that lie before the next iteration.
-    """
+    """A sampler whose iterations count the samples that they have sent, as those of torchdata's BatchSampler do."""
 
     def __init__(self, sampler: Iterable[Fetch]) -> None:
         self._sampler = sampler
-        self.begun = 0
+        self.begun = 0  # the samples of the epoch that lie before the next iteration
 
     def __iter__(self) -> Iterator[Fetch]:
         return _Counted(iter(self._sampler), self.begun)

@@ -25,14 +25,8 @@ _PLAIN = (TensorDataset, Subset, ConcatDataset, torch.Tensor, np.ndarray, list, 
 
 
 def epoch_parts(*roots: Any, collate: Any = None) -> tuple[Any, ...]:
-    """Return the outermost objects with a `set_epoch` in datasets and samplers, and a collate function that has one.
-
-    What such an object holds is its own affair: it may pass on another number than the epoch.
-
-    Args:
-        roots: The datasets and samplers, of any class.
-        collate: The collate function; if it is a method, its object counts too.
-    """
+    """Return the outermost objects with a `set_epoch` in datasets and samplers, and such a collate function."""
+    # What such an object holds is its own affair: it may pass on another number than the epoch.
     inside = [part for root in roots for part in islice(reachable(root, _until_set_epoch(root)), _MOST_PARTS)]
     parts = (*inside, collate, getattr(collate, "__self__", None))
     return tuple({id(part): part for part in parts if _has_set_epoch(part)}.values())
@@ -75,13 +69,9 @@ def _held_by_data(part: Any, root: Any) -> list[Any]:
     """Return what a dataset, a sampler or a container holds, and the root whatever its class; nothing of others."""
     if isinstance(part, Subset | ConcatDataset):  # of anything that can be indexed
         return _wrapped(part)
-    return held_by(part) if part is root or _is_data(part) else []
-
-
-def _is_data(part: Any) -> bool:
-    """Return whether an object can be read, as datasets, samplers and containers can."""
     kind = type(part)
-    return not isinstance(part, _APART) and (hasattr(kind, "__getitem__") or hasattr(kind, "__iter__"))
+    is_data = not isinstance(part, _APART) and (hasattr(kind, "__getitem__") or hasattr(kind, "__iter__"))
+    return held_by(part) if part is root or is_data else []
 
 
 def _wrapped(dataset: Any) -> list[Any]:

@@ -18,15 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_undivided_stream(stream: Any, *, alone: bool) -> None:
-    """Check that a stream does not divide the data among ranks: sharding it again would lose most samples.
+    """Raise ValueError if a stream divides the data among ranks: sharding it again would lose most samples.
 
-    Args:
-        stream: The iterable dataset to check.
-        alone: Whether the stream is not sharded here. A part from Hugging Face's `split_dataset_by_node` is then read
-            whole, with a warning.
-
-    Raises:
-        ValueError: The stream divides the data itself.
+    If the stream is not sharded here (`alone`), a part from Hugging Face's `split_dataset_by_node` is read in full,
+    with a warning.
     """
     for part in _parts(stream):
         kind = type(part)
@@ -54,15 +49,7 @@ def check_undivided_stream(stream: Any, *, alone: bool) -> None:
 
 
 def left_out_of_state(stream: Any, num_workers: int) -> str | None:
-    """Describe what a stream's own state lacks, as a phrase; return None if nothing is known to be missing.
-
-    Args:
-        stream: The iterable dataset to check.
-        num_workers: The number of workers that read the stream, each with its own state.
-
-    Raises:
-        TypeError: The `state_dict` of the stream requires arguments.
-    """
+    """Describe what the state of a stream, as workers read it, lacks; None if nothing is known to be missing."""
     state_dict = getattr(stream, "state_dict", None)
     if state_dict is None:
         return None
@@ -121,7 +108,9 @@ def _streams_in(part: Any) -> list[Any]:
     found: list[Any] = []
     for value in getattr(part, "__dict__", {}).values():
         inner = cast("list[Any]", list(value[:64]) if isinstance(value, list | tuple) else [value])
-        found += [one for one in inner if _is_stream(one)]
+        found += [
+            one for one in inner if isinstance(one, IterableDataset) or _package(type(one)) == "datasets"
+        ]
     return found
 
 
@@ -129,10 +118,6 @@ def _has_list(state: Any) -> bool:
     if isinstance(state, Mapping):
         return any(_has_list(value) for value in cast("Mapping[str, Any]", state).values())
     return isinstance(state, list)
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, IterableDataset) or _package(type(value)) == "datasets"
 
 
 def _package(kind: type) -> str:

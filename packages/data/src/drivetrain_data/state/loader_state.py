@@ -20,11 +20,7 @@ STATE_FORMAT = 1
 
 
 def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Check that a saved state fits the loader that loads it.
-
-    Raises:
-        DataStateError: Its format is newer, or its data or order differs; the message says what differs.
-    """
+    """Raise DataStateError, which says what differs, unless a saved state fits the loader that loads it."""
     _check_values(state)
     for name, own in identity.items():
         saved = state["identity"].get(name)
@@ -40,11 +36,7 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
 
 
 def _check_values(state: Mapping[str, Any]) -> None:
-    """Check that a state has the format and the values of a saved one.
-
-    Raises:
-        DataStateError: A value is missing or invalid, or the format is newer.
-    """
+    """Check that a state has the format and the values of a saved one."""
     if not hasattr(state, "keys") or not _is_count(state.get("format")):
         given = f"a {type(state).__name__}" if not hasattr(state, "keys") else "one without 'format'"
         raise DataStateError(

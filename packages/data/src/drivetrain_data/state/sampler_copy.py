@@ -10,10 +10,8 @@ from drivetrain_data.state.sampler_parts import CONTAINERS, LOOKED_THROUGH, is_a
 class SamplerCopy:
     """A copy of a sampler's current attributes, without generators, datasets, models and functions.
 
-    Long containers are copied only if they hold numbers or strings; others are taken to hold data.
-
-    Attributes:
-        content: The serialized attributes, equal for two copies of a sampler that did not change in between.
+    Long containers are copied only if they hold numbers or strings; others are taken to hold data. The serialized
+    `content` is equal for two copies of a sampler that did not change in between.
     """
 
     def __init__(self, sampler: object) -> None:

@@ -30,12 +30,7 @@ def parts_of(sampler: object) -> Iterator[Any]:
 
 
 def reachable(first: object, held_by: Callable[[Any], Sequence[Any]]) -> Iterator[Any]:
-    """Yield an object and every object that can be reached from it, once each.
-
-    Args:
-        first: The object to start from.
-        held_by: A function that returns the objects that an object holds and that should be visited.
-    """
+    """Yield an object and every object that can be reached from it by `held_by`, once each."""
     seen: set[int] = set()
     waiting = [first]
     while waiting:

@@ -26,12 +26,7 @@ PLACEHOLDER = object()  # stands for the samples of a worker that skips its turn
 
 
 class PositionedSnapshot(NamedTuple):
-    """A snapshot of a reader, with its position.
-
-    Attributes:
-        received: The number of samples, or batches, received from the reader up to the snapshot.
-        snapshot: The snapshot from `Snapshotter.take`.
-    """
+    """A snapshot of a reader, and the number of samples, or batches, received from it up to then."""
 
     received: int
     snapshot: Mapping[str, Any]
@@ -42,7 +37,6 @@ class ReadPosition:
     """A position in an epoch that can only be read forwards, by one reader or several workers.
 
     Attributes:
-        epoch: The epoch that the position is in.
         received: The number of samples, or batches, received from each worker so far.
         snapshots: The last snapshot of each worker's reader, or None; what follows it is read again and dropped.
         next_worker: The index of the worker whose turn it is.
@@ -108,9 +102,8 @@ class ReadPosition:
 class Snapshotter:
     """A taker of snapshots, from time to time, of a dataset or loader and the global generators that it may use.
 
-    Args:
-        reader: The loader, or the dataset if it is read without workers; a worker uses its own dataset instead.
-        trusted: Whether the reader's state is complete; if not, no snapshots are taken.
+    A worker uses its own dataset in place of `reader`. A reader that is not `trusted` has no complete state, and so
+    no snapshots.
     """
 
     def __init__(self, reader: Any, *, trusted: bool = True) -> None:
@@ -194,7 +187,10 @@ class EpochReader:
         seed, epoch = self._seed_and_epoch.tolist()
         self._set_epoch(epoch)
         if isinstance(stream, IterDataPipe):
-            _prepare_pipe(stream, hash_key(seed, epoch))
+            # As torch's loader does: all workers shuffle alike, and each keeps its part.
+            apply_random_seed(stream, torch.Generator().manual_seed(hash_key(seed, epoch)))
+            if (info := get_worker_info()) is not None:
+                apply_sharding(stream, info.num_workers, info.id)
         if worker is not None:  # without workers, the source swaps the generators around each read
             seed_global_generators(hash_key(seed, epoch, worker))
         if last is not None:
@@ -202,30 +198,16 @@ class EpochReader:
             load_plain_states(last.snapshot["generators"])
 
     def _set_epoch(self, epoch: int) -> None:
-        """Call the listeners' `set_epoch` before workers start, and in each worker that does not know the epoch yet.
-
-        Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
-        make them read another epoch.
-        """
+        """Call the `set_epoch` of listeners before workers start, and in each worker that does not know it yet."""
+        # Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
+        # make them read another epoch.
         for part in self._listeners:
             if getattr(part, "epoch", None) != epoch:
                 part.set_epoch(epoch)
 
 
-def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
-    """Seed and shard a pipe as torch's loader does: all workers shuffle alike, and each keeps its part."""
-    apply_random_seed(pipe, torch.Generator().manual_seed(seed))
-    info = get_worker_info()
-    if info is not None:
-        apply_sharding(pipe, info.num_workers, info.id)
-
-
 class EpochStream(DatasetProxy, IterableDataset[Any]):
-    """A proxy of an iterable dataset whose epochs a reader starts.
-
-    Args:
-        reader: The reader of the dataset.
-    """
+    """A proxy of an iterable dataset whose epochs a reader starts."""
 
     _drivetrain_reader: EpochReader
 

@@ -32,9 +32,6 @@ def torchdata_kind(loader: Any) -> Any:
 class TorchdataStates:
     """The states of a StatefulDataLoader as a loop over it goes on.
 
-    Args:
-        num_workers: The number of workers of the loader.
-
     Attributes:
         received: The state behind the last batch that the loop has received; None if it has received none.
         loaded: The state that the next loop begins from; None if it begins from a position alone.
@@ -70,11 +67,7 @@ class TorchdataStates:
         return counted_from(state, self._num_before) if self._num_before else state
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that a state fits the loader.
-
-        Raises:
-            DataStateError: It is no state of torchdata's, or of a loader with another number of workers.
-        """
+        """Raise DataStateError for no state of torchdata's, or one of a loader with another number of workers."""
         if FINISHED not in state or not {SNAPSHOT, NUM_YIELDED} & set(state):
             raise DataStateError(
                 f"this is no state of torchdata's StatefulDataLoader: it has {sorted(map(str, state))}; pass what "
@@ -122,11 +115,7 @@ def counted_from(
 
 
 def _at_snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without batches behind its snapshot, which torchdata would read again.
-
-    Raises:
-        DataStateError: Its dataset has a state, which stands where the snapshot was taken.
-    """
+    """Return a state without batches behind its snapshot, which torchdata would read again."""
     behind = state.get(STEPS_SINCE, 0)
     if not behind:
         return dict(state)

@@ -12,20 +12,14 @@ from drivetrain_data.transport.shared_memory import meet
 
 
 class Channel(Protocol):
-    """A channel from the first rank of a group to the other ranks.
-
-    Attributes:
-        name: The kind of channel, as a phrase for users.
-    """
+    """A channel from the first rank of a group to the other ranks."""
 
     name: str
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Start sending messages. Called on the first rank.
+        """Start sending a message to each other rank of the group, in rank order. Called on the first rank.
 
-        Args:
-            messages: The message for each other rank of the group, in rank order.
-            complete: Whether to start sending all parts before returning; else the rest may wait for the next call.
+        All parts are under way on return if `complete`; else the rest may wait for the next call.
         """
         ...
 
@@ -45,8 +39,6 @@ class Channel(Protocol):
 def open_channel(group: dist.ProcessGroup, device: torch.device | None) -> Channel:
     """Open shared memory if all ranks run on one Linux machine, else a scatter. Called on all ranks of the group.
 
-    Args:
-        group: The process group of the sender and the receivers.
-        device: The device that the group communicates on, if it cannot communicate on the CPU.
+    The group communicates on `device` if it cannot communicate on the CPU.
     """
     return meet(group) or ScatterChannel(group, transport_device(group, device))

@@ -49,12 +49,7 @@ class ObjectPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The part of a step that stays the same while shapes and structure do.
-
-    Attributes:
-        note: The object that the sender sends with each step, such as its plan.
-        places: The structure of the batch, with a placeholder for each tensor and object.
-    """
+    """The part of a step that stays the same while shapes and structure do: a note, such as a plan, and the latter."""
 
     note: Any
     places: Nested
@@ -66,14 +61,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SeparatedBatch:
-    """A batch separated into layout, tensors and objects.
-
-    Attributes:
-        layout: The layout of the batch.
-        tensors: The tensors of the batch, in traversal order.
-        objects: The other leaves of the batch, in traversal order.
-        num_bytes: The number of bytes that the tensors occupy in a message, with alignment.
-    """
+    """A batch separated into layout, tensors and objects, in traversal order."""
 
     layout: Layout
     tensors: list[torch.Tensor]
@@ -104,16 +92,13 @@ def take_apart(note: Any, batch: Nested) -> SeparatedBatch:
 
 
 class Outgoing:
-    """A message of steps that share a layout, ready to be written.
+    """A message of steps that share a layout, ready to be written; `used` is its size in bytes.
 
     Args:
         steps: The steps to send.
         tags: A number to send with each step.
         loop: The number of the sender's loop that the steps belong to.
         with_layout: Whether to include the layout, which the receiver does not have yet.
-
-    Attributes:
-        used: The size of the message in bytes.
     """
 
     def __init__(
@@ -128,12 +113,7 @@ class Outgoing:
         self.used = self._begin + len(steps) * steps[0].num_bytes + len(self._objects) + len(self._layout)
 
     def write(self, into: Bytes, *, longest: int) -> None:
-        """Write the message.
-
-        Args:
-            into: The buffer to write to, at least `used` bytes.
-            longest: The size in bytes of the longest message sent to any rank at the same time.
-        """
+        """Write the message into a buffer; `longest` is the size of the longest one sent at the same time."""
         steps, objects, layout = self._steps, self._objects, self._layout
         header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest, self._loop)
         into[: 8 * _NUM_FIELDS].view(np.int64)[:] = header
@@ -141,7 +121,9 @@ class Outgoing:
         address, offset = into.ctypes.data, self._begin
         for step in steps:
             for tensor in step.tensors:
-                on_cpu = (tensor if _is_plain(tensor) else _plain(tensor)).cpu()
+                if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+                    tensor = tensor.detach().resolve_neg().resolve_conj().contiguous()
+                on_cpu = tensor.cpu()
                 ctypes.memmove(address + offset, on_cpu.data_ptr(), on_cpu.nbytes)
                 offset += _aligned(on_cpu.nbytes)
         for text in (objects, layout):
@@ -155,16 +137,7 @@ def longest_bytes(header: Bytes) -> int:
 
 
 class Incoming:
-    """A received message; its tensors share its memory.
-
-    Args:
-        packed: The bytes of the message.
-
-    Attributes:
-        tags: The number sent with each step.
-        loop: The number of the sender's loop that the steps belong to.
-        layout: The layout in the message; None if that of the previous message still applies.
-    """
+    """A received message; its tensors share its memory. The layout is None if the previous message's applies."""
 
     def __init__(self, packed: Bytes) -> None:
         num_steps, self._step_bytes, num_objects, num_layout, _, self.loop = _header(packed)
@@ -218,15 +191,6 @@ def _same_places(one: Nested, other: Nested) -> bool:
 
 def _header(packed: Bytes) -> list[int]:
     return packed[: 8 * _NUM_FIELDS].view(np.int64).tolist()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in contiguous memory, with lazy negation and conjugation resolved."""
-    return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 
 def _aligned(size: int) -> int:

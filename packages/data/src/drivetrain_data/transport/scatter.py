@@ -15,10 +15,6 @@ class ScatterChannel:
     """A channel that sends each message by one scatter of a size that every rank knows.
 
     If a message exceeds that size, a second scatter sends the rest. The next size follows from the last message.
-
-    Args:
-        group: The process group of the sender and the receivers.
-        device: The device that the group communicates on.
     """
 
     name = "a scatter"
@@ -39,12 +35,7 @@ class ScatterChannel:
         self._expected: tuple[Any, torch.Tensor] | None = None
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Start sending messages. Called on the first rank.
-
-        Args:
-            messages: The message for each other rank, in rank order.
-            complete: Whether to start the second scatter, if one is needed, now instead of at the next call.
-        """
+        """Start sending messages, the second scatter, if needed, only if `complete`. Called on the first rank."""
         self._send_rest()
         before, self._under_way = self._under_way, []
         longest = max(message.used for message in messages)

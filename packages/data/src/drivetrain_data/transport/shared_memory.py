@@ -29,11 +29,7 @@ _SMALLEST_SLOT = 2**16
 
 
 class SharedMemoryChannel:
-    """A channel of two slots and a socket for each receiver. Create it with `meet`.
-
-    Args:
-        connections: The sockets to the other ranks, by rank; on a receiver only the socket to the sender, as rank 0.
-    """
+    """A channel of two slots and a socket for each receiver, which knows the sender alone. Create it with `meet`."""
 
     name = "shared memory"
 
@@ -53,11 +49,7 @@ class SharedMemoryChannel:
         self._is_expected = True
 
     def receive(self) -> Bytes:
-        """Return a copy of the next message.
-
-        Raises:
-            DispatchError: The sender has exited.
-        """
+        """Return a copy of the next message; DispatchError if the sender has exited."""
         self._is_expected = False
         return self._lines[0].receive()
 
@@ -81,7 +73,9 @@ class _Line:
         slot, self._turn = self._turn, 1 - self._turn
         try:
             if self._num_in_use == len(self._slots):
-                self._wait_until_copied()
+                if self._connection.recv(len(_COPIED)) != _COPIED:
+                    raise self._ended()
+                self._num_in_use -= 1
             self._num_in_use += 1
             if message.used <= len(self._slots[slot]):
                 message.write(self._slots[slot], longest=message.used)
@@ -90,11 +84,6 @@ class _Line:
                 self._send_in_new_memory(slot, message)
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
-
-    def _wait_until_copied(self) -> None:
-        if self._connection.recv(len(_COPIED)) != _COPIED:
-            raise self._ended()
-        self._num_in_use -= 1
 
     def _send_in_new_memory(self, slot: int, message: Outgoing) -> None:
         descriptor = os.memfd_create("drivetrain-batches")
@@ -133,10 +122,7 @@ class _Line:
 
 
 def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
-    """Connect the first rank of a group to the others; return None if a rank cannot be reached this way.
-
-    Called on all ranks of the group.
-    """
+    """Connect a group's first rank to the others, or return None if it cannot. Called on all ranks of the group."""
     num_ranks = dist.get_world_size(group)
     is_sender = dist.get_rank(group) == 0
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
