@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
 from drivetrain_data import DataStateError, Shard, ShardedLoader, shard_loader, skip_first_batches
-from drivetrain_data.state.sampler_copy import copy_of
+from drivetrain_data.state.sampler_parts import copy_of
 
 LENGTH = 20
 

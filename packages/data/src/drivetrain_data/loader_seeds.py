@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from drivetrain_data.randomness.generator_kinds import draw_seed
+from drivetrain_data.randomness.generators import draw_seed
 from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.known_samplers import is_torchs_distributed
 from drivetrain_data.sampling.samplers import PermutationSampler

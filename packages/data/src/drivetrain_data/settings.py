@@ -16,12 +16,12 @@ def _setting(default: Any, text: str, *, needs: str = "a prepared loader") -> An
 class DataSettings:
     """The `data` section: how loaders are sharded over ranks."""
 
-    even: UnevenPolicy = _setting(
+    even: UnevenPolicy = _setting(  # noqa: RUF009 it returns a field
         "uneven",
         "Handling of an epoch's tail: distribute it unevenly without repeating a sample, pad it with "
         "repeats, or drop it.",
     )
-    strategy: ShardingStrategy = _setting(
+    strategy: ShardingStrategy = _setting(  # noqa: RUF009 it returns a field
         "interleaved",
         "Whether ranks take turns over the whole order, or each rank or node reads its own block of the "
         "data.",

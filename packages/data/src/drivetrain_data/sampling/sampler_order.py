@@ -13,8 +13,7 @@ from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.sampling.indices import until_its_end
 from drivetrain_data.sampling.order import Order
 from drivetrain_data.sampling.rank_agreement import Agree
-from drivetrain_data.state.sampler_copy import SamplerCopy, copy_of
-from drivetrain_data.state.sampler_parts import length_of, prepare_sampler
+from drivetrain_data.state.sampler_parts import SamplerCopy, copy_of, length_of, prepare_sampler
 from drivetrain_data.state.stateful import StatefulReader
 
 

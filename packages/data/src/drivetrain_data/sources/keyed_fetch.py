@@ -1,11 +1,12 @@
 """Fetch a map-style dataset's batches, each in its epoch and with draws that depend only on its place in the data.
 
 Which worker reads a batch depends on the number of workers, and workers may still be reading batches of a loop that
-was left. So the epoch and the seed of a batch travel with its indices to whoever reads it.
+was left. So the epoch and the seed of a batch travel with its indices to whoever reads it. torchdata's
+StatefulDataLoader, where it fetches batches, gets the states that it asks samplers and datasets for.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -127,3 +128,45 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
             read = f"the batch {indices}" if read_batch else f"sample {indices[len(samples)]!r}"
             raise stop_let_out(f"{type(dataset).__name__}, reading {read},") from error
         return samples
+
+
+class CountedBatches(Sampler[Any]):
+    """A sampler whose iterations count the samples that they have sent, as those of torchdata's BatchSampler do."""
+
+    def __init__(self, sampler: Iterable[Fetch]) -> None:
+        self._sampler = sampler
+        self.begun = 0  # the samples of the epoch that lie before the next iteration
+
+    def __iter__(self) -> Iterator[Fetch]:
+        return _Counted(iter(self._sampler), self.begun)
+
+
+class _Counted(Iterator[Fetch]):
+    """An iteration with a state, which tells torchdata not to read again from the beginning."""
+
+    def __init__(self, fetches: Iterator[Fetch], begun: int) -> None:
+        self._fetches = fetches
+        self._num_samples = begun
+
+    def __next__(self) -> Fetch:
+        sent = next(self._fetches)
+        self._num_samples += len(sent.wanted) if hasattr(sent.wanted, "__len__") else 1
+        return sent
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples_yielded": self._num_samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Do nothing: the sampler begins where the state was taken."""
+
+
+class StatefulFetchedDataset(FetchedDataset):
+    """The same of a dataset with a state of its own, which torchdata's loader asks its class for."""
+
+    def state_dict(self) -> Any:
+        """Return the state of the dataset."""
+        return self._drivetrain_dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a state of the dataset."""
+        self._drivetrain_dataset.load_state_dict(state)

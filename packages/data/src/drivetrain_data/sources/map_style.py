@@ -14,9 +14,13 @@ from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sources.batch_source import BatchSource, Reading, StepOrigin
-from drivetrain_data.sources.keyed_fetch import FetchedDataset, FetchSampler
+from drivetrain_data.sources.keyed_fetch import (
+    CountedBatches,
+    FetchedDataset,
+    FetchSampler,
+    StatefulFetchedDataset,
+)
 from drivetrain_data.sources.torch_loader import rebuild
-from drivetrain_data.sources.torchdata_fetch import CountedBatches, StatefulFetchedDataset
 from drivetrain_data.sources.wrapped_datasets import epoch_parts, may_draw
 from drivetrain_data.state.sampler_parts import length_of
 from drivetrain_data.state.stateful import StatefulReader

@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from drivetrain_data.randomness.generator_kinds import GENERATORS
+from drivetrain_data.randomness.generators import GENERATORS
 from drivetrain_data.state.sampler_parts import held_by, is_apart, reachable
 
 _MOST_PARTS = 10_000

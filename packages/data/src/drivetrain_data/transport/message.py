@@ -49,7 +49,7 @@ class ObjectPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The part of a step that stays the same while shapes and structure do: a note, such as a plan, and the latter."""
+    """The part of a step that stays the same while its shapes and structure do, with a note such as its plan."""
 
     note: Any
     places: Nested
