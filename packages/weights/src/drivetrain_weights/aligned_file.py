@@ -24,15 +24,10 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors to a safetensors file in their order, each at an offset that is a multiple of 64 bytes.
 
     Tensors that are not on the host, or not contiguous, are copied one at a time. Any reader of the format can read
-    the file; it also sees the padding, which `is_padding` recognises.
-
-    Args:
-        tensors: The tensors by name.
-        path: The file to write; an existing file is replaced.
+    the file; it also sees the padding, which `is_padding` recognizes. An existing file is replaced.
 
     Raises:
         WeightFilesError: The format lacks a tensor's dtype, or a tensor's name is reserved.
-        OSError: The file could not be written.
     """
     layout = _planned(tensors)
     with path.open("wb") as file:
@@ -47,15 +42,8 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
 def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Create an aligned file for tensors whose values are written later, and return the tensors as its pages.
 
-    Writes to the returned tensors go to the file; until then the values are zeros.
-
-    Args:
-        tensors: The tensors by name. Only shapes and dtypes are used, so tensors on the meta device suffice.
-        path: The file to create; an existing file is replaced.
-
-    Raises:
-        WeightFilesError: The format lacks a tensor's dtype, or a tensor's name is reserved.
-        OSError: The disk has too little room.
+    Writes to the returned tensors go to the file; until then the values are zeros. The given ones may be on the meta
+    device, as only their shapes and dtypes are used. Errors are those of `write_aligned`.
     """
     layout = _planned(tensors)
     with path.open("wb") as file:
@@ -76,8 +64,5 @@ def _planned(tensors: Mapping[str, Tensor]) -> FileLayout:
                 f"{name!r} is of {tensor.dtype}, which no safetensors file holds: keep it on 'cpu', or convert it"
             )
     return plan_aligned_file(
-        [
-            TensorEntry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        ]
+        [TensorEntry(name, DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()]
     )

@@ -37,9 +37,6 @@ class MappedFile:
     The file stays open, so that its content is still read if another file replaces it, as a save into the same
     folder does.
 
-    Args:
-        path: The file to map.
-
     Attributes:
         path: The absolute path of the file.
         names: The names of its tensors.
@@ -116,19 +113,16 @@ class MappedFile:
         Args:
             name: The name of the tensor.
             target: A contiguous tensor of one dim, on any device and of any dtype.
-            start: The index of the first element to copy, in the flat tensor. A tensor that is not divisible is
-                copied as a whole.
+            start: The index of the first element to copy, in the flat tensor; one that is not divisible is copied in
+                full.
             buffer: A CPU tensor of bytes, at least as many as are copied, for targets of another device or dtype.
-
-        Raises:
-            WeightFilesError: The file was truncated meanwhile.
         """
         mapped = self._tensors[name]
         if name not in self._starts:
-            whole = not mapped.is_contiguous()
-            target.view(mapped.shape).copy_(mapped) if whole else target.copy_(
-                mapped.view(-1)[start : start + target.numel()]
-            )
+            if mapped.is_contiguous():
+                target.copy_(mapped.view(-1)[start : start + target.numel()])
+            else:
+                target.view(mapped.shape).copy_(mapped)
             return
         direct = target.device.type == "cpu" and target.dtype == mapped.dtype
         size = mapped.element_size()
@@ -138,15 +132,8 @@ class MappedFile:
             target.copy_(read)
 
     def expect(self, name: str, *, start: int, size_bytes: int) -> None:
-        """Ask the system to read ahead a part of a tensor; does nothing if the format gives no offsets.
-
-        To the system, threads that take turns reading a file look like random access, so it reads little ahead.
-
-        Args:
-            name: The name of the tensor.
-            start: The index of the first element of the part.
-            size_bytes: The bytes of the part.
-        """
+        """Ask the system to read ahead some bytes of a tensor, from an element on; does nothing without offsets."""
+        # To the system, threads that take turns reading a file look like random access, so it reads little ahead.
         if name in self._starts and hasattr(os, "posix_fadvise"):
             begin = self._starts[name] + start * self._tensors[name].element_size()
             os.posix_fadvise(self._file, begin, size_bytes, os.POSIX_FADV_WILLNEED)
@@ -159,12 +146,7 @@ class MappedFile:
             memory, start = memory[count:], start + count
 
     def forget(self, address: int, size_bytes: int) -> None:
-        """Ask the system to drop a part of the file from the page cache, except pages that a process has mapped.
-
-        Args:
-            address: The address of the part in memory. Does nothing if the format gives no offsets.
-            size_bytes: The bytes of the part.
-        """
+        """Ask the system to drop a part of the file from the page cache, except pages that a process has mapped."""
         known = next((name for name in self._starts if self._tensors[name].nbytes), None)
         if known is not None and hasattr(os, "posix_fadvise"):
             begin = self.tensor(known).data_ptr() - self._starts[known]
@@ -172,21 +154,13 @@ class MappedFile:
             os.posix_fadvise(self._file, start, address - begin + size_bytes - start, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        """Check that the file was not written to since it was opened; it may have been deleted or replaced.
-
-        Raises:
-            WeightFilesError: The file was written to. If it was truncated, using the missing pages ends the process;
-                nothing can prevent that.
-        """
+        """Raise WeightFilesError if the file was written to since it was opened; it may have been replaced."""
+        # If it was truncated, using the missing pages ends the process; nothing can prevent that.
         if _Stamp.of(self._file) != self._stamp:
             raise self._changed()
 
     def check_in_place(self) -> None:
-        """Check that the path still names the opened file with the same size; its content is not checked.
-
-        Raises:
-            WeightFilesError: The file was replaced, deleted or truncated.
-        """
+        """Raise WeightFilesError unless the path still names the opened file, with the same size."""
         try:
             found = _Stamp.of(self.path)
         except FileNotFoundError:
@@ -202,13 +176,8 @@ class MappedFile:
 
 
 def _mapped(file: int, entries: Mapping[str, StoredEntry], reader: Any) -> dict[str, Tensor]:
-    """Return the tensors as the file's pages, without reading any page.
-
-    The library's own `get_tensor` is avoided, since it makes the system read each tensor at once (safetensors 0.8).
-
-    Raises:
-        MemoryError: The system refuses to map a file of this size.
-    """
+    """Return the tensors as the file's pages, without reading any; MemoryError if the system refuses to."""
+    # Not by the library's own `get_tensor`, which makes the system read each tensor at once (safetensors 0.8).
     if not any(entry.size_bytes for entry in entries.values()):
         return {name: reader.get_tensor(name) for name in entries}
     try:
@@ -224,7 +193,6 @@ def _mapped(file: int, entries: Mapping[str, StoredEntry], reader: Any) -> dict[
             tensors[name] = reader.get_tensor(name)
         else:
             count = entry.size_bytes // dtype.itemsize
-            tensors[name] = torch.frombuffer(pages, dtype=dtype, count=count, offset=entry.start).view(
-                entry.shape
-            )
+            flat = torch.frombuffer(pages, dtype=dtype, count=count, offset=entry.start)
+            tensors[name] = flat.view(entry.shape)
     return tensors

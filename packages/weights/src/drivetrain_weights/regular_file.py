@@ -24,13 +24,11 @@ _KINDS = (
 def open_regular(path: Path) -> int:
     """Open a regular file to read, and return its descriptor. Links are followed; nothing is waited for.
 
-    Raises:
-        FileNotFoundError: The path names nothing.
-        WeightFilesError: The path names a pipe, a folder, a socket or a device.
+    A WeightFilesError names what else the path leads to.
     """
     _check_mode(
         path, os.stat(path).st_mode
-    )  # a socket cannot be opened, and opening a device may do something
+    )  # opening a device may do something, and a socket cannot be opened
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
         _check_mode(path, os.fstat(file).st_mode)  # what is there now is what is read
@@ -46,12 +44,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a regular file of JSON.
-
-    Raises:
-        FileNotFoundError: The path names nothing.
-        WeightFilesError: The path names something else than a regular file, or see `parse_json`.
-    """
+    """Read a regular file of JSON, as `parse_json` does."""
     with os.fdopen(open_regular(path), "rb") as file:
         return parse_json(file.read(MOST_JSON_BYTES + 1), where=str(path))
 
@@ -59,12 +52,7 @@ def read_json(path: Path) -> Any:
 def parse_json(text: bytes | str, *, where: str) -> Any:
     """Parse JSON in which no object has one key twice: readers disagree on which of the two counts.
 
-    Args:
-        text: The text to parse.
-        where: The name of the text in messages, such as its path.
-
-    Raises:
-        WeightFilesError: It is no JSON, nested too deeply, too long, or has one key twice.
+    A WeightFilesError, with the name of the text, says what else is wrong: its depth or length, or that it is none.
     """
     if len(text) > MOST_JSON_BYTES:
         raise WeightFilesError(f"{where} holds more than {MOST_JSON_BYTES} bytes of JSON: it is damaged")

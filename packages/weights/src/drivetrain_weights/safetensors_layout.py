@@ -86,10 +86,8 @@ def plan_file(entries: Sequence[TensorEntry]) -> FileLayout:
 def plan_aligned_file(entries: Sequence[TensorEntry]) -> FileLayout:
     """Return the layout of a file in which every tensor begins at a multiple of 64 bytes, in the given order. Pure.
 
-    The format allows no gaps between tensors, so padding is a tensor of bytes with a reserved name.
-
-    Raises:
-        WeightFilesError: A tensor's name is reserved.
+    The format allows no gaps between tensors, so padding is a tensor of bytes with a reserved name, which no other
+    may have.
     """
     for entry in entries:
         if is_padding(entry.key) or entry.key == _METADATA:
@@ -133,14 +131,7 @@ def _kind_text(entry: TensorEntry) -> str:
 
 
 class StoredEntry(NamedTuple):
-    """A tensor in the header of a file that exists; its dtype may be one that torch lacks.
-
-    Attributes:
-        dtype: The name of its dtype in the format.
-        shape: The shape of the tensor.
-        start: The offset of the tensor from the start of the file.
-        size_bytes: The size of the elements in bytes.
-    """
+    """A tensor in the header of a file that exists; its dtype may be one that torch lacks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -150,12 +141,7 @@ class StoredEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredHeader:
-    """The header of a file that exists.
-
-    Attributes:
-        entries: The tensors by name, in the order of the file, without padding.
-        metadata: The strings by name, such as `{"format": "pt"}`.
-    """
+    """The header of a file that exists: its tensors in the order of the file, without padding, and its strings."""
 
     entries: dict[str, StoredEntry]
     metadata: dict[str, str]
@@ -164,8 +150,7 @@ class StoredHeader:
 def read_header(path: Path) -> StoredHeader:
     """Read the header of a safetensors file, which `safetensors.safe_open` has found to be valid.
 
-    Raises:
-        WeightFilesError: A key is there twice, of which the library takes the last.
+    A WeightFilesError names a key that is there twice, of which the library takes the last.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

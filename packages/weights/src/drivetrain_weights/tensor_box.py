@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor.
-
-    Attributes:
-        offsets: The index of its first element, per dimension.
-        sizes: The number of elements, per dimension.
-    """
+    """A rectangular part of a tensor: the index of its first element and the number of elements, per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,11 +28,7 @@ class Box(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     def flat_range(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Return its first element and the one after its last in the flat tensor; None if others lie between them.
-
-        Args:
-            shape: The shape of the tensor.
-        """
+        """Return its first element and the one after its last in the flat tensor; None if others lie between them."""
         if self.sizes[1:] != tuple(shape[1:]):
             return None
         row = prod(shape[1:])
@@ -54,14 +45,10 @@ class Box(NamedTuple):
             return
         step = max(1, num_elements * self.sizes[axis] // self.num_elements)
         for start in range(0, self.sizes[axis], step):
-            yield Box(
-                offsets=(*self.offsets[:axis], self.offsets[axis] + start, *self.offsets[axis + 1 :]),
-                sizes=(
-                    *self.sizes[:axis],
-                    min(step, self.sizes[axis] - start),
-                    *self.sizes[axis + 1 :],
-                ),
-            )
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[axis] += start
+            sizes[axis] = min(step, sizes[axis] - start)
+            yield Box(tuple(offsets), tuple(sizes))
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -76,10 +63,6 @@ def is_dtensor(value: object) -> TypeGuard["DTensor"]:
 
 def box_of_dtensor(dtensor: Any, *, name: str = "a DTensor") -> Box:
     """Return the box of a DTensor that this rank holds. Works on the meta device.
-
-    Args:
-        dtensor: The DTensor to inspect.
-        name: The name of the tensor in an error.
 
     Raises:
         ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk` cuts.
@@ -124,7 +107,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes that make up a range of a tensor's elements, both in row-major order.
 
-    There are at most `2 * ndim - 1` boxes: cut rows at either end for each dimension, and whole rows between.
+    There are at most `2 * ndim - 1` boxes: cut rows at either end for each dimension, and full rows between.
     """
     if start >= stop:
         return

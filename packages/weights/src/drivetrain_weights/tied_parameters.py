@@ -51,31 +51,17 @@ def _tied_groups(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor],
 
 
 def memory_key(tensor: Tensor) -> object:
-    """Return a key that tensors over exactly the same memory share; the object's identity if it has no memory.
-
-    Views that overlap but differ have other keys.
-    """
+    """Return a key that tensors over exactly the same memory share; the object's identity if it has no memory."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), view  # views that overlap but differ have other keys
 
 
 def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
     """Tie each group of names to one parameter again, as `find_tied_parameters` found them before loading.
 
     The first parameter of a group that is not on the meta device replaces the others.
-
-    Args:
-        model: The model, which is changed in place.
-        tied: The groups of names, as `find_tied_parameters` returns them.
 
     Raises:
         TiedParametersError: The model lacks a name, or two parameters of a group have different values, so that one
@@ -90,7 +76,6 @@ def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
 
 
 def _chosen(by_name: dict[str, nn.Parameter], group: Sequence[str]) -> nn.Parameter:
-    """Return the parameter that a group of names will share."""
     if missing := [name for name in group if name not in by_name]:
         raise TiedParametersError(
             f"tied={list(group)}: the model has no parameter {', '.join(map(repr, missing))}"

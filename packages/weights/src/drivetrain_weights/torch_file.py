@@ -54,14 +54,7 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file that `torch.save` wrote, as its pages, which are read on first use.
-
-    Args:
-        path: The file to map.
-
-    Raises:
-        WeightFilesError: See `read_torch_file`; or the file contains anything other than tensors by name.
-    """
+    """Return the tensors by name of a file that `torch.save` wrote, as its pages, which are read on first use."""
     held = read_torch_file(path, mapped=True)
     if not isinstance(held, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in held.items()

@@ -26,10 +26,6 @@ def checked_records(path: Path) -> Generator[None]:
 
     Before: none is compressed, and none is there twice. After, when torch has found the file to be safe: each has the
     size of the storage in it. A file that is no archive is left to torch.
-
-    Raises:
-        WeightFilesError: A record is compressed, there twice, or of another size than its storage; the message names
-            it.
     """
     if not zipfile.is_zipfile(path):
         yield
@@ -51,7 +47,6 @@ def checked_records(path: Path) -> Generator[None]:
 
 
 def _stored_records(path: Path, file: zipfile.ZipFile) -> dict[str, int]:
-    """Return the size of each record by its name."""
     records: dict[str, int] = {}
     for record in file.infolist():
         if record.filename in records:

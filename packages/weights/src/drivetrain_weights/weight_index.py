@@ -101,13 +101,8 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
 def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> dict[str, MappedFile]:
     """Open the files of an index, and return the one that holds each tensor, in the order of the files.
 
-    Args:
-        path: The path of the index.
-        index: The index that `read_index` returned for it.
-        unlisted: Whether to return tensors of these files too that the index leaves out.
-
-    Raises:
-        WeightFilesError: A file is missing, damaged, or lacks a tensor.
+    A WeightFilesError names a file that is missing or lacks a tensor. Tensors that the index leaves out are returned
+    too if they may be `unlisted`.
     """
     held: dict[str, MappedFile] = {}
     for file in sorted(set(index.weight_map.values())):
@@ -169,17 +164,11 @@ def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> 
 
 
 def find_variant(folder: Path, variant: str | None) -> Path:
-    """Return what to load from a folder: the folder itself, or the index or file of a variant of its weights.
-
-    Raises:
-        NoWeightsError: The folder has no such variant.
-    """
+    """Return what to load from a folder: the folder itself, or the index or file of a variant in it."""
     if variant is None:
         return folder
-    for pattern in (
-        f"*.index.{variant}.json",
-        *(f"*.{variant}{suffix}" for suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)),
-    ):
+    files = (f"*.{variant}{suffix}" for suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
+    for pattern in (f"*.index.{variant}.json", *files):
         if found := sorted(path for path in folder.glob(pattern) if not _SHARD.search(path.name)):
             return found[0]
     raise NoWeightsError(
@@ -201,11 +190,7 @@ def _others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
 
 
 def _index_of(path: Path, kind: str) -> WeightIndex | None:
-    """Return an index of files of a kind; None for one of other files, such as TensorFlow's, or of something else.
-
-    Raises:
-        WeightFilesError: It is damaged, and its name says that it is of this kind.
-    """
+    """Return an index of files of a kind; None for one of other files, such as TensorFlow's, or of something else."""
     try:
         index = read_index(path)
     except WeightFilesError:
