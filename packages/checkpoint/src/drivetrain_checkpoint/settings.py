@@ -119,11 +119,7 @@ class CheckpointSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Check every field."""
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(
                 f"keep_last={self.keep_last!r}: must be at least 1 checkpoint; leave it unset to keep all"

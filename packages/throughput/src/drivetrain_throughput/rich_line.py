@@ -37,11 +37,7 @@ class RichLine:
 
 
 def _move_handlers(moved_to: dict[int, TextIO]) -> list[tuple[logging.StreamHandler[Any], Any]]:
-    """Give handlers of logging that write to one of the streams the stream that stands for it now.
-
-    Returns:
-        The handlers, each with its stream before.
-    """
+    """Give handlers of logging that write to one of the streams the stream that stands for it now."""
     loggers = [
         logging.root,
         *(one for one in logging.root.manager.loggerDict.values() if hasattr(one, "handlers")),

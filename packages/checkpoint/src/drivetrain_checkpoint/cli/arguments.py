@@ -47,13 +47,7 @@ def report_errors(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]
 
 
 def place_of(text: str) -> Place:
-    """Return the place of a folder or URL; the storage options are those of the `checkpoint` section.
-
-    Raises:
-        ImportError: A package that the URL needs is not installed.
-        ValueError: The URL's protocol is unknown.
-        NoCheckpointError: The folder does not exist.
-    """
+    """Return the place of a folder or URL; the storage options are those of the `checkpoint` section."""
     options = resolve(CheckpointSettings, section="checkpoint").value.storage_options
     place = locate(text, options)
     if not storage_of(place).is_folder(place):
@@ -64,11 +58,7 @@ def place_of(text: str) -> Place:
 
 
 def directory_of(text: str) -> Place:
-    """Return the place of a folder that holds checkpoints, valid or not.
-
-    Raises:
-        NoCheckpointError: The folder holds no checkpoints, or is a checkpoint itself.
-    """
+    """Return the place of a folder that holds checkpoints, valid or not."""
     place = place_of(text)
     if has_manifest(place) or step_of(place) is not None:
         raise NoCheckpointError(f"{place} is a checkpoint: name the folder that it is in, {place.parent}")
@@ -82,11 +72,7 @@ def directory_of(text: str) -> Place:
 
 
 def checkpoint_of(text: str) -> Place:
-    """Return the place of a folder that has a manifest, valid or not.
-
-    Raises:
-        NoCheckpointError: The folder has no manifest.
-    """
+    """Return the place of a folder that has a manifest, valid or not."""
     place = place_of(text)
     if has_manifest(place):
         return place

@@ -12,12 +12,7 @@ _LINE_SECONDS = 10.0  # where stderr is a file
 
 
 class Progress:
-    """A progress display on stderr.
-
-    Args:
-        doing: The name of the work, such as "verify step-100".
-        total_bytes: The number of bytes to process.
-    """
+    """A progress display on stderr."""
 
     def __init__(self, doing: str, total_bytes: int) -> None:
         self._doing = doing

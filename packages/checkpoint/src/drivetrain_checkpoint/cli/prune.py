@@ -36,11 +36,7 @@ class PruneArguments:
     dry_run: bool = field(default=False, metadata={"help": "Say what would be deleted, and delete nothing."})
 
     def __post_init__(self) -> None:
-        """Check the rules as the `checkpoint` section does.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Check the rules as the `checkpoint` section does."""
         _ = self.keep
 
     @property
@@ -57,11 +53,7 @@ class PruneArguments:
 
 @report_errors
 def run(arguments: PruneArguments) -> int:
-    """Delete old checkpoints of a folder, and what is left of saves that were never completed.
-
-    Returns:
-        The exit code: 0, or 1 if a folder could not be deleted completely.
-    """
+    """Delete old checkpoints of a folder, and what is left of saves that were never completed."""
     directory = directory_of(arguments.directory)
     if arguments.dry_run:
         _say(plan_of(directory, arguments.keep), "would delete")
@@ -89,11 +81,7 @@ class PrunePlan:
 
 
 def plan_of(directory: Place, keep: CheckpointSettings) -> PrunePlan:
-    """Plan which checkpoints of a directory to delete.
-
-    Raises:
-        ValueError: The rules keep the best checkpoints, and none has the metric.
-    """
+    """Plan which checkpoints of a directory to delete."""
     found = find_checkpoints(directory)
     known = {name for one in found if one.manifest for name in one.manifest.metrics}
     if keep.keep_best and keep.best_metric not in known and any(one.is_valid for one in found):

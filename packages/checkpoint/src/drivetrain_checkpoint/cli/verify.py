@@ -25,11 +25,7 @@ class VerifyArguments:
 
 @report_errors
 def run(arguments: VerifyArguments) -> int:
-    """Read a checkpoint, or all of a folder, whole, and check every block; exit code 1 if something is damaged.
-
-    Returns:
-        The exit code: 0 if all checkpoints are intact, 1 if any is damaged.
-    """
+    """Read a checkpoint, or all of a folder, whole, and check every block; exit code 1 if something is damaged."""
     place = place_of(arguments.folder)
     if has_manifest(place) or step_of(place) is not None:
         return 0 if _verify(checkpoint_of(arguments.folder)) else WRONG

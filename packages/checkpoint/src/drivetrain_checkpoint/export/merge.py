@@ -65,11 +65,7 @@ def merge_shards(
 
 
 def choose_model(manifest: Manifest, model: str | None) -> str:
-    """Return the name of the chosen model, or of the only one.
-
-    Raises:
-        ValueError: There is no such model, or `model` is None and there is not exactly one.
-    """
+    """Return the name of the chosen model, or of the only one."""
     names = ", ".join(manifest.models) or "none"
     if model is None and len(manifest.models) == 1:
         return manifest.models[0]
@@ -125,13 +121,7 @@ def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
 def plan_names(
     names: ModelNames, tensors: Mapping[str, Division], *, max_shard_size: int | str
 ) -> ExportPlan:
-    """Plan the export of a model; names that share a stored tensor are tied to the first of them. Pure.
-
-    Raises:
-        CorruptCheckpointError: The state names a tensor that the manifest does not list.
-        StateError: A tensor cannot be exported.
-        ValueError: The size is invalid.
-    """
+    """Plan the export of a model; names that share a stored tensor are tied to the first of them. Pure."""
     first: dict[str, str] = {}
     for name, stored in names.stored.items():
         first.setdefault(stored, name)

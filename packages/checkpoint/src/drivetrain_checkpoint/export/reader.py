@@ -118,15 +118,7 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
 
 
 def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") -> ExportedTensors:
-    """Open one safetensors file of any name; check its header, and read no tensor yet.
-
-    Args:
-        path: The path of the file.
-        device: The device onto which tensors are read.
-
-    Raises:
-        CorruptCheckpointError: The file is missing or damaged.
-    """
+    """Open one safetensors file of any name; check its header, and read no tensor yet."""
     with checkpoint_errors():
         file = MappedFile(Path(path))
     return _exported(dict.fromkeys(file.in_order, file), device)

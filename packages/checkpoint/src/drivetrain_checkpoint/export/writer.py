@@ -194,11 +194,7 @@ def _staged(name: str, tensor: Tensor, plan: ExportPlan, memory: set[int]) -> Te
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:
-    """Check that a tensor is whole and has dense data of its own.
-
-    Raises:
-        StateError: The tensor is a shard, on the meta device, or not dense.
-    """
+    """Check that a tensor is whole and has dense data of its own."""
     if hasattr(tensor, "full_tensor"):
         raise StateError(f"{name!r} is this rank's part of a tensor: gather it first, with full_tensor()")
     if tensor.is_meta:

@@ -257,11 +257,6 @@ def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bo
 def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:
     """Check the size of a file against its record.
 
-    Args:
-        path: The path of the file.
-        size_bytes: The size of the file in bytes; None if it is missing.
-        record: The record of the file in the manifest.
-
     Raises:
         CorruptCheckpointError: The file is missing or has another size.
     """

@@ -62,11 +62,6 @@ def starts_in_file(tensors: Mapping[str, Division], rank: int, size_bytes: int) 
     """Return the first byte of each tensor in a rank's file of a part, in the order of the file. Pure.
 
     The boxes follow one another without gaps up to the end of the file; those of one tensor lie together.
-
-    Args:
-        tensors: The tensors of the part.
-        rank: The rank that wrote the file.
-        size_bytes: The size of the file.
     """
     held = in_file_order(tensors, rank)
     bytes_of = {division: division.bytes_of(rank) for division in set(tensors.values())}

@@ -61,12 +61,7 @@ def rank_part(rank: int) -> str:
 
 
 def path_in_state(part: str, name: str) -> str | None:
-    """Return the path of a tensor in the caller's states, such as `"models/model/fc.weight"`; None if it is per-rank.
-
-    Args:
-        part: The part of the checkpoint that holds the tensor.
-        name: The name of the tensor in that part.
-    """
+    """Return a tensor's path in the caller's states, such as `"models/model/fc.weight"`; None if it is per-rank."""
     if part == STATE_PART:
         return f"replicated/{name}"
     model = part.removeprefix(model_part(""))

@@ -227,11 +227,7 @@ def _from_json(content: dict[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check that a manifest is consistent: it may be crafted by an attacker, with a checksum that matches.
-
-    Raises:
-        ValueError: The manifest is inconsistent.
-    """
+    """Check that a manifest is consistent: it may be crafted by an attacker, with a checksum that matches."""
     counts = {"step": manifest.step, "sequence": manifest.sequence, "attempt": manifest.attempt}
     for name, count in counts.items():
         if type(count) is not int or count < 0:
@@ -253,11 +249,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_division(name: str, division: Division) -> None:
-    """Check that each piece lies inside its tensor, and that the pieces have as many elements as the tensor.
-
-    Raises:
-        ValueError: A piece lies outside, or the number of elements differs.
-    """
+    """Check that each piece lies inside its tensor, and that the pieces have as many elements as the tensor."""
     known = DTYPES.get(division.dtype)
     if (
         type(division.item_bytes) is not int
@@ -276,11 +268,7 @@ def _check_division(name: str, division: Division) -> None:
 
 
 def _check_file(file: str, size_bytes: int, manifest: Manifest) -> None:
-    """Check that a file is listed and has room for its tensors.
-
-    Raises:
-        ValueError: It is not, or has not.
-    """
+    """Check that a file is listed and has room for its tensors."""
     if file not in manifest.files or size_bytes > manifest.files[file].size_bytes:
         raise ValueError(f"{file} is to hold {size_bytes} bytes of tensors, and does not reach so far")
 

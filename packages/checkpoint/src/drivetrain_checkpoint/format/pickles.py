@@ -6,11 +6,7 @@ from typing import Any
 
 
 def to_text(value: Any) -> str:
-    """Pickle an object and encode it in base64.
-
-    Raises:
-        Exception: The error that pickling the object raised.
-    """
+    """Pickle an object and encode it in base64."""
     return base64.b64encode(pickle.dumps(value)).decode()
 
 

@@ -114,9 +114,6 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
     """Return the shards of a tensor that this rank holds, without a copy.
 
     A plain tensor counts as held by rank 0 only, since its values may differ between ranks.
-
-    Raises:
-        StateError: The sharding of the tensor does not consist of boxes.
     """
     if isinstance(leaf, Replicated):
         return (TensorShard(whole(leaf.tensor.shape), leaf.tensor),)

@@ -37,14 +37,6 @@ def read_parts(
 ) -> dict[str, StateTree]:
     """Read the states of some parts of a checkpoint, on the CPU.
 
-    Args:
-        folder: The checkpoint's folder.
-        manifest: The checkpoint's manifest.
-        parts: The names of the parts to read.
-        like: A function that returns the sharding of a tensor on this rank.
-        allow_pickle: Whether to load pickles, which runs code.
-        on_block: A function called after each block, as a sign of progress.
-
     Raises:
         CorruptCheckpointError: A file is missing or differs from its record.
         PickleNotAllowedError: A state holds a pickle, and `allow_pickle` is false.
@@ -66,11 +58,7 @@ def read_parts(
 def read_tensors(
     folder: Place, manifest: Manifest, part: str, names: Sequence[str], *, on_block: Callable[[], None]
 ) -> dict[str, Tensor]:
-    """Read some tensors of a part, whole and on the CPU; each block that holds any of their bytes is read once.
-
-    Raises:
-        CorruptCheckpointError: A file is missing or differs from its record.
-    """
+    """Read some tensors of a part, whole and on the CPU; each block that holds any of their bytes is read once."""
     tensors = manifest.tensors[part]
     rooms = _make_rooms({name: tensors[name] for name in names}, lambda _: None)
     _fill_rooms(folder, manifest, part, rooms, on_block)
@@ -78,11 +66,7 @@ def read_tensors(
 
 
 def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callable[[], None]) -> Json:
-    """Read the tagged JSON of a part, as `state_tree.encode` made it.
-
-    Raises:
-        CorruptCheckpointError: Its file is missing or differs from its record.
-    """
+    """Read the tagged JSON of a part, as `state_tree.encode` made it."""
     name = tree_file(part, manifest.attempt)
     if name not in manifest.files:
         raise CorruptCheckpointError(f"{folder}: the manifest does not list {name}")

@@ -40,11 +40,7 @@ class PlannedFile:
 
 
 class TensorFiles:
-    """The files of a plan, computed on demand and cached: the next save has the same.
-
-    Args:
-        divisions: The division of each tensor, as `plan_writes` returned it.
-    """
+    """The files of a plan, computed on demand and cached: the next save has the same."""
 
     def __init__(self, divisions: Divisions) -> None:
         self.divisions = divisions

@@ -59,13 +59,7 @@ _Stretches: TypeAlias = Mapping[int, Sequence[_Stretch]]  # by the rank in whose
 def plan_reads(
     manifest: Manifest, part: str, wanted: Mapping[str, Sequence[TensorShard]]
 ) -> Iterator[tuple[int, list[Read]]]:
-    """Yield the reads of each file, in byte order, with the rank that wrote the file.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-        part: The part of it.
-        wanted: The shards to fill of each tensor of the part, by name.
-    """
+    """Yield the reads of each file, in byte order, with the rank that wrote the file."""
     known: dict[object, _Stretches] = {}
     stretches: dict[str, _Stretches] = {}
     for name, shards in wanted.items():
@@ -130,12 +124,7 @@ def _first_in(box: Box, run: Box) -> int:
 
 
 def fill(read: Read, content: Tensor) -> None:
-    """Copy the wanted part of a partial read into its target.
-
-    Args:
-        read: The read, with `rows` and `part`.
-        content: The bytes read: a 1-D uint8 tensor of `read.size_bytes` elements.
-    """
+    """Copy the wanted part of a partial read into its target."""
     assert read.rows is not None
     assert read.part is not None
     rows = content.view(read.target.dtype).view(read.rows.sizes)

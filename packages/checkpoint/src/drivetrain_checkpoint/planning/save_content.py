@@ -85,11 +85,7 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
 
 
 def _check_kinds(content: Content) -> None:
-    """Check that the states are mappings.
-
-    Raises:
-        StateError: An argument or a model's state is not a mapping.
-    """
+    """Check that the states are mappings."""
     states: dict[str, Any] = {
         "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
     }  # fmt: skip

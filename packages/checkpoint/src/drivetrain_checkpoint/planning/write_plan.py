@@ -117,11 +117,7 @@ def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions
 
 
 def _units(name: TensorName, tensors: Sequence[int], held: Sequence[AvailableBoxes | None]) -> list[_Unit]:
-    """Return the boxes of tensors that are held alike.
-
-    Raises:
-        StateError: The ranks disagree about them, or their boxes leave a gap or overlap.
-    """
+    """Return the boxes of tensors that are held alike."""
     first, described = next((rank, kind) for rank, kind in enumerate(held) if kind is not None)
     holders: dict[Box, list[int]] = {}
     for rank, own in enumerate(held):
@@ -144,11 +140,7 @@ def _units(name: TensorName, tensors: Sequence[int], held: Sequence[AvailableBox
 
 
 def _check_whole(name: TensorName, tensor: AvailableBoxes, boxes: Sequence[Box]) -> None:
-    """Check that boxes cover a tensor without gaps or overlaps.
-
-    Raises:
-        StateError: The boxes leave a gap, or overlap.
-    """
+    """Check that boxes cover a tensor without gaps or overlaps."""
     held, size = sum(box.num_elements for box in boxes), whole(tensor.shape).num_elements
     if held != size:
         raise StateError(

@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSaves:
-    """The background saves of one directory. The interpreter waits for their thread before it exits.
-
-    Args:
-        context: The context of this process.
-    """
+    """The background saves of one directory. The interpreter waits for their thread before it exits."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

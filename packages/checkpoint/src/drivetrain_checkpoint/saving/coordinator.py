@@ -37,13 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveCoordinator:
-    """The planner of saves into a directory, in agreement with the other ranks; the plan is reused by later saves.
-
-    Args:
-        context: The context of this process.
-        directory: The folder of the checkpoints.
-        settings: The `checkpoint` section.
-    """
+    """The planner of saves into a directory, in agreement with the other ranks; the plan is reused by later saves."""
 
     def __init__(self, context: Context, directory: Place, settings: CheckpointSettings) -> None:
         self._context = context
@@ -59,12 +53,6 @@ class SaveCoordinator:
         self, step: int, content: Content, *, continues: bool, replicas: Replicas | None = None
     ) -> Save:
         """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
-
-        Args:
-            step: The optimizer step.
-            content: The states to save.
-            continues: Whether this run resumed from a checkpoint of the directory.
-            replicas: The tensors that all ranks must hold alike for the commit; None for no comparison.
 
         Raises:
             StateError: Something in `content` cannot be stored; nothing was saved.
@@ -101,12 +89,7 @@ class SaveCoordinator:
         )
 
     def _encode(self, step: int, content: Content) -> OwnContent:
-        """Encode the states of this rank, and refuse invalid ones before anything is written.
-
-        Raises:
-            StateError: A state holds a value that cannot be stored.
-            ValueError: The step, the folder or the metrics are invalid.
-        """
+        """Encode the states of this rank, and refuse invalid ones before anything is written."""
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
         encode_plan(content.plan)
@@ -118,16 +101,7 @@ class SaveCoordinator:
         return own_content(content, self._context.topology.rank, allow_pickle=self._settings.allow_pickle)
 
     def _agree(self, told: Sequence[tuple[str, str]], holdings: Holdings) -> TensorFiles:
-        """Return the plan of which rank writes what; plan again only if the ranks hold other shards than last time.
-
-        Args:
-            told: The folder and the digest of the holdings of each rank.
-            holdings: The holdings of this rank.
-
-        Raises:
-            StateError: The shards of the ranks do not make whole tensors.
-            ValueError: The ranks save into different folders.
-        """
+        """Plan which rank writes what, again only if the ranks hold other shards than last time."""
         if len({folder for folder, _ in told}) > 1:
             shown = ", ".join(f"rank {rank}: {folder}" for rank, (folder, _) in enumerate(told))
             raise ValueError(
@@ -146,9 +120,6 @@ class SaveCoordinator:
         """Make the folder and begin the manifest. Called on rank 0.
 
         Files of a committed checkpoint of this step stay until the new ones are committed.
-
-        Raises:
-            CheckpointLockedError: Another run writes into the directory.
         """
         if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
             self._spared = frozenset() if continues else self._of_an_earlier_run()
@@ -202,11 +173,7 @@ class SaveCoordinator:
         return self._sequences[folder.name]
 
     def _check_visible(self, folder: Place, token: str | None) -> None:
-        """Check that this rank sees the folder that rank 0 made.
-
-        Raises:
-            FolderNotSharedError: This rank does not see it.
-        """
+        """Check that this rank sees the folder that rank 0 made."""
         rank = self._context.topology.rank
         if token is not None:
             check_shared(self._directory, token, rank)

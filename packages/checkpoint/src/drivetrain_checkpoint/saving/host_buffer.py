@@ -95,9 +95,6 @@ class Overlap:
     def run(self, on_block: Callable[[], None]) -> None:
         """Make the copies. Called by the thread that writes them; `wait` returns once this returns or raises.
 
-        Args:
-            on_block: A function called after each copy is started, as a sign of progress.
-
         Raises:
             ChangedWhileCopiedError: A tensor changed before it was copied.
         """
@@ -137,11 +134,7 @@ class Overlap:
             return act(tensor.detach())
 
     def _check(self) -> None:
-        """Check that no tensor changed while it was copied or summed up.
-
-        Raises:
-            ChangedWhileCopiedError: The version of a tensor changed, or a sample of the elements of a copied one.
-        """
+        """Check that no tensor changed while it was copied or summed up."""
         changed = [
             tensor
             for tensor, version in zip(self._read, self._versions, strict=True)

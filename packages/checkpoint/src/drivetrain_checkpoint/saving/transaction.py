@@ -67,16 +67,7 @@ class Save:
         return self.manifest.step
 
     def staged(self, buffer: HostBuffer, changes_in_step: Callable[[str], bool] | None) -> "Save":
-        """Return the same save with host copies of the tensors, which training does not change.
-
-        Args:
-            buffer: The host memory for the copies.
-            changes_in_step: A function that returns True for a tensor, given by its path in the state, that only an
-                optimizer step changes: `write` copies it later. None copies all tensors now.
-
-        Raises:
-            FolderNotSharedError: This rank does not see the folder that rank 0 made.
-        """
+        """Return the same save with host copies of the tensors, which training does not change."""
         if self.check is not None:
             self.check()
         later: set[int] = set()
@@ -95,11 +86,7 @@ class Save:
         return replace(self, files=files, overlap=overlap, check=None)
 
     def write(self, on_block: Callable[[], None]) -> list[FileRecord]:
-        """Write this rank's files and return their records; the files are durable when this returns.
-
-        Raises:
-            FolderNotSharedError: This rank does not see the folder that rank 0 made.
-        """
+        """Write this rank's files and return their records; the files are durable when this returns."""
         if self.check is not None:
             self.check()
         if self.overlap is not None:
@@ -124,11 +111,7 @@ class Save:
         return "" if self.replicas is None else xxhash.xxh3_128_hexdigest(bytes_of(self.replicas.sums()))
 
     def commit(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Commit the files that all ranks have written, by writing the manifest. Called on rank 0.
-
-        Raises:
-            FolderNotSharedError: Rank 0 does not see all files in full size.
-        """
+        """Commit the files that all ranks have written, by writing the manifest. Called on rank 0."""
         files = {record["name"]: FileRecord.from_json(record) for record in records}
         sizes = storage_of(self.folder).sizes_in(self.folder)
         if lost := sorted(name for name, record in files.items() if sizes.get(name) != record.size_bytes):

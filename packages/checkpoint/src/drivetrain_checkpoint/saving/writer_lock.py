@@ -31,9 +31,6 @@ class WriterLock:
     """The right to write into a directory, held from `take` until `release` or the end of the process.
 
     The operating system holds the lock: it cannot expire, and a crash leaves nothing to clean up.
-
-    Args:
-        directory: The folder of the checkpoints.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -104,11 +101,7 @@ def lock_of(directory: Place) -> WriterLock | None:
 
 
 def check_shared(directory: Place, token: str, rank: int) -> None:
-    """Check that this rank sees the directory that rank 0 writes into.
-
-    Raises:
-        FolderNotSharedError: This rank sees another directory.
-    """
+    """Check that this rank sees the directory that rank 0 writes into."""
     if _read(directory).get("token") != token:
         raise FolderNotSharedError(
             f"rank {rank} on {gethostname()} does not see in {directory} what rank 0 wrote there: it is a folder of "

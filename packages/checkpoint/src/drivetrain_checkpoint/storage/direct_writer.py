@@ -28,9 +28,6 @@ class DiskWriter:
 
     Writes go through the page cache if the file system or the operating system does not support direct I/O, which
     only Linux does.
-
-    Args:
-        path: The path of the file; it must not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,11 +74,7 @@ class DiskWriter:
         self._size_bytes = 0
 
     def _arrive(self) -> None:
-        """Wait for the write under way.
-
-        Raises:
-            OSError: The write failed.
-        """
+        """Wait for the write under way."""
         if self._under_way is not None:
             task = self._under_way
             task.wait()

@@ -14,9 +14,6 @@ from drivetrain_checkpoint.storage.protocol import MOST_BYTES
 class DiskReader:
     """A reader of a file in large pieces at any offset.
 
-    Args:
-        path: The path of the file.
-
     Attributes:
         path: The path of the file.
         size_bytes: The size of the file in bytes.
@@ -87,14 +84,7 @@ def put(path: Path, content: bytes) -> None:
 
 
 def read_whole(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        IsADirectoryError: The path is a folder.
-        ValueError: The path is a pipe, a socket or a device, which may have no end, or the file holds more than
-            `most_bytes`.
-    """
+    """Return the content of a file."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(f"{path} is a folder")

@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 def locate(url: str, options: Mapping[str, Any]) -> "UPath":
-    """Return the place of a URL.
-
-    Raises:
-        ImportError: A package that the URL needs is not installed; the message names it.
-        ValueError: The URL's protocol is not known to fsspec.
-    """
+    """Return the place of a URL."""
     try:
         from fsspec import get_filesystem_class
         from upath import UPath
@@ -36,9 +31,6 @@ def locate(url: str, options: Mapping[str, Any]) -> "UPath":
 
 class RemoteReader:
     """A reader of an object at any offset, with one request per read.
-
-    Args:
-        path: The path of the object.
 
     Attributes:
         size_bytes: Always None: the size would take another request, and the listing of the folder has given it.
@@ -94,12 +86,7 @@ def put(path: "UPath", content: bytes) -> None:
 
 
 def read_whole(path: "UPath", *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the current content of an object, never a cached one.
-
-    Raises:
-        FileNotFoundError: The object does not exist.
-        ValueError: The object holds more than `most_bytes`.
-    """
+    """Return the current content of an object, never a cached one."""
     with as_os_error(path):
         fs: Any = path.fs
         fs.invalidate_cache(path.path)
@@ -147,11 +134,7 @@ def remove_folder(folder: "UPath") -> None:
 
 
 def _list(folder: "UPath") -> dict[str, dict[str, Any]]:
-    """List the entries directly below a prefix, by name.
-
-    Raises:
-        FileNotFoundError: The bucket does not exist.
-    """
+    """List the entries directly below a prefix, by name."""
     with as_os_error(folder):
         folder.fs.invalidate_cache(folder.path)
         try:

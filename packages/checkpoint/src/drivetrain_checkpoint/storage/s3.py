@@ -12,11 +12,7 @@ def is_s3(fs: Any) -> bool:
 
 
 def check_bucket(fs: Any, path: str) -> None:
-    """Check that the bucket of a path exists, to tell a missing bucket from an empty prefix.
-
-    Raises:
-        FileNotFoundError: The bucket does not exist.
-    """
+    """Check that the bucket of a path exists, to tell a missing bucket from an empty prefix."""
     bucket, _, _ = fs.split_path(path)
     fs.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
 

@@ -14,9 +14,6 @@ class Task(Generic[Value]):
 
     If no thread can be started, the constructor runs the call itself. This happens if the process has reached its
     limit of threads, or is shutting down under Python 3.12.0 or 3.12.1, which then start no more.
-
-    Args:
-        call: The function to call.
     """
 
     def __init__(self, call: Callable[[], Value]) -> None:
@@ -34,11 +31,7 @@ class Task(Generic[Value]):
         self._ended.wait()
 
     def result(self) -> Value:
-        """Wait for the call and return its result.
-
-        Raises:
-            BaseException: The error that the call raised.
-        """
+        """Wait for the call and return its result."""
         self.wait()
         if self._failure is not None:
             raise self._failure
@@ -55,11 +48,6 @@ class Task(Generic[Value]):
 
 def in_threads(function: Callable[[Item], Value], items: Iterable[Item], *, most: int) -> Iterator[Value]:
     """Yield the results of a function for each item, in order.
-
-    Args:
-        function: The function, called once for each item.
-        items: The items to call it with.
-        most: The number of calls that may run at once; 1 uses no threads.
 
     Raises:
         BaseException: The error of the first call that fails, after all running calls have ended.

@@ -18,9 +18,6 @@ class S3Upload:
     """A writer of a new object on S3 that uploads several parts at once; the files of s3fs upload them one by one.
 
     At most `_MOST_ON_THEIR_WAY` + 1 parts are in memory.
-
-    Args:
-        path: The path of the object, on an `s3fs.S3FileSystem`.
     """
 
     def __init__(self, path: "UPath") -> None:
@@ -90,11 +87,7 @@ class S3Upload:
 
 
 class StreamedUpload:
-    """A writer of a new object on any store through fsspec's file object, which mostly uploads parts one by one.
-
-    Args:
-        path: The path of the object.
-    """
+    """A writer of a new object on any store through fsspec's file object, which mostly uploads parts one by one."""
 
     def __init__(self, path: "UPath") -> None:
         self._path = path

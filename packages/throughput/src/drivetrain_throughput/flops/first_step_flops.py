@@ -86,14 +86,7 @@ class FirstStepFlops:
 def _find_model_peak(
     device: torch.device, mode: str, models: Sequence[nn.Module], *, is_main: bool
 ) -> float | None:
-    """Return the peak of a device in FLOP/s in the precision that the models compute in, or None if it is unknown.
-
-    Args:
-        device: The device of the models.
-        mode: The precision of the run, such as "bf16"; "no" goes by the models' parameters.
-        models: The prepared models of the run.
-        is_main: Whether to tell that the peak is unknown.
-    """
+    """Return the peak of a device in FLOP/s in the precision that the models compute in, or None if it is unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = mode if mode in ("bf16", "fp16") else None
     if precision is None:

@@ -147,11 +147,7 @@ def _row(folder: Path, kind: str, numbered: Mapping[int, Path]) -> tuple[Path, .
 
 
 def _check_whole(folder: Path, others: Iterable[Path]) -> None:
-    """Refuse sharded states, of which each rank wrote a part.
-
-    Raises:
-        ForeignStateError: The folder holds a sharded state.
-    """
+    """Refuse sharded states, of which each rank wrote a part."""
     for path in others:
         if not path.is_dir():
             continue

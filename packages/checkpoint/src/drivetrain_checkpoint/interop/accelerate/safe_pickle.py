@@ -14,10 +14,6 @@ def read_pickle(path: Path, *, mapped: bool = False) -> Any:
     Args:
         path: The path of the file.
         mapped: Whether to memory-map the tensors, which reads them on use; until then the file must not change.
-
-    Raises:
-        ForeignStateError: The file holds objects of other classes; the message names them. None of their code ran.
-        CorruptCheckpointError: The file is not a complete file of `torch.save`.
     """
     with checkpoint_errors():
         try:
