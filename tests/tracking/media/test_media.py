@@ -16,7 +16,7 @@ from drivetrain_tracking import (
     ValueNotLoggableError,
     Video,
 )
-from drivetrain_tracking.forwarding.log_records import logged_record
+from drivetrain_tracking.forwarding.forwarder import logged_record
 from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 

@@ -163,14 +163,6 @@ def test_wandb_has_the_setting_that_flushes_its_file() -> None:
     assert wandb.Settings.model_fields[compat.WANDB_FLUSH_SETTING].annotation is float
 
 
-def test_a_message_of_a_wandb_file_is_a_row_or_none() -> None:
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    item = messages.HistoryItem(nested_key=["_timestamp"], value_json="1.5")
-    row = messages.Record(history=messages.HistoryRecord(item=[item]))
-    assert compat.wandb_row(row.SerializeToString()) == {"_timestamp": "1.5"}
-    assert compat.wandb_row(messages.Record(run=messages.RunRecord(run_id="a")).SerializeToString()) is None
-
-
 def test_comet_reads_the_head_that_is_written_for_a_killed_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

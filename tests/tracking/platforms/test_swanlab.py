@@ -28,6 +28,8 @@ def without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Contract(PlatformContract):
+    counts_held = False
+
     def make(self, directory: Path) -> SwanLabTracker:
         return SwanLabTracker(directory)
 
@@ -138,9 +140,7 @@ def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> N
     tracker = started(tmp_path)
     kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
     assert kinds.keys() == tracker.media_kinds
-    record = LoggedRecord(time=1.0, step=7, media=kinds)
-    tracker.write([record])
-    assert tracker.count_held([record]) == 1
+    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
     tracker.finish()
     found = {one.key: one for one in stored(tmp_path, "media")}
     assert content(tmp_path, found["video"]) == media["video"].path.read_bytes()
@@ -177,7 +177,6 @@ def test_a_disabled_swanlab_writes_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SWANLAB_MODE", "disabled")
     tracker = started(tmp_path)
     tracker.log({"loss": 0.5}, step=1)
-    assert tracker.count_held([LoggedRecord(time=1.0)]) == 1
     tracker.finish()
     assert not (tmp_path / "swanlog").exists()
 

@@ -101,7 +101,7 @@ class InfoTracker(Tracker, Protocol):
 
 @runtime_checkable
 class PlatformTracker(Tracker, Protocol):
-    """A tracker that a writer process can feed from the run's log, each record once.
+    """A tracker that a writer process can feed from the run's log, each record at least once.
 
     A forwarder calls `write` in place of `log`. After a failed call or a killed process it asks `count_held` of the
     records that were on their way, and writes the rest. `drivetrain_tracking.platforms.platform.Platform` is a base
@@ -122,5 +122,8 @@ class PlatformTracker(Tracker, Protocol):
         ...
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Return how many of these records, counted from the first, the platform holds already."""
+        """Return how many of these records, counted from the first, the platform holds already.
+
+        A platform that cannot say so returns 0, and gets them again.
+        """
         ...

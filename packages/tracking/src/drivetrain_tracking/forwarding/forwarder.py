@@ -11,11 +11,11 @@ from typing import Any
 
 from drivetrain_tracking.errors import DeliveryInUseError, ValueNotLoggableError
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
-from drivetrain_tracking.forwarding.log_records import logged_record, numbers_restored
+from drivetrain_tracking.media.media_store import read_medium
 from drivetrain_tracking.protocol import InfoTracker, PlanTracker, PlatformTracker, StateTracker, Tracker
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.spool.files import is_locked, open_alone
-from drivetrain_tracking.spool.line import RESERVED_NAMES
+from drivetrain_tracking.spool.line import RESERVED_NAMES, restore_numbers
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
@@ -269,9 +269,9 @@ class Forwarder:
             self._ensure_started()
             try:
                 if event == "plan" and isinstance(self._tracker, PlanTracker):
-                    self._tracker.record_plan(numbers_restored(record["plan"]))
+                    self._tracker.record_plan(restore_numbers(record["plan"]))
                 if event == "info" and isinstance(self._tracker, InfoTracker):
-                    self._tracker.record_info(numbers_restored(record["info"]))
+                    self._tracker.record_info(restore_numbers(record["info"]))
             except Exception as error:
                 self._num_failures += 1
                 if self._num_failures < _MOST_FAILURES or not self._pass_over(
@@ -287,7 +287,7 @@ class Forwarder:
 
     def _restart(self, record: Mapping[str, Any]) -> None:
         self._end("killed")  # a run that goes on was started again before it said its end
-        self._tracker.start(record["run"], numbers_restored(record["config"]), **self._options)
+        self._tracker.start(record["run"], restore_numbers(record["config"]), **self._options)
         self._is_started = True
 
     def _ensure_started(self) -> None:
@@ -325,3 +325,15 @@ class Forwarder:
     def _save(self, *, sending_end: int) -> None:
         self.delivery = replace(self.delivery, sending_end=sending_end)
         self.delivery.save(self.place)
+
+
+def logged_record(line: Mapping[str, Any], folder: Path) -> LoggedRecord:
+    """Return the record of a line of values, whose media are relative to the folder of the log."""
+    values = {name: value for name, value in line.items() if name not in RESERVED_NAMES}
+    return LoggedRecord(
+        time=line["time"],
+        step=line.get("step"),
+        attempt=line.get("attempt", 1),
+        values=restore_numbers(values),
+        media={name: read_medium(entry, folder) for name, entry in line.get("media", {}).items()},
+    )

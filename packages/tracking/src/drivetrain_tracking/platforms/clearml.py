@@ -1,31 +1,18 @@
 """ClearML: online where an access key is configured, else offline sessions for `Task.import_offline_session`."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-from zipfile import is_zipfile
+from typing import Any, Literal
 
-from drivetrain_tracking.platforms.compat import CLEARML_EVENTS, clearml_has_key, use_clearml_threads
+from drivetrain_tracking.platforms.compat import clearml_has_key, use_clearml_threads
 from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import Platform, wait_until
+from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
-from drivetrain_tracking.spool.files import replace_text
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import (
-    LoggedRecord,
-    MediaKind,
-    StoredMedium,
-    count_first_held,
-    flat_numbers,
-    flat_texts,
-)
-
-_PAUSE_SECONDS = 0.005
-_TIME_TITLE, _TIME_SERIES = "drivetrain", "time"  # of the scalar that ends a record
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium, flat_numbers, flat_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,39 +39,30 @@ class ClearMLTracker(Platform[ClearMLOptions]):
     `drivetrain/time` holds each record's time. ClearML overwrites a step that is reported again, so that values which
     a resumed run logs again are the series "loss (attempt 2)".
 
-    Offline, `write` returns once all is in the session's file of events, which a kill does not change. The sessions
-    are where ClearML keeps them, `~/.clearml/cache/offline` or CLEARML_CACHE_DIR. A stopped run goes on in a further
-    session: `Task.import_offline_session(folder)` imports the first, and with `previous_task_id=` the others into the
-    same task. A task of the user's that reports from a process of its own, as ClearML's do by default, writes every
-    5 seconds, and each `write` waits for it. Online, `write` returns once the server has taken all; values of a
-    record that a kill cut off are overwritten by the same. Lines of the console, media and artifacts may then be
-    there twice.
+    Offline, `write` returns once all is in the session's file of events, which a kill does not change; online, once
+    the server has taken all. The sessions are where ClearML keeps them, `~/.clearml/cache/offline` or
+    CLEARML_CACHE_DIR. A stopped run goes on in a further session: `Task.import_offline_session(folder)` imports the
+    first, and with `previous_task_id=` the others into the same task. A task of the user's that reports from a
+    process of its own, as ClearML's do by default, writes every 5 seconds, and each `write` waits for it.
     """
 
     name = "clearml"
     library = "clearml"
     options_type = ClearMLOptions
     joining_variables = ("CLEARML_PROC_MASTER_ID",)
-    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
-        {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
-    )
+    media_kinds = ALL_MEDIA
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._task: Any = None
-        self._sessions: tuple[str, ...] = ()  # ids of a run's offline tasks, this one last
-        self._file: _EventFile | None = None
+        self._is_offline = False
         self._step = 0
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Create the task, or the next offline session of it."""
         library = load_library("clearml", extra=self.name)
-        if self._given is not None:
-            self._task, self._sessions = self._given, (self._given.id,)
-        else:
-            self._task = self._init(library, run_name)
-        is_offline = library.Task.is_offline()
-        self._file = _EventFile(self._folder(self._task.id)) if is_offline else None
+        self._task = self._init(library, run_name) if self._given is None else self._given
+        self._is_offline = library.Task.is_offline()
         self._task.connect(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -103,18 +81,11 @@ class ClearMLTracker(Platform[ClearMLOptions]):
                     told = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
                     series, number = f"{series} is {told}", 1.0
                 logger.report_scalar(title, series + suffix, number, iteration=self._step)
-            logger.report_scalar(_TIME_TITLE, _TIME_SERIES, record.time, iteration=self._step)
-        if records:
-            self._wait_for(records[-1].time)
-
-    def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Count the records whose times the run's sessions hold; online, those of the newest step at the server."""
-        if self._file is None:
-            reported = self._task.get_reported_scalars().get(_TIME_TITLE, {}).get(_TIME_SERIES, {"y": []})
-            times = set(reported["y"])
-        else:
-            times = {one for session in self._sessions for one in _EventFile(self._folder(session)).times()}
-        return count_first_held(records, times)
+            logger.report_scalar("drivetrain", "time", record.time, iteration=self._step)
+        # Each round of ClearML's thread ends with a sign that it has written all, and the sign that the first call
+        # waits for may be that of a round from before these reports.
+        for _ in range(2):
+            self._task.flush(wait_for_uploads=True)
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Keep a document as a configuration of the task."""
@@ -134,51 +105,29 @@ class ClearMLTracker(Platform[ClearMLOptions]):
                 f"the run was not finished: {self.state}", print_console=False
             )
         self._task.close()
-        if ended_early and self._file is None:
+        if ended_early and not self._is_offline:
             task = load_library("clearml", extra=self.name).Task.get_task(task_id=self._task.id)
             mark = task.mark_failed if self.state == "failed" else task.mark_stopped
             mark(force=True, status_message="the process ended before its training did")
 
     def _init(self, library: Any, run_name: str) -> Any:
         known = (self.run_id(run_name) or "").split()
-        mode = self._options.mode or ("online" if clearml_has_key() else "offline")
-        library.Task.set_offline(mode == "offline")
+        is_online = (self._options.mode or ("online" if clearml_has_key() else "offline")) == "online"
+        library.Task.set_offline(not is_online)
         use_clearml_threads()
         task = library.Task.init(
             project_name=self._options.project,
             task_name=run_name,
             tags=list(self._options.tags),
-            reuse_last_task_id=known[-1] if known and mode == "online" else False,
-            continue_last_task=0
-            if known and mode == "online"
-            else False,  # steps are counted from 0, not the last
+            reuse_last_task_id=known[-1] if known and is_online else False,
+            continue_last_task=0 if known and is_online else False,  # steps count from 0, not from the last
             auto_connect_arg_parser=False,
             auto_connect_frameworks={"detect_repository": False},
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
-        self._sessions = tuple(dict.fromkeys([*known, task.id]))
-        self.remember_run_id(run_name, " ".join(self._sessions))
-        if mode == "offline":
-            for session in known:
-                folder = Path(task.get_offline_mode_folder()).parent / session
-                if not is_zipfile(
-                    folder.with_suffix(".zip")
-                ):  # it was killed, while it made the archive at the latest
-                    _drop_cut_record(folder)
+        self.remember_run_id(run_name, " ".join(dict.fromkeys([*known, task.id])))
         return task
-
-    def _folder(self, session: str) -> Path:
-        return Path(self._task.get_offline_mode_folder()).parent / session
-
-    def _wait_for(self, last_time: float) -> None:
-        self._task.flush(wait_for_uploads=self._file is None)
-        if (file := self._file) is not None:
-            wait_until(
-                lambda: last_time in file.times(),
-                pause_seconds=_PAUSE_SECONDS,
-                problem=f"clearml: no event reached {self._folder(self._task.id)}",
-            )
 
     def _report_medium(self, name: str, medium: StoredMedium) -> None:
         logger, data = self._task.get_logger(), medium.data
@@ -204,46 +153,3 @@ def _place(name: str) -> tuple[str, str]:
     """Return the plot and the series of a name: those of "lr/head" are "lr" and "head"."""
     title, _, series = name.partition("/")
     return title, series or title
-
-
-class _EventFile:
-    """A reader of a session's events, which continues where its last read ended.
-
-    Args:
-        folder: The session's folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / CLEARML_EVENTS
-        self._offset = 0
-
-    def times(self) -> list[float]:
-        """Return the times of the records that were added since the last call."""
-        return [float(event["value"]) for events in self._lines() for event in events if _is_time(event)]
-
-    def _lines(self) -> Iterator[list[dict[str, Any]]]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            yield json.loads(line)
-
-
-def _drop_cut_record(folder: Path) -> None:
-    """Remove what follows the last whole record of a session that was killed: it is written again."""
-    path = folder / CLEARML_EVENTS
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    events = [event for line in data[: data.rfind(b"\n") + 1].splitlines() for event in json.loads(line)]
-    last = max((number for number, event in enumerate(events) if _is_time(event)), default=-1)
-    replace_text(path, "".join(json.dumps([event]) + "\n" for event in events[: last + 1]))
-
-
-def _is_time(event: dict[str, Any]) -> bool:
-    """Return whether an event is the scalar that ends a record, and holds its time."""
-    return event.get("metric") == _TIME_TITLE and event.get("variant") == _TIME_SERIES

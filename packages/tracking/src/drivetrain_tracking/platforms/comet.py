@@ -2,34 +2,22 @@
 
 import json
 import logging
+import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from drivetrain_tracking.platforms.comet_archive import (
-    TIME_METRIC,
-    MessageFile,
-    archive_lines,
-    close_killed,
-    held_times,
-)
+from drivetrain_tracking.platforms.compat import COMET_MESSAGES, write_comet_head
 from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import Platform, wait_until
+from drivetrain_tracking.platforms.platform import Platform, wait_for_text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import (
-    LoggedRecord,
-    MediaKind,
-    StoredMedium,
-    count_first_held,
-    flat_numbers,
-    flat_texts,
-)
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium, flat_numbers, flat_texts
 
-_PAUSE_SECONDS = 0.002
 _QUIET: Mapping[str, Any] = {
     "log_code": False,
     "log_graph": False,
@@ -68,23 +56,20 @@ class CometTracker(Platform[CometOptions]):
     value; None is left to the log. A step that is missing is the last one. `drivetrain/time` holds a record's time.
     Values that a resumed run logs again are named `attempt-2/NAME`.
 
-    Offline, `write` returns once all is in the experiment's file of messages, which a kill does not change. A stopped
-    run goes on in a further archive of the same key; the first start after a kill also makes the archive that the
-    killed process did not. Upload `KEY.zip` before `KEY-*.zip`. Online, `write` returns once Comet has taken all;
-    a record that a kill cut off may then be there twice in part.
+    Offline, `write` returns once all is in the experiment's file of messages, which a kill does not change; online,
+    once Comet has taken all. A stopped run goes on in a further archive of the same key; the first start after a kill
+    also makes the archive that the killed process did not. Upload `KEY.zip` before `KEY-*.zip`.
     """
 
     name = "comet"
     library = "comet_ml"
     options_type = CometOptions
-    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
-        {"image", "audio", "video", "table", "text", "figure", "artifact"}
-    )
+    media_kinds = ALL_MEDIA - {"histogram"}
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._experiment: Any = None
-        self._file: MessageFile | None = None  # of offline experiments
+        self._messages: Path | None = None  # the file of an offline experiment
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Begin the experiment, after an archive was made of what a killed process left."""
@@ -97,11 +82,12 @@ class CometTracker(Platform[CometOptions]):
         else:
             self._experiment = self._given
         is_offline = isinstance(self._experiment, comet.OfflineExperiment)
-        self._file = MessageFile(Path(self._experiment.tmpdir)) if is_offline else None
+        self._messages = Path(self._experiment.tmpdir) / COMET_MESSAGES if is_offline else None
         self._experiment.log_parameters(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write the metrics of each record, its time last, and wait until they left this process."""
+        written_before = self._messages.stat().st_size if self._messages is not None else 0
         for record in records:
             if record.step is not None:
                 self._experiment.set_step(record.step)
@@ -112,13 +98,11 @@ class CometTracker(Platform[CometOptions]):
             prefix = f"attempt-{record.attempt}/" if record.attempt > 1 else ""
             for name, number in flat_numbers(record.values).items():
                 self._experiment.log_metric(prefix + name, number, step=record.step)
-            self._experiment.log_metric(TIME_METRIC, record.time, step=record.step)
-        if records:
-            self._wait_for(records[-1].time)
-
-    def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Count the records whose times the archives of this key hold, or Comet itself, if online."""
-        return count_first_held(records, set(self._held_times()))
+            self._experiment.log_metric("drivetrain/time", record.time, step=record.step)
+        if self._messages is not None and records:
+            wait_for_text(self._messages, repr(float(records[-1].time)), offset=written_before)
+        elif not self._experiment.flush():
+            raise TimeoutError("comet: Comet did not take all that was sent within its time limit")
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Keep a document as the asset `NAME.json`."""
@@ -134,7 +118,7 @@ class CometTracker(Platform[CometOptions]):
         if self.state is not None:
             self._experiment.log_other("drivetrain/state", self.state)
         self._experiment.end()
-        if self._file is None and self.state in ("failed", "killed"):
+        if self._messages is None and self.state in ("failed", "killed"):
             api = load_library("comet_ml.api", extra=self.name).API(cache=False)
             api.get_experiment_by_key(self._experiment.get_key()).set_state(self.state_word)
 
@@ -161,36 +145,26 @@ class CometTracker(Platform[CometOptions]):
     def _close_killed(self, folder: Path, key: str) -> None:
         """Make archives of what killed processes left, and remove those that they only began."""
         for archive in folder.glob(f"{key}*.zip"):
-            if not archive_lines(archive):
+            with zipfile.ZipFile(archive) as file:
+                is_written = COMET_MESSAGES in file.namelist()
+            if not is_written:
                 archive.unlink()
         for left in sorted((folder / "running" / key).glob("*/*")):
-            is_new = left.parent.name == "new"
-            archive = folder / (f"{key}.zip" if is_new else f"{key}-{left.name}.zip")
-            given = self._options
-            close_killed(left, archive, project=given.project, workspace=given.workspace, is_new=is_new)
+            if (left / COMET_MESSAGES).exists():
+                self._archive(left, folder, key, is_new=left.parent.name == "new")
+            shutil.rmtree(left)
 
-    def _held_times(self) -> Iterator[float]:
-        key = self._experiment.get_key()
-        if self._file is None:
-            api = load_library("comet_ml.api", extra=self.name).API(cache=False)
-            for metric in api.get_experiment_by_key(key).get_metrics(TIME_METRIC):
-                yield float(metric["metricValue"])
-            return
-        for archive in sorted(Path(self._experiment.offline_directory).glob(f"{key}*.zip")):
-            yield from held_times(archive_lines(archive))
-        yield from MessageFile(Path(self._experiment.tmpdir)).times()
-
-    def _wait_for(self, last_time: float) -> None:
-        if self._file is None:
-            if not self._experiment.flush():
-                raise TimeoutError("comet: Comet did not take all that was sent within its time limit")
-            return
-        file = self._file
-        wait_until(
-            lambda: last_time in file.times(),
-            pause_seconds=_PAUSE_SECONDS,
-            problem=f"comet: no message reached {self._experiment.tmpdir}",
-        )
+    def _archive(self, left: Path, folder: Path, key: str, *, is_new: bool) -> None:
+        messages = (left / COMET_MESSAGES).read_bytes()
+        (left / COMET_MESSAGES).write_bytes(messages[: messages.rfind(b"\n") + 1])  # the kill may cut a line
+        given = self._options
+        write_comet_head(left, key=key, project=given.project, workspace=given.workspace, is_new=is_new)
+        archive = folder / (f"{key}.zip" if is_new else f"{key}-{left.name}.zip")
+        beside = archive.with_suffix(".new")
+        with zipfile.ZipFile(beside, "w") as file:
+            for one in sorted(left.iterdir()):
+                file.write(one, one.name)
+        beside.replace(archive)
 
     def _log_medium(self, name: str, medium: StoredMedium, step: int | None) -> None:
         data: Any = medium.data

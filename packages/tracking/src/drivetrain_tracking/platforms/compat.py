@@ -1,7 +1,7 @@
 """The private names of the platforms' libraries that this package uses, in one place.
 
-Those libraries have no public call for them. tests/tracking/platforms/test_compat.py holds each one to what is relied on, and
-docs/platforms.md lists them. A library is imported in a call only, where its objects are not handed in.
+Those libraries have no public call for them. tests/tracking/platforms/test_compat.py holds each one to what is relied
+on, and docs/platforms.md lists them. A library is imported in a call only, where its objects are not handed in.
 """
 
 from collections.abc import Generator, Mapping
@@ -17,9 +17,6 @@ WANDB_FLUSH_SETTING = "x_transaction_log_flush_interval"
 
 # comet_ml 3.58: the file in an offline experiment's `tmpdir` to which it flushes each message as a line of JSON.
 COMET_MESSAGES = "messages.json"
-
-# clearml 2.1: the file of an offline session that holds its scalars, plots and samples, a list of JSON on each line.
-CLEARML_EVENTS = "metrics.jsonl"
 
 
 def aim_track(
@@ -149,14 +146,6 @@ def trackio_manifest(artifact: Any, project: str) -> Any:
 def trackio_is_local(run: Any) -> bool:
     """Return whether a trackio.Run writes to the local database, and not to a Space or a server."""
     return bool(run._is_local)
-
-
-def wandb_row(message: bytes) -> dict[str, str] | None:
-    """Return a row of the history as JSON by name, from a message of a `.wandb` file; None for other messages."""
-    record: Any = load_library("wandb.proto.wandb_internal_pb2", extra="wandb").Record.FromString(message)
-    if record.WhichOneof("record_type") != "history":
-        return None
-    return {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
 
 
 def write_comet_head(

@@ -1,9 +1,10 @@
 """The base of all platforms: the order of calls, batches of records, the identity of a stopped run."""
 
 import json
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from drivetrain_tracking.spool.files import read_json, replace_text
 from drivetrain_tracking.values.plain import Plain, plain_config, plain_values
 from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium
 
+_PAUSE_SECONDS = 0.005
 _LONGEST_WAIT_SECONDS = 30.0
 
 
@@ -34,7 +36,7 @@ class Platform(ABC, Generic[Options]):
     """A tracker that writes to a platform, from the training process or from one of its own.
 
     It is a `Tracker`; a forwarder calls `write` with batches of records instead of `log`, and asks `count_held` after
-    a failure. A subclass implements `open`, `write_records`, `close` and `count_held`, and imports its library in
+    a failure. A subclass implements `open`, `write_records`, `close` and `keep_document`, and imports its library in
     `open` only, through `load_library`.
 
     Attributes:
@@ -193,12 +195,14 @@ class Platform(ABC, Generic[Options]):
     def close(self) -> None:
         """End the run, with `state_word`, and release the library."""
 
-    @abstractmethod
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Return how many of these records, counted from the first, the platform holds already.
 
-        A forwarder asks this of the records that were on their way when a writer was killed, or a call failed.
+        A forwarder asks this of the records that were on their way when a writer was killed, or a call failed. 0, as
+        here, has it write them again, for a platform that cannot say what it holds: at least once.
         """
+        del records
+        return 0
 
     def record_plan(self, plan: Metrics) -> None:
         """Keep the run's effective plan."""
@@ -236,19 +240,19 @@ class Platform(ABC, Generic[Options]):
             return {}
 
 
-def wait_until(is_reached: Callable[[], bool], *, pause_seconds: float, problem: str) -> None:
-    """Wait until what was handed to a library's own thread or process has reached its file.
-
-    Args:
-        is_reached: A function that tells whether it has.
-        pause_seconds: The time between two questions.
-        problem: The beginning of the error's message, before "for 30 s".
+def wait_for_text(path: Path, text: str, *, offset: int) -> None:
+    """Wait until a thread or process of a library has written a text behind an offset of a file.
 
     Raises:
-        TimeoutError: It has not within 30 seconds.
+        TimeoutError: It is not there within 30 seconds.
     """
+    # The 7 bytes that begin each block of a `.wandb` file may divide it.
+    pattern = re.compile("(?:.{7})?".join(map(re.escape, text)).encode(), re.DOTALL)
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-    while not is_reached():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{problem} for {_LONGEST_WAIT_SECONDS:g} s")
-        time.sleep(pause_seconds)
+    added = b""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while pattern.search(added := added + file.read()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path}: no record reached the file in {_LONGEST_WAIT_SECONDS:g} s")
+            time.sleep(_PAUSE_SECONDS)

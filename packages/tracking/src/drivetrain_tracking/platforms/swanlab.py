@@ -1,6 +1,5 @@
 """SwanLab: runs in `DIRECTORY/swanlog`, which `swanlab sync` sends to its server, or online at once."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -60,8 +59,8 @@ class SwanLabTracker(Platform[SwanLabOptions]):
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._run: Any = None
-        self._held: dict[int, list[str]] = {}  # time in nanoseconds -> names that the last count found
-        self._step: int | None = None  # the last one; None where the files must be read for it
+        self._run_name = ""
+        self._step = -1
 
     @staticmethod
     def directory_of(given: Any) -> Path:
@@ -72,7 +71,6 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         """Open a run with the id of the stopped one, if there is one."""
         self._run = self._given or self._open(run_name)
         self._run.config.update(self.parameters(config))
-        self._step, self._held = None, {}
         self._flush()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -82,34 +80,18 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
         taken: dict[str, tuple[int, set[int]]] = {}  # by name, in this call: its type and steps
         for record in records:
-            step = self._step = self._next_step() if record.step is None else record.step
-            held = self._held.get(_nanoseconds(record.time), [])
-            entries: dict[str, Any] = {}
-            for name, value in self._entries(record):
-                if not any(_is_of(name, one) for one in held):
-                    entries[self._free_key(name, value, step, taken)] = value
+            step = self._step = self._step + 1 if record.step is None else record.step
+            entries = {
+                self._free_key(name, value, step, taken): value for name, value in self._entries(record)
+            }
             event = events.MetricLogEvent(data=entries, step=step, timestamp=_timestamp(record.time))
             compat.swanlab_emit(self._run, event)
             for name, medium in record.media.items():
                 if medium.kind == "artifact" and medium.path is not None:
                     self._save(f"{name}-{record.attempt}-{step}", medium.path)
         self._flush()
-
-    def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Count the records all of whose values are in the run's files."""
-        if self._run.mode == "disabled":
-            return len(records)
-        wanted = {
-            _nanoseconds(record.time): [name for name, _ in self._entries(record)]
-            for record in self.named(records)
-        }
-        held: defaultdict[int, list[str]] = defaultdict(list)
-        for entry in self._stored():
-            if (time := entry.timestamp.ToNanoseconds()) in wanted:
-                held[time].append(entry.key)
-        self._held = dict(held)
-        whole = [len(held[time]) >= len(names) for time, names in wanted.items()]
-        return whole.index(False) if False in whole else len(whole)
+        if self._given is None:  # a record without a step follows the last one, after a restart too
+            self.remember_run_id(self._run_name, f"{self._run.id} {self._step}")
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Keep a document as a section of the configuration."""
@@ -126,10 +108,9 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 
     def _open(self, run_name: str) -> Any:
         library = load_library("swanlab", extra=self.name)
-        run_id = (
-            self.run_id(run_name) or load_library("swanlab.utils.experiment", extra=self.name).generate_id()
-        )
-        self.remember_run_id(run_name, run_id)
+        known_id, _, step = (self.run_id(run_name) or "").partition(" ")
+        run_id = known_id or load_library("swanlab.utils.experiment", extra=self.name).generate_id()
+        self._run_name, self._step = run_name, int(step or -1)
         settings, options = library.Settings(), asdict(self._options)
         options["mode"] = chosen_mode(options["mode"], settings.mode, has_key=settings.api_key is not None)
         options["tags"] = list(options["tags"]) or None
@@ -142,6 +123,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
             # SwanLab's own names have no fractions of a second, and a second start within one waits for the next.
             run=library.Settings.Run(dir=f"run-{datetime.now():%Y%m%d_%H%M%S_%f}-{run_id}"),
         )
+        self.remember_run_id(run_name, f"{run_id} {self._step}")
         with compat.swanlab_quiet(load_library(f"{_INTERNAL}.pkg.console", extra=self.name)):
             return library.init(name=run_name, id=run_id, resume="allow", settings=own, **options)
 
@@ -152,25 +134,6 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         flush = compat.SwanLabFlush(self._run)
         compat.swanlab_emit(self._run, events.MetricLogEvent(data=flush, step=0, timestamp=_timestamp(0.0)))
         flush.wait()
-
-    def _stored(self) -> Iterator[Any]:
-        """Yield the scalars and media in the files of all starts, up to where a kill cut each one short."""
-        store = load_library(f"{_INTERNAL}.core_python.store", extra=self.name)
-        records = load_library("swanlab.proto.swanlab.record.v1.record_pb2", extra=self.name)
-        for file in sorted(self._run.dir.parent.glob(f"*/run-{self._run.id}.swanlab")):
-            if file.stat().st_size < store.LEVELDBLOG_HEADER_LEN:
-                continue
-            reader = store.DataStoreReader()
-            reader.open(file)
-            for line in reader:
-                record = records.Record.FromString(line)
-                if (kind := record.WhichOneof("record_type")) in ("scalar", "media"):
-                    yield getattr(record, kind)
-            reader.close()
-
-    def _next_step(self) -> int:
-        last = max((entry.step for entry in self._stored()), default=-1) if self._step is None else self._step
-        return last + 1
 
     def _entries(self, record: LoggedRecord) -> Iterator[tuple[str, Any]]:
         """Yield what a record becomes in SwanLab, by name."""
@@ -225,16 +188,6 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 def chosen_mode(asked: str | None, configured: str, *, has_key: bool) -> str:
     """Return the mode of a run: what is asked, else what SwanLab's settings say, but never online without a key."""
     return asked or ("offline" if configured == "online" and not has_key else configured)
-
-
-def _is_of(name: str, stored: str) -> bool:
-    """Return whether a stored name is the one that a value has, or the one with a number that it got instead."""
-    return stored == name or (stored.startswith(f"{name} (") and stored.endswith(")"))
-
-
-def _nanoseconds(time: float) -> int:
-    """Return a time in whole nanoseconds; a float of these years has steps of 240."""
-    return _timestamp(time).ToNanoseconds()
 
 
 def _timestamp(time: float) -> Any:

@@ -4,16 +4,16 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from drivetrain_tracking.platforms.compat import WANDB_FLUSH_SETTING
 from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import Platform, wait_until
-from drivetrain_tracking.platforms.wandb_file import WandbFile
+from drivetrain_tracking.platforms.platform import Platform, wait_for_text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium, count_first_held
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 
 _FLUSH_SECONDS = 0.05
 
@@ -58,14 +58,12 @@ class WandbTracker(Platform[WandbOptions]):
     library = "wandb"
     options_type = WandbOptions
     joining_variables = ("WANDB_SERVICE",)
-    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
-        {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
-    )
+    media_kinds = ALL_MEDIA
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._run: Any = None
-        self._file = WandbFile(self.directory)
+        self._run_name = ""
         self._num_rows = 0
 
     @staticmethod
@@ -84,17 +82,19 @@ class WandbTracker(Platform[WandbOptions]):
             self._run = self._given
             self._run.config.update(self.parameters(config), allow_val_change=True)
         else:
-            self._run = self._init(wandb, run_name, config)
-            self.remember_run_id(run_name, self._run.id)
+            known_id, _, num_rows = (self.run_id(run_name) or "").partition(" ")
+            self._run = self._init(wandb, run_name, known_id or None, config)
+            self._run_name, self._num_rows = run_name, int(num_rows or 0)
+            self._remember()
             self._run.define_metric("drivetrain/step", hidden=True)
             self._run.define_metric("*", step_metric="drivetrain/step", step_sync=False)
-        self._num_rows = len(self._held_times())
-        self._file = WandbFile(Path(self._run.settings.sync_file))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write each record as one row, and wait until all are in the run's file."""
+        file = Path(self._run.settings.sync_file)
+        written_before = file.stat().st_size if file.exists() else 0
         for record in records:
-            row: dict[str, Any] = {**record.values, "_timestamp": record.time}
+            row: dict[str, Any] = {**record.values, "_timestamp": float(record.time)}
             if record.step is not None:
                 row["drivetrain/step"] = record.step
             if record.attempt > 1:
@@ -107,12 +107,12 @@ class WandbTracker(Platform[WandbOptions]):
             step = None if self._given is not None else self._num_rows
             self._run.log(row, step=step, commit=True)
             self._num_rows += 1
-        if records:
-            self._wait_for(records[-1].time)
-
-    def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Count the records whose times the run's files hold, over all folders of its id."""
-        return count_first_held(records, set(self._held_times()))
+        _ = self._run.step  # the service answers after it took what was sent before
+        if self._given is None and not self._run.disabled and records:
+            # wandb writes a time as 1.76e+09, with as many digits as it needs.
+            mantissa = f"{Decimal(repr(float(records[-1].time))).normalize():e}".partition("e")[0]
+            wait_for_text(file, mantissa, offset=written_before)
+            self._remember()
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Keep a document as the artifact `NAME-RUN`, whose type is its name."""
@@ -126,13 +126,13 @@ class WandbTracker(Platform[WandbOptions]):
         if self._given is None:
             self._run.finish(exit_code=self.state_word or 0)
 
-    def _init(self, wandb: Any, run_name: str, config: Mapping[str, Plain]) -> Any:
+    def _init(self, wandb: Any, run_name: str, run_id: str | None, config: Mapping[str, Plain]) -> Any:
         if WANDB_FLUSH_SETTING not in wandb.Settings.model_fields:
             raise RuntimeError(
                 f"wandb {wandb.__version__} writes a run's file every 32 KiB only: a kill would lose records. Run "
                 "pip install 'wandb>=0.31', or pass a run of your own to WandbTracker.of(run)"
             )
-        given, run_id = self._options, self.run_id(run_name)
+        given = self._options
         mode = given.mode or (None if wandb.login(prompt=False) else "offline")
         quiet: dict[str, Any] = {"silent": True, "console": "off", WANDB_FLUSH_SETTING: _FLUSH_SECONDS}
         return wandb.init(
@@ -152,23 +152,9 @@ class WandbTracker(Platform[WandbOptions]):
             settings=wandb.Settings(**quiet),
         )
 
-    def _held_times(self) -> list[float]:
-        """Return the times in the run's files, those of earlier processes included."""
-        folder = Path(self._run.settings.sync_file).parents[1]
-        files = folder.glob(f"*run-*-{self._run.id}*/run-{self._run.id}.wandb")
-        return [one for file in sorted(files) for one in WandbFile(file).times()]
-
-    def _wait_for(self, last_time: float) -> None:
-        """Wait until the service process has the row of this time and, for our own runs, has written it."""
-        _ = self._run.step  # the service answers after it took what was sent before
-        if self._given is not None or self._run.disabled:
-            return
-        wait_until(
-            lambda: last_time in self._file.times(),
-            pause_seconds=_FLUSH_SECONDS / 10,
-            problem=f"wandb: its service process (log: {self._run.settings.log_internal}) wrote no row into "
-            f"{self._run.settings.sync_file}",
-        )
+    def _remember(self) -> None:
+        """Note the id and the number of rows: wandb drops rows of a stopped run whose numbers are not new."""
+        self.remember_run_id(self._run_name, f"{self._run.id} {self._num_rows}")
 
     def _medium(self, medium: StoredMedium) -> Any:
         wandb = load_library("wandb", extra=self.name)

@@ -1,6 +1,7 @@
-"""Open files that must be regular ones: a pipe in a file's place would be waited for, a device may have no end.
+"""Open regular files, lock them, and replace them whole.
 
-Files that a kill must not cut short are replaced whole.
+A pipe in a file's place would be waited for, and a device may have no end. A lock lasts until its process unlocks or
+ends, by any signal too.
 """
 
 import errno
@@ -13,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drivetrain_tracking.spool.files import open_regular
-
 _MOST_JSON_BYTES = 1 << 26
 
 
@@ -25,9 +24,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         FileNotFoundError: The path names nothing, and `flags` creates nothing.
         OSError: The path names a pipe, a folder, a socket or a device, or cannot be opened.
     """
-    if (
-        path.exists() and not path.is_file()
-    ):  # a socket cannot be opened, and opening a device may do something
+    # A socket cannot be opened, and opening a device may do something.
+    if path.exists() and not path.is_file():
         raise _irregular(path)
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -12,10 +12,9 @@ import json
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
-from drivetrain_tracking.spool.line import CHECKSUM_END, CHECKSUM_MARK
 from drivetrain_tracking.values.plain import Plain
 
 LOG_NAME = "log.jsonl"
@@ -63,6 +62,17 @@ def decode(line: bytes) -> dict[str, Any] | None:
         return json.loads(body + b"}")
     except (ValueError, RecursionError):  # whole, and no record: another program has written it
         return None
+
+
+def restore_numbers(value: Any) -> Any:
+    """Return a value of a line with the floats that JSON lacks, which stand there as strings."""
+    if isinstance(value, str):
+        return NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: restore_numbers(item) for name, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [restore_numbers(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def _strict(value: Plain) -> Plain:
