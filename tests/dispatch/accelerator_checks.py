@@ -18,17 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dispatch.models import (
-    WIDTH,
-    Coder,
-    Converts,
-    Gate,
-    Recurrent,
-    Stack,
-    Tree,
-    same_values,
-    trees,
-)
+from dispatch.models import WIDTH, Coder, Converts, Gate, Recurrent, Stack, Tree, same_values, trees
 from drivetrain_dispatch import (
     Bandwidths,
     DeviceMapError,

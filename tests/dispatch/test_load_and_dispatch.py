@@ -79,11 +79,7 @@ def test_what_is_loaded_computes_the_same(
 def test_a_budget_plans_the_map(plain: Language, checkpoint: Path) -> None:
     layer = WIDTH * (WIDTH + 1) * 4
     model = load_checkpoint_and_dispatch(
-        empty(),
-        checkpoint,
-        "auto",
-        {"cpu": 5 * layer, "disk": "1GB"},
-        no_split_module_classes=["Linear"],
+        empty(), checkpoint, "auto", {"cpu": 5 * layer, "disk": "1GB"}, no_split_module_classes=["Linear"]
     )
     assert set(model.hf_device_map.values()) == {"cpu", "disk"}
     assert torch.equal(model(TOKENS), plain(TOKENS))

@@ -436,11 +436,7 @@ def test_memory_that_ends_on_the_way_names_the_tensor_and_what_fits(python: str,
     """The process may take the files' pages and less than four tensors of 64 MiB."""
     write(tmp_path, {f"{index}.weight": torch.full((2048, 4096), float(index)) for index in range(6)})
     run = subprocess.run(
-        [python, "-c", _LIMITED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [python, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
     told, total = run.stdout.splitlines()

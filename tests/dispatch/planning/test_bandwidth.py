@@ -47,8 +47,7 @@ def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    ["", "{", "[1]", "null", '{"a": 1}', "\x00" * 100, "nan", "zero", "text", "empty"],
+    "damage", ["", "{", "[1]", "null", '{"a": 1}', "\x00" * 100, "nan", "zero", "text", "empty"]
 )
 def test_a_damaged_cache_is_measured_anew(damage: str, tmp_path: Path) -> None:
     cache = tmp_path / "rates.json"

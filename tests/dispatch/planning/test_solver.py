@@ -195,12 +195,7 @@ models = st.lists(
 
 
 @settings(max_examples=300)
-@given(
-    models,
-    st.lists(st.integers(0, 3000), min_size=1, max_size=3),
-    st.integers(0, 4000),
-    st.data(),
-)
+@given(models, st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 4000), st.data())
 def test_no_budget_is_exceeded_at_the_peak(
     model: list[tuple[list[int], int, int, int]], devices: list[int], host: int, data: st.DataObject
 ) -> None:

@@ -44,11 +44,7 @@ def test_parameters_gradients_states_and_buffers_count_once() -> None:
 def test_tied_weights_views_and_shared_buffers_count_where_they_come_first() -> None:
     found = memory_breakdown(Tied())
     assert found.totals == {"parameters": 4 * 800, "buffers": 4 * 64}
-    assert dict(found.shared) == {
-        "head.weight": "embedding.weight",
-        "part": "table",
-        "head.same": "table",
-    }
+    assert dict(found.shared) == {"head.weight": "embedding.weight", "part": "table", "head.same": "table"}
     assert {module.name for module in found.modules} == {"", "embedding"}
 
 

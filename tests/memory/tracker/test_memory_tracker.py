@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_memory import (
-    MemoryTracker,
-    RankSummary,
-    merge_summaries,
-    read_summaries,
-    record_peak,
-)
+from drivetrain_memory import MemoryTracker, RankSummary, merge_summaries, read_summaries, record_peak
 from drivetrain_memory.tracker.memory_tracker import OTHER_PHASES, PhaseStack
 from drivetrain_memory.tracker.rank_summary import write_summary
 from drivetrain_memory.tracker.sample_recorder import SampleStream

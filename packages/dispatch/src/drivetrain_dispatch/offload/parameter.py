@@ -22,15 +22,7 @@ from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 # The attributes and methods of a tensor that need none of its values.
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
-    for name in (
-        "shape",
-        "ndim",
-        "requires_grad",
-        "grad",
-        "is_leaf",
-        "layout",
-        "grad_fn",
-    )
+    for name in ("shape", "ndim", "requires_grad", "grad", "is_leaf", "layout", "grad_fn")
 ) | {
     READ_VERSION,
     Tensor.size,
@@ -107,11 +99,7 @@ def _is_own_data(tensor: Tensor, value: Tensor, fetcher: TensorFetcher) -> bool:
     if not fetcher.is_computing():
         return False
     fetched = _fetched(tensor, fetcher)
-    same_kind = (value.dtype, value.shape, value.stride()) == (
-        fetched.dtype,
-        fetched.shape,
-        fetched.stride(),
-    )
+    same_kind = (value.dtype, value.shape, value.stride()) == (fetched.dtype, fetched.shape, fetched.stride())
     return same_kind and value.data_ptr() == fetched.data_ptr()
 
 

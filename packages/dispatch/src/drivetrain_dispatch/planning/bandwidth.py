@@ -29,10 +29,7 @@ _FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
 
 
 def measure_rates(
-    device: torch.device | str | int,
-    *,
-    disk_path: Path | str | None = None,
-    cache: Path | None = None,
+    device: torch.device | str | int, *, disk_path: Path | str | None = None, cache: Path | None = None
 ) -> Bandwidths:
     """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 

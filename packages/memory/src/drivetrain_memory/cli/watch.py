@@ -98,10 +98,7 @@ class _Watch:
     def __init__(self, arguments: WatchArguments, pid: int, table: LiveTable) -> None:
         self._folder, self._pid, self._table = Path(arguments.out), pid, table
         self._recorder = SampleRecorder(
-            UsageSampler(pid),
-            rank=0,
-            interval_seconds=arguments.interval,
-            file=samples_file(self._folder, 0),
+            UsageSampler(pid), rank=0, interval_seconds=arguments.interval, file=samples_file(self._folder, 0)
         )
         self._cpu_before = time.process_time()
         self._peak_bytes, self._source = 0, "sampled"

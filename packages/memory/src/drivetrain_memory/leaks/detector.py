@@ -11,21 +11,9 @@ from typing import Self
 from drivetrain_memory.compat import WORKERS_ITERATOR, workers_of
 from drivetrain_memory.freeing.live_objects import live_objects
 from drivetrain_memory.leaks.cycles import collect_cycles
-from drivetrain_memory.leaks.findings import (
-    LeakReport,
-    grown_holders,
-    has_grown,
-    unexplained,
-    with_graphs,
-)
+from drivetrain_memory.leaks.findings import LeakReport, grown_holders, has_grown, unexplained, with_graphs
 from drivetrain_memory.leaks.growth import LEAST_POINTS, Growth, is_fragmented
-from drivetrain_memory.leaks.measure import (
-    SUSPICIOUS,
-    Measurements,
-    MemorySample,
-    measure,
-    measure_collected,
-)
+from drivetrain_memory.leaks.measure import SUSPICIOUS, Measurements, MemorySample, measure, measure_collected
 from drivetrain_memory.leaks.named_memory import Census, take_census
 from drivetrain_memory.leaks.roots import line_that_made
 

@@ -7,12 +7,7 @@ from typing import Self
 
 import torch
 
-from drivetrain_memory.peaks.device_peak import (
-    DevicePeak,
-    begin_device_peaks,
-    including,
-    read_device_peaks,
-)
+from drivetrain_memory.peaks.device_peak import DevicePeak, begin_device_peaks, including, read_device_peaks
 from drivetrain_memory.peaks.host_peak import ChildPeak, HostPeak, HostPeakMeter
 from drivetrain_memory.peaks.process_peak import PeakSource
 from drivetrain_memory.usage.processes import PROC

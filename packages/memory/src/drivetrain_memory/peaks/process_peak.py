@@ -44,10 +44,7 @@ def read_high_water(pid: int, *, proc: Path = PROC) -> HighWater | None:
     if b"VmHWM" not in found:  # a zombie has no memory left to count
         return None
     # The two are read one after the other, and a page may come between.
-    return HighWater(
-        peak_bytes=max(found[b"VmHWM"], found[b"VmRSS"]),
-        resident_bytes=found[b"VmRSS"],
-    )
+    return HighWater(peak_bytes=max(found[b"VmHWM"], found[b"VmRSS"]), resident_bytes=found[b"VmRSS"])
 
 
 def reset_high_water(pid: int, *, proc: Path = PROC) -> bool:

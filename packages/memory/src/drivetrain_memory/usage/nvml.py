@@ -50,10 +50,7 @@ NVIDIA = NvmlLibrary(
     absent="the package nvidia-ml-py is not installed: pip install 'drivetrain-memory[nvidia]'",
 )
 HABANA = NvmlLibrary(
-    vendor="Habana",
-    package="pyhlml",
-    prefix="hlml",
-    absent="Habana's package habana-pyhlml does not import",
+    vendor="Habana", package="pyhlml", prefix="hlml", absent="Habana's package habana-pyhlml does not import"
 )
 
 

@@ -25,13 +25,7 @@ HOST_COLUMNS = (
     *(f"cgroup/{name}" for name in _CGROUP_COLUMNS),
 )
 _ALLOCATOR_COLUMNS = ("allocated_bytes", "reserved_bytes")
-_DRIVER_COLUMNS = (
-    "used_bytes",
-    "total_bytes",
-    "power_watts",
-    "temperature_celsius",
-    "utilization_percent",
-)
+_DRIVER_COLUMNS = ("used_bytes", "total_bytes", "power_watts", "temperature_celsius", "utilization_percent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
