@@ -146,21 +146,6 @@ def test_accelerators_are_described_by_count_size_and_kind(
     assert "'gtx 1' is no kind of device that is known here" in told(capsys, folder, gpu=("24GB gtx 1",))
 
 
-def test_a_gpu_that_cannot_hold_the_largest_layer_is_told(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    assert "give one at least" in told(capsys, folder, gpu=("50kB",))
-
-
-def test_a_configuration_that_does_not_fit_together_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_key_value_heads": 3}))
-    assert "config.json describes fails" in told(capsys, str(tmp_path), gpu=("1GB",))
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -170,11 +155,13 @@ def test_a_configuration_that_does_not_fit_together_is_told(
         ({"disk": "fast"}, "--disk fast: 'fast' is no size"),
         ({"tflops": 0.0}, "--tflops 0.0: must be above 0"),
         ({"model_dir": "/nowhere"}, "/nowhere has no config.json"),
+        ({"gpu": ("50kB",)}, "give one at least"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(
     given: dict[str, Any], message: str, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("transformers")
     assert message in told(capsys, folder, **{"gpu": ("1GB",), **given})
 
 
@@ -223,13 +210,20 @@ def test_a_prompt_is_as_long_as_the_model_takes_or_as_usual(
     assert "--seq 9000: LlamaForCausalLM takes 8192 tokens at most" in told(capsys, str(tmp_path), seq=9000)
 
 
-def test_a_checkpoint_that_is_quantised_already_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_key_value_heads": 3}, "config.json describes fails"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "has a quantization_config (gptq): its own library loads such a checkpoint; leave that key out of a "
+            "copy, and plan with --quantize",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_planned_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], message: str
 ) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(
-        json.dumps({**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
-    said = told(capsys, str(tmp_path), gpu=("1GB",))
-    assert "has a quantization_config (gptq): its own library loads such a checkpoint" in said
-    assert "plan with --quantize" in said
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changed}))
+    assert message in told(capsys, str(tmp_path), gpu=("1GB",))

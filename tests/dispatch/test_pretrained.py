@@ -41,6 +41,10 @@ TEXT = {
 }
 
 
+def load(folder: Path, **options: Any) -> Any:
+    return load_pretrained(transformers.AutoModelForCausalLM, folder, **options)
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts in bf16, with settings for generation."""
@@ -103,9 +107,7 @@ def test_classes_that_keep_modules_in_fp32_do(tmp_path: Path, dtype: torch.dtype
 
 
 def test_layers_that_the_class_keeps_whole_are_not_split(mixtral: Path, tmp_path: Path) -> None:
-    model = load_pretrained(
-        transformers.AutoModelForCausalLM, mixtral, max_memory={"cpu": "60kB"}, offload_folder=tmp_path
-    )
+    model = load(mixtral, max_memory={"cpu": "60kB"}, offload_folder=tmp_path)
     inside = [
         name for name in model.hf_device_map if name.startswith("model.layers.") and name.count(".") > 2
     ]
@@ -113,15 +115,10 @@ def test_layers_that_the_class_keeps_whole_are_not_split(mixtral: Path, tmp_path
     assert "disk" in model.hf_device_map.values()
 
 
-def test_options_of_the_class_are_handed_on(mixtral: Path) -> None:
-    model = load_pretrained(transformers.AutoModelForCausalLM, mixtral, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-
-
 def test_a_configuration_can_be_given(mixtral: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(mixtral)
     config.rope_parameters["rope_theta"] = 500.0
-    model = load_pretrained(transformers.AutoModelForCausalLM, mixtral, config=config)
+    model = load(mixtral, config=config)
     wanted = transformers.AutoModelForCausalLM.from_pretrained(mixtral, config=config)
     ids = torch.tensor([[3, 4, 5]])
     assert torch.equal(model.generate(ids), wanted.generate(ids))
@@ -167,28 +164,28 @@ def test_positions_of_a_diffusers_model_have_the_dtype_that_the_library_gives_th
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json: .*snapshot_download"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+        load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+        load(tmp_path)
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"a pipeline of several models: .* from vae"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+        load(tmp_path)
 
 
 def test_weights_without_their_configuration_or_index_are_told(mixtral: Path, tmp_path: Path) -> None:
     shutil.copytree(mixtral, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors.index.json").unlink()
     with pytest.raises(WeightFilesError, match=r"holds \d+ shards, .* no \*\.safetensors\.index\.json"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model")
+        load(tmp_path / "model")
     with pytest.raises(ValueError, match="is a file: name the folder"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model" / "config.json")
+        load(tmp_path / "model" / "config.json")
     with pytest.raises(TypeError, match=r"folder=<class .*the model class comes first"):
         load_pretrained(tmp_path, transformers.AutoModelForCausalLM)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="offload_folder=3"):
-        load_pretrained(transformers.AutoModelForCausalLM, mixtral, offload_folder=3)  # type: ignore[arg-type]
+        load(mixtral, offload_folder=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -213,16 +210,16 @@ def test_options_that_nobody_knows_are_refused(
         load_pretrained(model_class, folder, **options)
 
 
-def test_fields_of_the_configuration_can_be_given(mixtral: Path) -> None:
-    model = load_pretrained(transformers.AutoModelForCausalLM, mixtral, num_experts_per_tok=1)
-    assert model.config.num_experts_per_tok == 1
+def test_options_of_the_class_and_fields_of_the_configuration_are_handed_on(mixtral: Path) -> None:
+    config = load(mixtral, attn_implementation="eager", num_experts_per_tok=1).config
+    assert (config._attn_implementation, config.num_experts_per_tok) == ("eager", 1)
 
 
 def test_a_folder_of_another_class_is_told(mixtral: Path, autoencoder: Path) -> None:
     with pytest.raises(ValueError, match="describes a AutoencoderKL, not a UNet2DModel"):
         load_pretrained(diffusers.UNet2DModel, autoencoder)
     with pytest.raises(ValueError, match="does not describe a"):
-        load_pretrained(transformers.AutoModelForCausalLM, autoencoder)
+        load(autoencoder)
 
 
 def test_a_variant_is_taken_if_it_is_named(autoencoder: Path, tmp_path: Path) -> None:
@@ -245,7 +242,7 @@ def test_packed_weights_are_not_saved_over_those_in_full(tmp_path: Path) -> None
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    model = load_pretrained(transformers.AutoModelForCausalLM, tmp_path, quantization=BitsAndBytes8Bit())
+    model = load(tmp_path, quantization=BitsAndBytes8Bit())
     with pytest.raises(OffloadedError, match="what no library reads"):
         model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
@@ -254,12 +251,10 @@ def test_packed_weights_are_not_saved_over_those_in_full(tmp_path: Path) -> None
 def test_what_an_earlier_load_wrote_and_somebody_cut_is_written_anew(mixtral: Path, tmp_path: Path) -> None:
     how = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     ids = torch.tensor([[3, 4, 5]])
-    wanted = load_pretrained(transformers.AutoModelForCausalLM, mixtral, **how).generate(ids)
+    wanted = load(mixtral, **how).generate(ids)
     (written,) = tmp_path.iterdir()
     os.truncate(written, 100)
-    assert torch.equal(
-        load_pretrained(transformers.AutoModelForCausalLM, mixtral, **how).generate(ids), wanted
-    )
+    assert torch.equal(load(mixtral, **how).generate(ids), wanted)
 
 
 def test_a_class_of_another_library_is_refused(mixtral: Path) -> None:
@@ -278,7 +273,7 @@ def test_weights_that_another_library_packed_are_refused(mixtral: Path, tmp_path
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"the weights are packed \(gptq\)"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+        load(tmp_path)
 
 
 def test_a_checkpoint_of_a_model_without_its_head_is_told(tmp_path: Path) -> None:
@@ -286,7 +281,7 @@ def test_a_checkpoint_of_a_model_without_its_head_is_told(tmp_path: Path) -> Non
     transformers.LlamaModel(config).save_pretrained(tmp_path)
     load_pretrained(transformers.AutoModel, tmp_path)
     with pytest.raises(WeightsMismatchError, match=r"1 missing: 'lm_head\.weight'"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+        load(tmp_path)
 
 
 def test_a_checkpoint_of_a_model_with_a_head_loads_into_one_without(tmp_path: Path) -> None:
@@ -302,9 +297,9 @@ def test_a_checkpoint_of_a_model_with_a_head_loads_into_one_without(tmp_path: Pa
 
 def test_budgets_that_cannot_be_met_are_told(mixtral: Path) -> None:
     with pytest.raises(DeviceMapError, match="max_memory"):
-        load_pretrained(transformers.AutoModelForCausalLM, mixtral, max_memory={"cpu": "1kB", "disk": "1kB"})
+        load(mixtral, max_memory={"cpu": "1kB", "disk": "1kB"})
     with pytest.raises(ValueError, match="dtype"):
-        load_pretrained(transformers.AutoModelForCausalLM, mixtral, dtype="bfloat16")  # type: ignore[arg-type]
+        load(mixtral, dtype="bfloat16")  # type: ignore[arg-type]
 
 
 # ---- where transformers looks at what was dispatched
@@ -334,8 +329,6 @@ def test_a_pipeline_takes_a_dispatched_model(tmp_path: Path, how: dict[str, Any]
 
 def test_the_map_that_others_see_begins_with_a_device_that_computes(mixtral: Path, tmp_path: Path) -> None:
     parts = {"lm_head": "disk", "model.norm": "disk", "model.embed_tokens": "cpu", "": "disk"}
-    model = load_pretrained(
-        transformers.AutoModelForCausalLM, mixtral, device_map=parts, offload_folder=tmp_path
-    )
+    model = load(mixtral, device_map=parts, offload_folder=tmp_path)
     assert next(iter(model.hf_device_map.items())) == ("model.embed_tokens", "cpu")
     assert model.hf_device_map == parts

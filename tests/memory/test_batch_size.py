@@ -3,14 +3,21 @@ import gc
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from drivetrain_memory import NoBatchSizeFitsError, find_executable_batch_size
+from drivetrain_memory import (
+    ExecutableBatchSize,
+    NoBatchSizeFitsError,
+    TryOutcome,
+    accumulation_steps,
+    find_executable_batch_size,
+)
 
 IMPOSSIBLE_BYTES = 2**60
 
@@ -82,13 +89,12 @@ def test_any_other_error_comes_through_at_once() -> None:
 
 @pytest.mark.slow
 def test_if_none_fits_it_says_what_was_tried_and_what_failed() -> None:
-    @find_executable_batch_size(starting_batch_size=2)
+    @find_executable_batch_size(starting_batch_size=10, reduce_batch_size=lambda size: size - 4)
     def train(batch_size: int) -> None:
         host_runs_out()
 
-    with pytest.raises(
-        NoBatchSizeFitsError, match=r"train ran out of memory at every batch size: 2 \(Runtime.*; 1 \("
-    ):
+    told = r"train ran out of memory at every batch size: 10 \(Runtime.*; 6 \(.*; 2 \("
+    with pytest.raises(NoBatchSizeFitsError, match=told):
         train()
 
 
@@ -109,20 +115,6 @@ def test_what_a_failed_try_held_is_given_back() -> None:
         assert train() == 1
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-def test_another_rule_may_reduce() -> None:
-    tried: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=10, reduce_batch_size=lambda size: size - 4)
-    def train(batch_size: int) -> None:
-        tried.append(batch_size)
-        host_runs_out()
-
-    with pytest.raises(NoBatchSizeFitsError, match="every batch size"):
-        train()
-    assert tried == [10, 6, 2]
 
 
 def test_a_rule_that_does_not_reduce_is_refused() -> None:
@@ -156,9 +148,6 @@ def test_functions_that_cannot_be_searched_are_refused() -> None:
 
     with pytest.raises(TypeError, match="does its work after its call returned"):
         find_executable_batch_size(later)
-
-
-def test_a_start_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="starting_batch_size=0: must be at least 1"):
         find_executable_batch_size(starting_batch_size=0)
 
@@ -167,71 +156,6 @@ def fitting(batch_size: int) -> int:
     if batch_size > 2:
         raise MemoryError
     return batch_size
-
-
-def cases(find: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
-    """Calls of all kinds of functions, each of which gives its object's name, the size that fits and an argument."""
-
-    class Trainer:
-        name = "object"
-
-        @find
-        def method(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
-            return self.name, fitting(batch_size), rate
-
-        @classmethod
-        @find
-        def of_class(cls, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
-            return cls.name, fitting(batch_size), rate
-
-        @find
-        @classmethod
-        def of_class_inside(cls, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
-            return cls.name, fitting(batch_size), rate
-
-        @staticmethod
-        @find
-        def static(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
-            return "object", fitting(batch_size), rate
-
-        @find
-        @staticmethod
-        def static_inside(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
-            return "object", fitting(batch_size), rate
-
-        def plain(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
-            return self.name, fitting(batch_size), rate
-
-        def __call__(self, batch_size: int, *, rate: float = 0.5) -> tuple[str, int, float]:
-            return self.name, fitting(batch_size), rate
-
-    class Derived(Trainer):
-        def method(self, rate: float = 0.5) -> Any:  # type: ignore[override]
-            return super().method(rate=rate)  # type: ignore[call-arg]
-
-    one = Trainer()
-    in_part = find(partial(Trainer.plain, one))
-    return {
-        "a method": partial(one.method, rate=0.1),
-        "a method of the class": lambda: Trainer.method(one, 0.1),
-        "a derived method": lambda: Derived().method(0.1),
-        "a class method": lambda: Trainer.of_class(rate=0.1),
-        "a class method of an object": lambda: one.of_class(0.1),
-        "a class method, found inside": lambda: Trainer.of_class_inside(0.1),
-        "a static method": lambda: Trainer.static(0.1),
-        "a static method of an object": lambda: one.static(rate=0.1),
-        "a static method, found inside": lambda: one.static_inside(0.1),
-        "a bound method": lambda: find(one.plain)(0.1),
-        "an object": lambda: find(one)(rate=0.1),
-        "a partial function": lambda: in_part(0.1),
-        "a partial keyword": lambda: find(partial(one.plain, rate=0.1))(),
-    }
-
-
-@pytest.mark.parametrize("kind", cases(find_executable_batch_size))
-@pytest.mark.default_cases("a method")
-def test_the_size_goes_to_the_argument_after_the_object(kind: str) -> None:
-    assert cases(partial(find_executable_batch_size, starting_batch_size=4))[kind]() == ("object", 2, 0.1)
 
 
 @pytest.mark.slow
@@ -281,9 +205,21 @@ class Trainer:
     def static(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
         return "object", fitting(batch_size), rate
 
+    @staticmethod
+    @find_executable_batch_size
+    def static_outside(batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return "object", fitting(batch_size), rate
+
+    def plain(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return self.name, fitting(batch_size), rate
+
+    def __call__(self, batch_size: int, rate: float = 0.5) -> tuple[str, int, float]:
+        return self.name, fitting(batch_size), rate
+
 
 class DerivedTrainer(Trainer):
-    pass
+    def method(self, rate: float = 0.5) -> Any:  # type: ignore[override]
+        return super().method(rate=rate)  # type: ignore[call-arg]
 
 
 PICKLED = {
@@ -296,8 +232,25 @@ PICKLED = {
     "a class method, found inside": Trainer.of_class_outside,
     "a static method": Trainer.static,
     "a static method of an object": Trainer().static,
-    "a function": partial(of_the_module, rate=0.1),
+    "a static method, found inside": Trainer.static_outside,
 }
+NOT_PICKLED = {
+    "a bound method": find_executable_batch_size(Trainer().plain),
+    "an object": find_executable_batch_size(Trainer()),
+    "a partial function": find_executable_batch_size(partial(Trainer.plain, Trainer())),
+}
+
+
+@pytest.mark.parametrize("kind", PICKLED | NOT_PICKLED)
+@pytest.mark.default_cases("a method")
+def test_the_size_goes_to_the_argument_after_the_object(kind: str) -> None:
+    search: Any = (PICKLED | NOT_PICKLED)[kind]
+    assert search(0.1) == search(rate=0.1) == ("object", 2, 0.1)
+
+
+@pytest.mark.slow
+def test_a_partial_keyword_stays() -> None:
+    assert find_executable_batch_size(partial(Trainer().plain, rate=0.1))() == ("object", 2, 0.1)
 
 
 @pytest.mark.parametrize("kind", PICKLED)
@@ -305,7 +258,7 @@ PICKLED = {
 @pytest.mark.slow
 def test_what_searches_is_pickled_and_still_does(kind: str, protocol: int) -> None:
     search: Any = pickle.loads(pickle.dumps(PICKLED[kind], protocol))
-    assert search(rate=0.1) == (0.1 if kind == "a function" else ("object", 2, 0.1))
+    assert search(rate=0.1) == ("object", 2, 0.1)
 
 
 @pytest.mark.slow
@@ -338,3 +291,69 @@ def test_a_partial_function_and_an_object_are_named(caplog: pytest.LogCaptureFix
             search(0.1)
         with pytest.raises(TypeError, match=r"Trainer\(rate: float\).*The batch size is passed for you"):
             search(64, 0.1)
+
+
+@given(start=st.integers(1, 5000), share=st.floats(0.001, 1), steps=st.integers(1, 16))
+def test_the_global_batch_never_shrinks_and_grows_by_less_than_a_micro_batch(
+    start: int, share: float, steps: int
+) -> None:
+    size = max(1, int(start * share))
+    found = accumulation_steps(start, size, steps=steps) * size
+    assert start * steps <= found < start * steps + size
+
+
+def test_a_batch_above_the_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most the starting one"):
+        accumulation_steps(4, 8)
+
+
+@pytest.mark.slow
+def test_an_answer_is_remembered_and_saved() -> None:
+    answer, tried = ExecutableBatchSize(), []
+
+    @find_executable_batch_size(starting_batch_size=32, remembered=answer)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if batch_size > 8:
+            raise MemoryError
+        return batch_size
+
+    assert [train(), train()] == [8, 8]
+    assert tried == [32, 16, 8, 8]
+    later = ExecutableBatchSize()
+    later.load_state_dict(answer.state_dict())
+    assert later == answer
+
+
+@pytest.mark.slow
+def test_a_rank_gives_up_what_did_not_fit_elsewhere() -> None:
+    said, told = iter([TryOutcome.OUT_OF_MEMORY, TryOutcome.OUT_OF_MEMORY, TryOutcome.FITS]), []
+
+    def agree(outcome: TryOutcome) -> TryOutcome:
+        told.append(outcome)
+        return next(said)
+
+    @find_executable_batch_size(starting_batch_size=8, agree=agree)
+    def train(batch_size: int) -> int:
+        if batch_size == 4:
+            raise ConnectionError("the other rank closed the connection")
+        return batch_size
+
+    assert train() == 2
+    assert told == [TryOutcome.FITS, TryOutcome.FAILED, TryOutcome.FITS]
+
+
+def test_a_failure_for_another_reason_is_raised_after_all_were_told() -> None:
+    told: list[TryOutcome] = []
+
+    def agree(outcome: TryOutcome) -> TryOutcome:
+        told.append(outcome)
+        return outcome
+
+    @find_executable_batch_size(agree=agree)
+    def train(batch_size: int) -> int:
+        raise KeyError("shape")
+
+    with pytest.raises(KeyError, match="shape"):
+        train()
+    assert told == [TryOutcome.FAILED]

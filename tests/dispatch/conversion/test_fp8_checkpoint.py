@@ -95,15 +95,14 @@ def published_in_fp8(folder: Path, expert_width: int = 136) -> nn.Module:
     return wanted
 
 
+def load(folder: Path, **options: object) -> nn.Module:
+    return load_pretrained(transformers.AutoModelForCausalLM, folder, **options)
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_fp8_with_block_scales_is_dequantised_while_it_is_read(tmp_path: Path, place: str) -> None:
     wanted = published_in_fp8(tmp_path)
-    model = load_pretrained(
-        transformers.AutoModelForCausalLM,
-        tmp_path,
-        device_map={"": place},
-        offload_folder=tmp_path / "offload",
-    )
+    model = load(tmp_path, device_map={"": place}, offload_folder=tmp_path / "offload")
     assert_equal(model, wanted)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
@@ -182,8 +181,7 @@ def test_what_is_kept_computes_what_is_dequantised(tmp_path: Path, place: object
     wanted = published_in_fp8(tmp_path / "model", expert_width)
     how = {"max_memory": {"cpu": "800kB"}} if place == "half" else {"device_map": place}
     told: list[tuple[int, int]] = []
-    model = load_pretrained(
-        transformers.AutoModelForCausalLM, tmp_path / "model", quantization=StoredFP8(),
+    model = load(tmp_path / "model", quantization=StoredFP8(),
         offload_folder=tmp_path / "offload", progress=lambda *both: told.append(both), **how,
     )  # fmt: skip
     assert told == sorted(told)
@@ -210,7 +208,7 @@ def test_what_is_kept_computes_what_is_dequantised(tmp_path: Path, place: object
 
 def test_a_map_counts_what_kept_weights_take(tmp_path: Path) -> None:
     published_in_fp8(tmp_path, 128)
-    kept = load_pretrained(transformers.AutoModelForCausalLM, tmp_path, quantization=StoredFP8())
+    kept = load(tmp_path, quantization=StoredFP8())
     with init_empty_weights():
         empty = transformers.AutoModelForCausalLM.from_config(kept.config)
     held = {
@@ -224,22 +222,16 @@ def test_a_map_counts_what_kept_weights_take(tmp_path: Path) -> None:
     total = sum(held.values()) + sum(
         weight.nbytes for name, weight in kept.named_parameters() if name not in held
     )
-    load_pretrained(
-        transformers.AutoModelForCausalLM,
-        tmp_path,
-        quantization=StoredFP8(),
-        max_memory={"cpu": 2 * total, "disk": 0},
-    )
+    load(tmp_path, quantization=StoredFP8(), max_memory={"cpu": 2 * total, "disk": 0})
     with pytest.raises(DeviceMapError, match="max_memory"):  # they would take more in full
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path, max_memory={"cpu": total, "disk": 0})
+        load(tmp_path, max_memory={"cpu": total, "disk": 0})
 
 
 def test_on_the_disk_published_layers_stay_in_their_files(tmp_path: Path) -> None:
     published_in_fp8(tmp_path / "model", 128)
     offload = tmp_path / "offload"
     for _ in range(2):
-        model = load_pretrained(
-            transformers.AutoModelForCausalLM, tmp_path / "model", device_map={"": "disk"}, quantization=StoredFP8(),
+        model = load(tmp_path / "model", device_map={"": "disk"}, quantization=StoredFP8(),
             offload_folder=offload,
         )  # fmt: skip
     (written,) = offload.iterdir()
@@ -285,7 +277,7 @@ def test_a_weight_without_its_scales_is_told(tmp_path: Path) -> None:
     del tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(WeightFilesError, match=r"o_proj\.weight' is fp8 and has no scales"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path, strict=False)
+        load(tmp_path, strict=False)
 
 
 def test_other_blocks_that_a_configuration_names_are_refused(tmp_path: Path) -> None:
@@ -294,7 +286,7 @@ def test_other_blocks_that_a_configuration_names_are_refused(tmp_path: Path) -> 
     config["quantization_config"]["weight_block_size"] = [96, 96]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"weight_block_size=\[96, 96\]"):
-        load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def empty(name: str, folder: Path) -> nn.Module:
         return getattr(transformers, name)(config).eval()
 
 
+def load_on_disk(name: str, folder: Path, offload: Path | None = None, **options: Any) -> nn.Module:
+    return load_checkpoint_and_dispatch(
+        empty(name, folder), folder, {"": "disk"}, offload_folder=offload, **options
+    )
+
+
 def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
     """Compare all that checkpoints hold, and what the models compute with."""
     held, expected = model.state_dict(), wanted.state_dict()
@@ -112,9 +118,7 @@ def test_the_disk_holds_what_is_converted_once(tmp_path: Path, caplog: pytest.Lo
     wanted.save_pretrained(folder)
 
     def load(dtype: torch.dtype | None = None) -> nn.Module:
-        return load_checkpoint_and_dispatch(
-            empty("MixtralForCausalLM", folder), folder, {"": "disk"}, offload_folder=offload, dtype=dtype
-        )
+        return load_on_disk("MixtralForCausalLM", folder, offload, dtype=dtype)
 
     first = load()
     assert "kB of converted weights" in caplog.text
@@ -138,41 +142,16 @@ def test_the_disk_holds_what_is_converted_once(tmp_path: Path, caplog: pytest.Lo
         assert torch.equal(half(ids).logits, wanted(ids).logits)
 
 
-def test_a_checkpoint_that_was_written_anew_is_converted_anew(tmp_path: Path) -> None:
-    folder, offload = tmp_path / "model", tmp_path / "offload"
-    model = built("MixtralForCausalLM")
-    model.save_pretrained(folder)
-    place = {"": "disk"}
-    load_checkpoint_and_dispatch(empty("MixtralForCausalLM", folder), folder, place, offload_folder=offload)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    model.save_pretrained(folder)
-    again = load_checkpoint_and_dispatch(
-        empty("MixtralForCausalLM", folder), folder, place, offload_folder=offload
-    )
-    assert_equal(again, model)
-
-
-def test_without_a_folder_for_it_nothing_is_read(tmp_path: Path) -> None:
-    built("MixtralForCausalLM").save_pretrained(tmp_path)
-    model = empty("MixtralForCausalLM", tmp_path)
-    with pytest.raises(
-        ValueError,
-        match=r"and 3 more on the disk, and the checkpoint holds them in another form: name a folder",
-    ):
-        load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"})
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_without_a_folder_that_can_be_written_nothing_is_read(tmp_path: Path) -> None:
     built("MixtralForCausalLM").save_pretrained(tmp_path / "model")
     model = empty("MixtralForCausalLM", tmp_path / "model")
-    (tmp_path / "offload").write_text("")
+    (tmp_path / "file").write_text("")
+    told = r"and 3 more on the disk, and the checkpoint holds them in another form: name a folder"
+    with pytest.raises(ValueError, match=told):
+        load_checkpoint_and_dispatch(model, tmp_path / "model", {"": "disk"})
+    inside = tmp_path / "file" / "inside"
     with pytest.raises(WeightFilesError, match="converted weights could not be written"):
-        load_checkpoint_and_dispatch(
-            model, tmp_path / "model", {"": "disk"}, offload_folder=tmp_path / "offload" / "inside"
-        )
+        load_checkpoint_and_dispatch(model, tmp_path / "model", {"": "disk"}, offload_folder=inside)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -207,9 +186,7 @@ def test_what_a_model_computes_needs_no_folder(tmp_path: Path) -> None:
     """Marian's tables of positions are in no file, and are kept in memory."""
     wanted = built("MarianMTModel")
     wanted.save_pretrained(tmp_path)
-    assert_equal(
-        load_checkpoint_and_dispatch(empty("MarianMTModel", tmp_path), tmp_path, {"": "disk"}), wanted
-    )
+    assert_equal(load_on_disk("MarianMTModel", tmp_path), wanted)
 
 
 def test_shards_may_hold_the_tensors_in_any_order(tmp_path: Path) -> None:
@@ -318,24 +295,20 @@ def test_a_file_in_the_models_own_folder_is_no_weights_of_it(tmp_path: Path) -> 
     wanted.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
     for _ in range(2):
-        model = empty("MixtralForCausalLM", tmp_path)
-        assert_equal(
-            load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path), wanted
-        )
+        assert_equal(load_on_disk("MixtralForCausalLM", tmp_path, tmp_path), wanted)
 
 
-def test_a_checkpoint_that_was_replaced_in_its_time_is_converted_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_its_time", [True, False])
+def test_a_checkpoint_that_was_written_anew_is_converted_anew(tmp_path: Path, in_its_time: bool) -> None:
     folder, offload = tmp_path / "model", tmp_path / "offload"
     model = built("MixtralForCausalLM")
     for _ in range(2):
-        model.save_pretrained(tmp_path / "new")
+        model.save_pretrained(tmp_path / "new" if in_its_time else folder)
         folder.mkdir(exist_ok=True)
-        for file in (tmp_path / "new").iterdir():
+        for file in (tmp_path / "new").glob("*"):
             os.utime(file, (1, 1))
             os.replace(file, folder / file.name)
-        again = empty("MixtralForCausalLM", folder)
-        load_checkpoint_and_dispatch(again, folder, {"": "disk"}, offload_folder=offload)
-        assert_equal(again, model)
+        assert_equal(load_on_disk("MixtralForCausalLM", folder, offload), model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)

@@ -151,14 +151,6 @@ def test_stored_weights_can_be_read_and_written_while_they_are_away(
     assert torch.equal(model(x), plain(x))
 
 
-@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double, lambda model: model.to(torch.bfloat16)])
-def test_streamed_weights_cannot_be_converted(
-    stack: tuple[nn.Module, nn.Module], change: Callable[[nn.Module], object]
-) -> None:
-    with pytest.raises(OffloadedError, match=r"remove_hooks\(model\) first"):
-        change(stack[0])
-
-
 def test_a_dispatched_model_is_not_copied_with_its_hooks(stack: tuple[nn.Module, nn.Module]) -> None:
     with pytest.raises(OffloadedError, match=r"save its state_dict\(\)"):
         copy.deepcopy(stack[0])
