@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -161,14 +161,16 @@ def _as_json(weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> dict[st
 
 
 def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> str:
-    by_dtype: Mapping[str, int] = weights.bytes_by_dtype
-    held = "   ".join(f"{name} {format_size(size)}" for name, size in by_dtype.items())
+    held = "   ".join(f"{name} {format_size(size)}" for name, size in weights.bytes_by_dtype.items())
+    recompute = ", activations computed again" if arguments.recompute else ""
+    of_each = f"; each of {arguments.num_processes} processes, {arguments.sharding}"
+    ranks = of_each if arguments.num_processes > 1 else ""
     lines = [
         f"{weights.model}: {weights.num_parameters:,} parameters",
         f"weights        {held}",
         f"largest block  {weights.largest_block}, {weights.largest_block_parameters:,} parameters",
         "",
-        _title(arguments),
+        f"a step of {arguments.batch} x {arguments.seq} tokens, {arguments.optimizer}{recompute}{ranks}",
     ]
     names = ("weights", "gradients", "optimizer states", "activations", "gathered", "peak")
     shown = [name for name in names if name != "gathered" or arguments.num_processes > 1]
@@ -183,13 +185,3 @@ def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequ
     lines += [f"{each.mode.name}: {each.mode.about}" for each in estimates if each.memory is not None]
     lines += [f"{each.mode.name}: not told: {each.why_not}" for each in estimates if each.memory is None]
     return "\n".join(lines)
-
-
-def _title(arguments: EstimateArguments) -> str:
-    recompute = ", activations computed again" if arguments.recompute else ""
-    ranks = (
-        f"; each of {arguments.num_processes} processes, {arguments.sharding}"
-        if arguments.num_processes > 1
-        else ""
-    )
-    return f"a step of {arguments.batch} x {arguments.seq} tokens, {arguments.optimizer}{recompute}{ranks}"

@@ -57,7 +57,11 @@ def forecast(
         DeviceMapError: The model does not fit the budgets.
     """
     computing, room = rooms_of(budgets)
-    costs = {name: _larger(token.get(name, BlockCost()), cost) for name, cost in prefill.items()}
+    costs: dict[str, BlockCost] = {}
+    for name, cost in prefill.items():  # the time of a token, with the memory that the larger forward takes
+        one = token.get(name, BlockCost())
+        peak_bytes, kept_bytes = max(one.peak_bytes, cost.peak_bytes), max(one.kept_bytes, cost.kept_bytes)
+        costs[name] = BlockCost(seconds=one.seconds, peak_bytes=peak_bytes, kept_bytes=kept_bytes)
     plan = plan_places(blocks, costs, room, rates)
     holdings = {
         device: _holding(blocks, plan, costs, at, room.devices[at]) for at, device in enumerate(computing)
@@ -75,15 +79,6 @@ def forecast(
         holdings=holdings,
         prefill_seconds=predicted_seconds(plan, blocks, prefill, rates, in_place=room.in_place),
         token_seconds=predicted_seconds(plan, blocks, token, rates, in_place=room.in_place),
-    )
-
-
-def _larger(token: BlockCost, prefill: BlockCost) -> BlockCost:
-    """Return the time of a token, with the memory that the larger forward takes."""
-    return BlockCost(
-        seconds=token.seconds,
-        peak_bytes=max(token.peak_bytes, prefill.peak_bytes),
-        kept_bytes=max(token.kept_bytes, prefill.kept_bytes),
     )
 
 

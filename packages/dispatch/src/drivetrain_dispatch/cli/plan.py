@@ -3,15 +3,15 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from drivetrain_dispatch.cli.forecast import DeviceUse, Forecast, forecast
+from drivetrain_dispatch.cli.forecast import Forecast, forecast
 from drivetrain_dispatch.cli.huggingface import (
     build_empty,
     most_tokens,
@@ -33,6 +33,7 @@ from drivetrain_dispatch.quantization.protocol import Quantization, quantized_si
 from drivetrain_messages import format_size, format_table, parse_size
 
 _SEQ = 4096  # default number of tokens in a prompt, if the model takes as many
+Parsed = TypeVar("Parsed")
 _USAGE = 2  # exit code of a command that cannot be carried out
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -116,7 +117,7 @@ class PlanArguments:
 def run(arguments: PlanArguments) -> int:
     """Plan where a Hugging Face model goes, what each device holds, and how long a token takes."""
     try:
-        gpus = [_described(text) for text in arguments.gpu]
+        gpus = [_parse("gpu", text, described) for text in arguments.gpu]
         budgets = _budgets(arguments, gpus)
         on_host = rooms_of(budgets)[0] == ["cpu"]
         usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
@@ -148,15 +149,8 @@ def _budgets(arguments: PlanArguments, gpus: Sequence[Described]) -> dict[Device
         budgets: dict[Device, int] = {index: size for index, size in enumerate(given) if size}
     else:
         budgets = {device: size for device, size in here.items() if device != "cpu"}
-    budgets["cpu"] = here["cpu"] if arguments.cpu is None else _size("cpu", arguments.cpu)
+    budgets["cpu"] = here["cpu"] if arguments.cpu is None else _parse("cpu", arguments.cpu, parse_size)
     return budgets
-
-
-def _described(text: str) -> Described:
-    try:
-        return described(text)
-    except ValueError as error:
-        raise ValueError(f"--gpu {text}: {error}") from error
 
 
 def _compute_rate(arguments: PlanArguments, usual: Hardware) -> ComputeRate:
@@ -171,15 +165,15 @@ def _compute_rate(arguments: PlanArguments, usual: Hardware) -> ComputeRate:
     )
 
 
-def _size(flag: str, text: str) -> int:
+def _parse(flag: str, text: str, parse: Callable[[str], Parsed]) -> Parsed:
     try:
-        return parse_size(text)
+        return parse(text)
     except ValueError as error:
         raise ValueError(f"--{flag} {text}: {error}") from error
 
 
 def _speed(flag: str, text: str) -> int:
-    if not (speed := _size(flag, text.removesuffix("/s"))):
+    if not (speed := _parse(flag, text.removesuffix("/s"), parse_size)):
         raise ValueError(f"--{flag} {text}: must be above 0")
     return speed
 
@@ -236,14 +230,7 @@ def _as_json(model: nn.Module, arguments: PlanArguments, found: Forecast) -> dic
         "size_bytes": sum(found.device_map.sizes.values()),
         "device_map": dict(found.device_map),
         "devices": {
-            str(device): {
-                "budget_bytes": held.budget_bytes,
-                "peak_bytes": held.peak_bytes,
-                "weight_bytes": held.weight_bytes,
-                "moving_bytes": held.moving_bytes,
-                "kept_bytes": held.kept_bytes,
-                "activation_bytes": held.activation_bytes,
-            }
+            str(device): asdict(held) | {"peak_bytes": held.peak_bytes}
             for device, held in found.holdings.items()
         },
         "prefill_seconds": found.prefill_seconds,
@@ -255,8 +242,13 @@ def _as_text(
     model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate, rates: Bandwidths
 ) -> str:
     size = sum(found.device_map.sizes.values()) / 1e9
-    rows = [("device", "at its peak", "of", "weights", "on their way", "kept", "activations")]
-    rows += [_row(str(device), held) for device, held in found.holdings.items()]
+    rows: list[tuple[str, ...]] = [
+        ("device", "at its peak", "of", "weights", "on their way", "kept", "activations")
+    ]
+    for device, held in found.holdings.items():
+        budget = "no end" if held.budget_bytes is None else format_size(held.budget_bytes)
+        parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
+        rows.append((str(device), format_size(held.peak_bytes), budget, *map(format_size, parts)))
     table = [format_table(rows, right=range(1, len(rows[0])))]
     kept = ", ".join(filter(None, (_dtype_of(model), arguments.quantize)))
     said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {rate.bytes_per_second / 1e9:g} GB/s of memory"
@@ -287,12 +279,6 @@ def _limit(found: Forecast) -> str:
     if found.token_seconds <= 1.1 * computed:
         return "fits with weights that come and go, behind what is computed meanwhile"
     return f"fits with weights that come and go: the {slow} is what takes the time"
-
-
-def _row(device: str, held: DeviceUse) -> tuple[str, ...]:
-    parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
-    budget = "no end" if held.budget_bytes is None else format_size(held.budget_bytes)
-    return (device, format_size(held.peak_bytes), budget, *map(format_size, parts))
 
 
 def _seconds(seconds: float) -> str:

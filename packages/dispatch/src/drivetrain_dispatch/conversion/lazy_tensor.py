@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_dispatch.compat import without_torch_function
+from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
 from drivetrain_weights import Box, MappedFile
 
 _PIECE_BYTES = 8 << 20
@@ -180,8 +181,9 @@ class LazyTensor(Tensor):
         if isinstance(self.origin, TensorInFile):
             yield self
         else:
-            for lazy in _lazy_tensors((self.origin.args, self.origin.kwargs)):
-                yield from lazy._lazy_inputs()
+            for tensor in tensors_in((self.origin.args, self.origin.kwargs)):
+                if isinstance(tensor, LazyTensor):
+                    yield from tensor._lazy_inputs()
 
     def parts(self, target: Tensor) -> Iterator[tuple["LazyTensor", Tensor]]:
         """Yield the lazy tensor that fills each part of the target, with that part.
@@ -261,27 +263,11 @@ def _lazy(meta: Tensor, origin: Origin) -> LazyTensor:
     return lazy
 
 
-def _plain(tensor: LazyTensor) -> Tensor:
+def _plain(tensor: Tensor) -> Tensor:
     with without_torch_function():
         return tensor.as_subclass(Tensor)
 
 
-def _lazy_tensors(value: Any) -> Iterator[LazyTensor]:
-    if isinstance(value, LazyTensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _lazy_tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _lazy_tensors(list(value.values()))
-
-
-def _map(value: Any, change: Callable[[LazyTensor], Any]) -> Any:
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return arguments with `change` applied to every lazy tensor among them."""
-    if isinstance(value, LazyTensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map(item, change) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
+    return map_tensors(value, lambda one: change(one) if isinstance(one, LazyTensor) else one)

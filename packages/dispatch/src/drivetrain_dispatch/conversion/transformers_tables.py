@@ -28,14 +28,19 @@ def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> d
     Unexpected tensors that the model's class allows are dropped. Other tensors that the model lacks keep their names.
     """
     model = layout.model
-    tables = _tables(model)
-    if tables is None:
+    conversion = _tables(model)
+    if conversion is None:
         return dict(tensors)
-    loading, transforms = tables
+    loading, transforms = conversion
     wanted = model.state_dict()
     found = _convert(model, loading, transforms, tensors, wanted)
+    # Older versions stored these tables in every layer; the model computes them now.
+    tables = {buffer.rpartition(".")[2] for buffer in layout.buffers if buffer.endswith(_COMPUTED_TABLES)}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     found = {
-        name: tensor for name, tensor in found.items() if name in wanted or not _may_be_left(layout, name)
+        name: tensor
+        for name, tensor in found.items()
+        if name in wanted or not (name.rpartition(".")[2] in tables or _matches(name, ignored))
     }
     return found | _computed(layout, found)
 
@@ -92,15 +97,6 @@ def _convert(
             ) from error
         found.update({name: value[0] if isinstance(value, list) else value for name, value in made.items()})
     return found
-
-
-def _may_be_left(layout: ModelLayout, name: str) -> bool:
-    """Return whether checkpoints of a model may contain a name that the model lacks."""
-    # Older versions stored these tables in every layer; the model computes them now.
-    tables = {buffer.rpartition(".")[2] for buffer in layout.buffers if buffer.endswith(_COMPUTED_TABLES)}
-    return name.rpartition(".")[2] in tables or _matches(
-        name, getattr(layout.model, "_keys_to_ignore_on_load_unexpected", None)
-    )
 
 
 def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTensor]:

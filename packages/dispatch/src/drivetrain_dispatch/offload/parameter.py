@@ -5,7 +5,7 @@ The class of an offloaded parameter is `OffloadedParameter`, which torch calls b
 flat list) computes with the fetched weight, on the device that computes. Elsewhere, it is the stored tensor.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 from weakref import ref
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from drivetrain_dispatch.compat import APPLY, READ_VERSION
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
 from drivetrain_dispatch.model.sizes import enclosing_modules
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 
@@ -84,7 +85,7 @@ def _compute_with_fetched(
             acquired.append((fetcher, tensors))
             replaced.update(zip(map(id, tensors), fetched, strict=True))
         if replaced:
-            args, given = _replace(args, replaced), _replace(given, replaced)
+            args, given = map_tensors((args, given), lambda tensor: replaced.get(id(tensor), tensor))
         result = call_plainly(func, *args, **given)
     finally:
         for fetcher, tensors in acquired:
@@ -175,7 +176,7 @@ def _fetcher_of(tensor: Tensor) -> TensorFetcher | None:
 def _by_fetcher(value: object) -> dict[TensorFetcher, list[Tensor]]:
     """Return the distinct offloaded tensors among arguments, by the engine whose forward this thread is in."""
     found: dict[TensorFetcher, dict[int, Tensor]] = {}
-    for tensor in _tensors_in(value):
+    for tensor in tensors_in(value):
         if is_offloaded(tensor):
             fetcher = _fetcher_of(tensor)
             if fetcher is not None and fetcher.is_computing():
@@ -186,26 +187,6 @@ def _by_fetcher(value: object) -> dict[TensorFetcher, list[Tensor]]:
 def call_plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function with the stored tensors; its results are ordinary tensors."""
     return nn.Parameter.__torch_function__(func, (), args, kwargs)
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in cast("Iterable[object]", value):
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(cast("dict[str, object]", value).values()))
-
-
-def _replace(value: Any, replaced: Mapping[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return replaced.get(id(value), value)
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, replaced) for item in value)
-    if type(value) is dict:
-        return {key: _replace(item, replaced) for key, item in cast("dict[str, Any]", value).items()}
-    return value
 
 
 def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[MethodWrapper]:

@@ -100,24 +100,19 @@ def _summed(
             stay_sizes[index] += size_bytes if unit is None else 0
         if unit is not None:
             units[index][unit] = units[index].get(unit, 0) + size_bytes
-    ends = _ends(found, units)
-    return [
-        _with_units(
-            Block(name, sizes[index], _first(groups, index), (), stay_sizes[index]), units[index], ends
-        )
-        for index, name in enumerate(found)
-    ]
-
-
-def _ends(found: Sequence[str], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return the index of the last block inside each unit that encloses blocks."""
+    # The last block inside each unit that encloses blocks.
     wanted = {unit for name, each in zip(found, units, strict=True) for unit in each if unit != name}
     ends: dict[str, int] = {}
     for index in range(len(found) - 1, -1, -1) if wanted else ():
         for outer in enclosing_modules(found[index]):
             if outer in wanted:
                 ends.setdefault(outer, index)
-    return ends
+    return [
+        _with_units(
+            Block(name, sizes[index], _first(groups, index), (), stay_sizes[index]), units[index], ends
+        )
+        for index, name in enumerate(found)
+    ]
 
 
 def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) -> Block:

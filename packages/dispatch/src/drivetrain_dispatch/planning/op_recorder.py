@@ -1,7 +1,7 @@
 """Record each operation of a forward on the meta device: its FLOPs, memory traffic and allocations."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_dispatch.compat import GROUPED_PRODUCT, TorchDispatchMode
+from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
 
 # Operations that touch only the selected rows, not the whole table.
 _PICKING = frozenset({"embedding", "gather", "index", "index_select"})
@@ -124,7 +125,7 @@ class OpRecorder(TorchDispatchMode):
         given = _on_meta(args)
         before = self._flops.get_total_flops()
         result = func(*given, **(kwargs or {}))
-        inputs, outputs = list(_tensors((given, kwargs or {}))), list(_tensors(result))
+        inputs, outputs = list(tensors_in((given, kwargs or {}))), list(tensors_in(result))
         if any(tensor.is_meta for tensor in outputs):
             name = func.__name__.partition(".")[0]
             flops = self._flops.get_total_flops() - before
@@ -208,28 +209,8 @@ def _size_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an operation's arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-
-
 def _on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with all tensors on the meta device if any is: a small table may hold data, for example."""
-    found = list(_tensors(args))
-    if not any(tensor.is_meta for tensor in found) or all(
-        tensor.is_meta or not tensor.dim() for tensor in found
-    ):
+    if not any(tensor.is_meta for tensor in tensors_in(args)):
         return args
-    return tuple(_moved(value) for value in args)
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta") if value.dim() else value
-    return [_moved(part) for part in value] if isinstance(value, (tuple, list)) else value
+    return map_tensors(args, lambda tensor: tensor.to("meta") if tensor.dim() else tensor)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drivetrain_dispatch.compat import TO_COPY, is_write, make_wrapper
 from drivetrain_dispatch.errors import OffloadedError
+from drivetrain_dispatch.model.nested_values import map_tensors
 
 BLOCK = 128  # rows and columns of a block, in every published checkpoint of this format
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
@@ -93,7 +94,7 @@ class BlockScaledTensor(Tensor):
             made = change(*args, **given)
             if made is not None:
                 return made
-        return func(*_dequantised(args), **_dequantised(given))
+        return func(*map_tensors(args, _dequantise), **map_tensors(given, _dequantise))
 
 
 def _same(tensor: BlockScaledTensor) -> BlockScaledTensor:
@@ -137,12 +138,6 @@ _ON_PARTS: dict[object, Callable[..., BlockScaledTensor | None]] = {
 }
 
 
-def _dequantised(value: Any) -> Any:
-    """Return arguments with every `BlockScaledTensor` among them dequantised."""
-    if isinstance(value, BlockScaledTensor):
-        return dequantise(value.values, value.scales, value.dtype)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_dequantised(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _dequantised(item) for key, item in cast("dict[Any, Any]", value).items()}
-    return value
+def _dequantise(tensor: Tensor) -> Tensor:
+    is_kept = isinstance(tensor, BlockScaledTensor)
+    return dequantise(tensor.values, tensor.scales, tensor.dtype) if is_kept else tensor
