@@ -22,22 +22,9 @@ class HeapUse:
     free_bytes: int
 
 
-_FIELDS = (
-    "arena",
-    "ordblks",
-    "smblks",
-    "hblks",
-    "hblkhd",
-    "usmblks",
-    "fsmblks",
-    "uordblks",
-    "fordblks",
-    "keepcost",
-)
-
-
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def heap_use() -> HeapUse | None:

@@ -198,7 +198,12 @@ def _searching(function: Callable[..., Result], search: _Search) -> Callable[...
     name, shown = _name_of(function), signature_of_callers(function)
 
     def run(*args: Any, **kwargs: Any) -> Result:
-        _check_arguments(name, shown, args, kwargs)
+        try:
+            shown.bind(*args, **kwargs)
+        except TypeError as error:  # the usual mistake is to pass the batch size
+            raise TypeError(
+                f"{name}{shown}: {error}. The batch size is passed for you: call it without"
+            ) from None
         tried: list[str] = []
         remembered = search.remembered or ExecutableBatchSize()
         batch_size = min(search.start, remembered.batch_size or search.start)
@@ -213,7 +218,14 @@ def _searching(function: Callable[..., Result], search: _Search) -> Callable[...
                 return result[0]
             free_memory()
             remembered.batch_size = None
-            batch_size = _next_batch_size(name, batch_size, search.reduce, tried)
+            smaller = search.reduce(batch_size)
+            if smaller >= batch_size:
+                raise ValueError(
+                    f"reduce_batch_size({batch_size}) gave {smaller}: it must give a smaller batch size"
+                )
+            goes_on = f"trying {smaller}" if smaller >= 1 else "there is none smaller to try"
+            logger.warning("%s ran out of memory at batch size %s; %s", name, tried[-1], goes_on)
+            batch_size = smaller
         raise NoBatchSizeFitsError(
             f"{name} ran out of memory at every batch size: {'; '.join(tried)}. Make the model or "
             "its inputs smaller, or free what else takes memory"
@@ -236,7 +248,11 @@ def _try(
     except Exception as error:  # noqa: BLE001 - raised by the caller, after all ranks have been told
         failure, outcome = error, TryOutcome.FAILED
         if is_out_of_memory(error):
-            outcome, told = TryOutcome.OUT_OF_MEMORY, _told(error)
+            lines = str(error).strip().splitlines()
+            outcome, told = (
+                TryOutcome.OUT_OF_MEMORY,
+                ": ".join([type(error).__name__, *(x[:200] for x in lines[:1])]),
+            )
     if outcome is TryOutcome.OUT_OF_MEMORY and failure is not None:
         # The locals of the traceback's frames keep the tensors of the failed try alive.
         traceback.clear_frames(failure.__traceback__)
@@ -247,19 +263,6 @@ def _try(
         traceback.clear_frames(failure.__traceback__)
     tried.append(f"{batch_size} ({told})")
     return [], None
-
-
-def _next_batch_size(name: str, batch_size: int, reduce: Callable[[int], int], tried: list[str]) -> int:
-    smaller = reduce(batch_size)
-    if smaller >= batch_size:
-        raise ValueError(f"reduce_batch_size({batch_size}) gave {smaller}: it must give a smaller batch size")
-    logger.warning(
-        "%s ran out of memory at batch size %s; %s",
-        name,
-        tried[-1],
-        f"trying {smaller}" if smaller >= 1 else "there is none smaller to try",
-    )
-    return smaller
 
 
 def signature_of_callers(function: Callable[..., object]) -> inspect.Signature:
@@ -285,24 +288,6 @@ def _name_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _check_arguments(
-    name: str, shown: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> None:
-    """Check a call's arguments before the first try; the usual mistake is to pass the batch size."""
-    try:
-        shown.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{name}{shown}: {error}. The batch size is passed for you: call it without"
-        ) from None
-
-
-def _told(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, at most 200 characters."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def accumulation_steps(starting_batch_size: int, batch_size: int, *, steps: int = 1) -> int:

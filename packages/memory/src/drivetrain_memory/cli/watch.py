@@ -69,12 +69,14 @@ def run(arguments: WatchArguments) -> int:
         return _fail(f"{arguments.target!r} does not start: {error}", _NOT_EXECUTABLE)
     with _handing_signals_on(process):
         # The program owns stdout: what is shown here goes beside it.
-        with _told_where_the_disk_fails():
+        try:
             watch = _Watch(arguments, process.pid, LiveTable(sys.stderr))
             while process.poll() is None and watch.look():
                 time.sleep(arguments.interval)
             process.wait()
             watch.end(sys.stderr)
+        except OSError as error:  # of the disk: the program's exit code counts
+            sys.stderr.write(f"drivetrain: warning: the watch ends here, the program goes on: {error}\n")
         code = process.wait()
     return code if code >= 0 else _BY_SIGNAL - code
 
@@ -109,7 +111,10 @@ class _Watch:
         mark = read_high_water(self._pid)
         if mark is not None:
             self._peak_bytes, self._source = max(self._peak_bytes, mark.peak_bytes), "kernel"
-        if psutil.pid_exists(self._pid) and _is_zombie(self._pid):
+        try:
+            if psutil.Process(self._pid).status() == psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.Error:
             return False
         if not self._recorder.take():
             return False
@@ -119,21 +124,18 @@ class _Watch:
     def end(self, stream: Any) -> None:
         """Write the summary and the page, and say where they are."""
         self._recorder.close()
-        summary = self._summary()
-        write_summary(self._folder, summary)
-        page = write_page(
-            self._folder / "memory.html", merge_summaries([summary]), title=f"Memory of process {self._pid}"
-        )
-        stream.write(f"{summary_text(summary)}\n{page}\n")
-
-    def _summary(self) -> RankSummary:
-        return self._recorder.summary(
+        summary = self._recorder.summary(
             host_peak_bytes=self._peak_bytes,
             host_source=self._source,
             device_peaks={},
             phases={},
             sampling_cpu_seconds=time.process_time() - self._cpu_before,
         )
+        write_summary(self._folder, summary)
+        page = write_page(
+            self._folder / "memory.html", merge_summaries([summary]), title=f"Memory of process {self._pid}"
+        )
+        stream.write(f"{summary_text(summary)}\n{page}\n")
 
 
 def summary_text(summary: RankSummary) -> str:
@@ -146,35 +148,15 @@ def summary_text(summary: RankSummary) -> str:
     )
 
 
-def _is_zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
-
-
-@contextmanager
-def _told_where_the_disk_fails() -> Generator[None]:
-    """End a watch that can write no more with a warning: the program goes on, and its exit code counts."""
-    try:
-        yield
-    except OSError as error:
-        sys.stderr.write(f"drivetrain: warning: the watch ends here, the program goes on: {error}\n")
-
-
 @contextmanager
 def _handing_signals_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
     """Hand SIGTERM on to the program, and leave Ctrl-C to it: the terminal sends that to both."""
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        del frame
+    def hand_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)
 
-    def ignore(number: int, frame: FrameType | None) -> None:
-        del number, frame
-
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, hand_on)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:

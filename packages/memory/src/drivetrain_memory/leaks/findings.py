@@ -122,20 +122,17 @@ def unexplained(
     if before.heap_used is not None and after.heap_used is not None:
         rest = (after.heap_used - before.heap_used) / steps - explained
         if rest * steps >= _LEAST_NATIVE_TOTAL and rest > explained / 2:
-            found.append(Leak(kind="native", holder=_native(before, after, steps), bytes_per_step=rest))
+            pinned = "does not grow" if after.pinned <= before.pinned else "grows"
+            blocks = (after.python_blocks - before.python_blocks) / steps
+            holder = (
+                "memory of the C heap that no Python object holds (a cache or a missing free in an extension; "
+                f"pinned memory {pinned}, Python's own blocks {blocks:+.1f} a step)"
+            )
+            found.append(Leak(kind="native", holder=holder, bytes_per_step=rest))
     rest = (after.device_allocated - before.device_allocated) / steps - explained
     if rest * steps >= _LEAST_NATIVE_TOTAL and rest > explained / 2:
         found.append(Leak(kind="device", holder="the accelerator's allocator", bytes_per_step=rest))
     return found
-
-
-def _native(before: MemorySample, after: MemorySample, steps: int) -> str:
-    pinned = "does not grow" if after.pinned <= before.pinned else "grows"
-    blocks = (after.python_blocks - before.python_blocks) / steps
-    return (
-        "memory of the C heap that no Python object holds (a cache or a missing free in an extension; "
-        f"pinned memory {pinned}, Python's own blocks {blocks:+.1f} a step)"
-    )
 
 
 def with_graphs(named: Sequence[Leak], others: Sequence[Leak]) -> tuple[list[Leak], list[Leak]]:

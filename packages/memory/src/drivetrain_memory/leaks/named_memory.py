@@ -136,7 +136,10 @@ class _Walk:
             yield ".__self__", value.__self__
             yield "", value.__func__
         elif issubclass(kind, (FrameType, GeneratorType, CoroutineType)):
-            yield from self._of_frame(value)
+            frame = getattr(value, "gi_frame", None) or getattr(value, "cr_frame", None) or value
+            own = "drivetrain_memory"
+            if isinstance(frame, FrameType) and not frame.f_globals.get("__name__", "").startswith(own):
+                yield from ((f" local {name}", held) for name, held in locals_of(frame).items())
         elif issubclass(kind, type):
             if value.__module__ in self._users_modules:
                 yield from (
@@ -144,13 +147,6 @@ class _Walk:
                 )
         else:
             yield from self._of_object(value)
-
-    def _of_frame(self, value: Any) -> Iterator[tuple[str, Any]]:
-        frame = getattr(value, "gi_frame", None) or getattr(value, "cr_frame", None) or value
-        if isinstance(frame, FrameType) and not frame.f_globals.get("__name__", "").startswith(
-            "drivetrain_memory"
-        ):
-            yield from ((f" local {name}", held) for name, held in locals_of(frame).items())
 
     def _of_object(self, value: Any) -> Iterator[tuple[str, Any]]:
         attributes, kind = _attributes(value), type(value)

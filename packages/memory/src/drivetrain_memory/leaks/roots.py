@@ -78,7 +78,12 @@ def find_names() -> Names:
         one for one in modules if one.__name__ == "__main__" or is_users(vars(one).get("__file__"), libraries)
     ]
     frames = list(_frames())
-    users = list(_locals(frames))
+    users: list[tuple[str, Any]] = []
+    # The locals of the user's functions first: their names say more.
+    for frame, thread in sorted(frames, key=lambda one: not is_users(one[0].f_code.co_filename, libraries)):
+        if frame.f_code.co_flags & _OPTIMIZED:
+            where = f"local of {frame.f_code.co_qualname}{thread}"
+            users += ((f"{name} ({where})", value) for name, value in locals_of(frame).items())
     for one in of_user:
         users += _items(vars(one), f"{one.__name__}.")
     seen = {id(vars(one)) for one in modules}
@@ -119,15 +124,6 @@ def _frames() -> Iterator[tuple[FrameType, str]]:
                 thread = f", thread {names[ident]}" if ident in names else ""
                 yield frame, thread
             frame = frame.f_back
-
-
-def _locals(frames: list[tuple[FrameType, str]]) -> Iterator[tuple[str, Any]]:
-    """Yield the locals of functions: of the user's first, whose names say more."""
-    libraries = library_folders()
-    for frame, thread in sorted(frames, key=lambda one: not is_users(one[0].f_code.co_filename, libraries)):
-        if frame.f_code.co_flags & _OPTIMIZED:
-            for name, value in locals_of(frame).items():
-                yield f"{name} (local of {frame.f_code.co_qualname}{thread})", value
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
-from drivetrain_memory.breakdown.memory_shares import KINDS, REST, MemoryBreakdown, ModuleMemory
+from drivetrain_memory.breakdown.memory_shares import KINDS, REST, MemoryBreakdown
 from drivetrain_memory.report.chart import Line, colour_of, line_chart, phase_legend
 from drivetrain_memory.report.quantities import bytes_text, number_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import RankSummary, RunMemory
@@ -96,7 +96,8 @@ def _time_lines(run: RunMemory, phases: Sequence[str]) -> Iterable[str]:
             continue
         yield f"<h3>Rank {rank.rank} on {escape(rank.host)}: host</h3>"
         yield _chart(rank, _host_lines(rank), phases)
-        for device in _devices(rank):
+        columns = [name for name in rank.timeline.columns if name.endswith(("ated_bytes", "used_bytes"))]
+        for device in dict.fromkeys(name.rpartition("/")[0] for name in columns):
             model = f" ({escape(rank.models[device])})" if device in rank.models else ""
             yield f"<h3>Rank {rank.rank}: {escape(device)}{model}</h3>"
             yield _chart(rank, _device_lines(rank, device), phases)
@@ -134,15 +135,6 @@ def _device_lines(rank: RankSummary, device: str) -> list[Line]:
         for name, label in labels.items()
         if f"{device}/{name}" in values
     ]
-
-
-def _devices(rank: RankSummary) -> list[str]:
-    names = [
-        name.rpartition("/")[0]
-        for name in rank.timeline.columns
-        if name.endswith(("ated_bytes", "used_bytes"))
-    ]
-    return list(dict.fromkeys(names))
 
 
 def _peaks(run: RunMemory) -> str:
@@ -199,7 +191,16 @@ def _breakdown(breakdown: MemoryBreakdown) -> Iterable[str]:
         yield phase_legend([f"{kind.replace('_', ' ')} {bytes_text(held.get(kind, 0))}" for kind in kinds])
     modules = breakdown.largest(_MOST_MODULES)
     head = ["module", "class", *(kind.replace("_", " ") for kind in KINDS), "together"]
-    yield _table(head, [_module_row(module) for module in modules])
+    rows = [
+        [
+            module.name or "(the model)",
+            module.kind,
+            *(bytes_text(size) if (size := getattr(module, kind)) else "-" for kind in KINDS),
+            bytes_text(module.total),
+        ]
+        for module in modules
+    ]
+    yield _table(head, rows)
     if left := len(breakdown.modules) - len(modules):
         yield f'<p class="note">{left} smaller modules are left out.</p>'
     if breakdown.shared:
@@ -207,16 +208,6 @@ def _breakdown(breakdown: MemoryBreakdown) -> Iterable[str]:
             f"{name} = {first}" for name, first in list(breakdown.shared.items())[:_MOST_MODULES]
         )
         yield f'<p class="note">Counted once, under the second name: {escape(pairs)}.</p>'
-
-
-def _module_row(module: ModuleMemory) -> list[str]:
-    sizes = [getattr(module, kind) for kind in KINDS]
-    return [
-        module.name or "(the model)",
-        module.kind,
-        *(bytes_text(size) if size else "-" for size in sizes),
-        bytes_text(module.total),
-    ]
 
 
 def _highest(run: RunMemory) -> str:

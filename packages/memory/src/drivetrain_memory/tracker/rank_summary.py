@@ -111,7 +111,11 @@ class RankSummary:
         plain["peaks"] = {name: SampledPeak(**peak) for name, peak in said["peaks"].items()}
         plain["phases"] = {path: PhaseUse(**use) for path, use in said["phases"].items()}
         plain["timeline"] = Timeline.from_json(said["timeline"])
-        plain["breakdown"] = None if breakdown is None else _breakdown(breakdown)
+        if breakdown is not None:
+            modules = tuple(ModuleMemory(**module) for module in breakdown["modules"])
+            plain["breakdown"] = MemoryBreakdown(
+                by_device=breakdown["by_device"], modules=modules, shared=breakdown["shared"]
+            )
         return cls(**plain)
 
 
@@ -211,11 +215,3 @@ def read_summaries(folder: str | Path) -> RunMemory:
                 f"{file} is no summary of memory: {error}; remove it to read the others"
             ) from error
     return merge_summaries(summaries)
-
-
-def _breakdown(said: Mapping[str, Any]) -> MemoryBreakdown:
-    return MemoryBreakdown(
-        by_device=said["by_device"],
-        modules=tuple(ModuleMemory(**module) for module in said["modules"]),
-        shared=said["shared"],
-    )
