@@ -15,7 +15,7 @@ from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks, trace_offload
-from drivetrain_dispatch.offload.trace import OffloadTrace
+from drivetrain_dispatch.offload.engine import OffloadTrace
 from drivetrain_dispatch.planning.placement import placements_of
 
 

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from drivetrain_dispatch.offload.dispatched_model import offload_stats as offload_stats
     from drivetrain_dispatch.offload.dispatched_model import remove_hooks as remove_hooks
     from drivetrain_dispatch.offload.dispatched_model import trace_offload as trace_offload
+    from drivetrain_dispatch.offload.engine import OffloadTrace as OffloadTrace
     from drivetrain_dispatch.offload.layerwise_casting import (
         apply_layerwise_casting as apply_layerwise_casting,
     )
     from drivetrain_dispatch.offload.optimizer_offload import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.offload.optimizer_offload import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.offload.residency import OffloadStats as OffloadStats
-    from drivetrain_dispatch.offload.trace import OffloadTrace as OffloadTrace
     from drivetrain_dispatch.planning.block_groups import BlockCost as BlockCost
     from drivetrain_dispatch.planning.device_map import DeviceMap as DeviceMap
     from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map as infer_auto_device_map
@@ -69,7 +69,7 @@ _MODULES = {
     "LoadReport": "loading.load_checkpoint",
     "OffloadHook": "offload.cpu_offload",
     "OffloadStats": "offload.residency",
-    "OffloadTrace": "offload.trace",
+    "OffloadTrace": "offload.engine",
     "OffloadedError": "errors",
     "OptimizerOffload": "offload.optimizer_offload",
     "Quantization": "quantization.protocol",

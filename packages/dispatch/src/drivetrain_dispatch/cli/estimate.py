@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from drivetrain_dispatch.cli.huggingface import whole_classes
-from drivetrain_dispatch.cli.training_step import build_to_train, loss_of, training_inputs
+from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs, whole_classes
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memory_of_rank

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor, TensorInFile
 from drivetrain_dispatch.errors import WeightFilesError
@@ -86,13 +85,9 @@ def _places(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
     for lazy, part in joined.parts(target):
         if not isinstance(lazy.origin, TensorInFile) or part.stride() != target.stride()[-part.dim() :]:
             return None
-        places[lazy.origin.name.removesuffix(_SUFFIX)] = _coordinates(target, int(part.storage_offset()))
+        coordinates, offset = list[int](), int(part.storage_offset())
+        for stride in target.stride():
+            index, offset = divmod(offset, stride)
+            coordinates.append(index)
+        places[lazy.origin.name.removesuffix(_SUFFIX)] = tuple(coordinates)
     return places
-
-
-def _coordinates(target: Tensor, offset: int) -> tuple[int, ...]:
-    found: list[int] = []
-    for stride in target.stride():
-        index, offset = divmod(offset, stride)
-        found.append(index)
-    return tuple(found)

@@ -34,11 +34,11 @@ class StepMemory:
     """
 
     weights: int
-    gradients: int
-    optimizer_states: int
-    activations: int
+    gradients: int = 0
+    optimizer_states: int = 0
+    activations: int = 0
     computing: int
-    stepping: int
+    stepping: int = 0
     peak: int
 
 
@@ -107,15 +107,7 @@ def measure_forward(model: nn.Module, inputs: Mapping[str, Any]) -> StepMemory:
         tally.add((*model.parameters(), *model.buffers()))
         weights = tally.live_bytes
         model(**inputs)
-    return StepMemory(
-        weights=weights,
-        gradients=0,
-        optimizer_states=0,
-        activations=0,
-        computing=tally.peak_bytes - weights,
-        stepping=0,
-        peak=tally.peak_bytes,
-    )
+    return StepMemory(weights=weights, computing=tally.peak_bytes - weights, peak=tally.peak_bytes)
 
 
 def measure_step(

@@ -1,11 +1,11 @@
 """The parameters of a model by block and dtype, from the model or from the headers of its files."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from drivetrain_weights import open_weights
@@ -26,7 +26,6 @@ class WeightSizes:
     num_parameters: int
     largest_block: str
     largest_block_parameters: int
-    stored: Mapping[str, int]
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -47,7 +46,6 @@ def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSi
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         largest_block=largest,
         largest_block_parameters=blocks.get(largest, 0),
-        stored={},
     )
 
 
@@ -58,12 +56,10 @@ def sizes_of_files(path: Path) -> WeightSizes:
         WeightFilesError: There are no such files, or one is damaged.
     """
     blocks: dict[str, int] = defaultdict(int)
-    stored: dict[str, int] = defaultdict(int)
     num_parameters = 0
     for name, file in open_weights(path).items():
-        dtype, count = file.tensor_dtype(name), torch.Size(file.tensor_shape(name)).numel()
+        count = prod(file.tensor_shape(name))
         blocks[_block_of(name)] += count
-        stored[str(dtype).removeprefix("torch.")] += count * dtype.itemsize
         num_parameters += count
     largest = max(blocks, key=lambda name: blocks[name], default="")
     return WeightSizes(
@@ -71,7 +67,6 @@ def sizes_of_files(path: Path) -> WeightSizes:
         num_parameters=num_parameters,
         largest_block=largest,
         largest_block_parameters=blocks.get(largest, 0),
-        stored=dict(stored),
     )
 
 

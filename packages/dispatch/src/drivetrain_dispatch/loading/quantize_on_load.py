@@ -88,16 +88,16 @@ def with_quantized_sizes(
 
 def refuse_to_save(model: nn.Module) -> None:
     """Make `save_pretrained` of a model with packed weights raise, if it has such a method."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        # The library would write packed weights that nothing reads, maybe over the full ones.
+        raise OffloadedError(
+            "the weights of this model are packed, and save_pretrained would write what no library reads: load the "
+            "model without quantization to save it, or save model.state_dict() by torch.save"
+        )
+
     if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = _refuse
-
-
-def _refuse(*_: object, **__: object) -> NoReturn:
-    """Refuse to save: the library would write packed weights that nothing reads, maybe over the full ones."""
-    raise OffloadedError(
-        "the weights of this model are packed, and save_pretrained would write what no library reads: load the model "
-        "without quantization to save it, or save model.state_dict() by torch.save"
-    )
+        model.__dict__["save_pretrained"] = refuse
 
 
 class KeepStoredFP8:

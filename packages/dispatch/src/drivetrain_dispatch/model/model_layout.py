@@ -99,7 +99,11 @@ class ModelLayout:
         """The dtype of each tensor after conversion, by name."""
         if self.dtype is None and not self.special_dtypes:
             return {name: tensor.dtype for name, tensor in self.tensors.items()}
-        return {name: self._dtype_after(name, tensor) for name, tensor in self.tensors.items()}
+        found: dict[str, torch.dtype] = {}
+        for name, tensor in self.tensors.items():
+            converts = tensor.is_floating_point() or tensor.is_complex()
+            found[name] = self.special_dtypes.get(name, (self.dtype if converts else None) or tensor.dtype)
+        return found
 
     @cached_property
     def quantized(self) -> frozenset[str]:
@@ -126,9 +130,3 @@ class ModelLayout:
         """The buffers that torch's norms write to in a forward without raising their version counters."""
         norms = {name for name, module in self.modules.items() if isinstance(module, NORMS)}
         return frozenset(name for name in self.buffers if name.rpartition(".")[0] in norms)
-
-    def _dtype_after(self, name: str, tensor: Tensor) -> torch.dtype:
-        if name in self.special_dtypes:
-            return self.special_dtypes[name]
-        converts = self.dtype is not None and (tensor.is_floating_point() or tensor.is_complex())
-        return self.dtype if self.dtype is not None and converts else tensor.dtype

@@ -8,11 +8,10 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.offload.engine import OffloadEngine
+from drivetrain_dispatch.offload.engine import OffloadEngine, OffloadTrace
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, check_removable
 from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine
 from drivetrain_dispatch.offload.residency import OffloadStats
-from drivetrain_dispatch.offload.trace import OffloadTrace
 from drivetrain_messages import list_some
 
 _ATTRIBUTE = "_drivetrain_dispatch"  # the name of the model's attribute

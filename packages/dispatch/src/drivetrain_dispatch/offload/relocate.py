@@ -1,6 +1,6 @@
 """Move weights to where they are stored: a device, host memory or a file. After an error all are unchanged."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -42,7 +42,10 @@ def relocate(
     file = None
     if written:
         if offload_dir is None:
-            raise _no_folder(written)
+            raise DeviceMapError(
+                f"device_map puts {list_some(map(repr, written), most=1)} on the disk, and no file holds them yet: "
+                "name a folder for them, offload_dir=..."
+            )
         whole = {key: part for each in parts.values() for key, part in each.items()}
         file = write_offloaded(whole, offload_dir, write_back=write_back)
     moved: list[tuple[Tensor, torch.device]] = []
@@ -64,13 +67,6 @@ def relocate(
             file.path.unlink()
         raise
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
-
-
-def _no_folder(names: Iterable[str]) -> DeviceMapError:
-    return DeviceMapError(
-        f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and no file holds them yet: name a "
-        "folder for them, offload_dir=..."
-    )
 
 
 def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -270,16 +270,8 @@ class _PinnedChunks:
         return copied
 
 
-class Completion(Protocol):
-    """An operation that a device runs asynchronously: an event, or copies that nothing uses."""
-
-    def query(self) -> bool:
-        """Return whether the operation is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the operation is done."""
-        ...
+# An operation that a device runs asynchronously.
+Completion: TypeAlias = torch.Event | TransferCompletion
 
 
 class TransferWindow:

@@ -161,12 +161,9 @@ def _read(cache: Path) -> dict[str, dict[str, float]]:
     return {
         key: dict(numbers)
         for key, numbers in said.items()
-        if isinstance(numbers, Mapping) and all(map(_is_number, numbers.values()))
+        if isinstance(numbers, Mapping)
+        and all(type(one) in (int, float) and math.isfinite(one) and one > 0 for one in numbers.values())
     }
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0  # type: ignore[arg-type]
 
 
 def _write(cache: Path, numbers: Mapping[str, Mapping[str, float]]) -> None:
