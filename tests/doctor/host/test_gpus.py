@@ -1,12 +1,11 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain_config.environ import child_environment
-from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.host.gpus import (
     GpuMeasurement,
     find_gpus,
@@ -16,17 +15,14 @@ from drivetrain_doctor.host.gpus import (
     measure_gpus,
 )
 
-TWO = CheckedRun(processes_per_node=2, accelerator="cuda")
 HEALTHY = GpuMeasurement(
     torch_cuda="12.8",
-    torch_archs=("sm_80", "sm_90", "compute_90"),
     nccl="2.27.3",
     driver="570.86.15",
     driver_cuda="12.8",
     library_driver="570.86.15",
     has_nvidia=True,
     names=("H100", "H100"),
-    capabilities=("9.0", "9.0"),
     memory_taken=(0.01, 0.02),
     peers={"0-1": "yes", "1-0": "yes"},
 )
@@ -34,11 +30,11 @@ HEALTHY = GpuMeasurement(
 
 def whats(**changes: object) -> list[tuple[str, str]]:
     measured = replace(HEALTHY, **changes)  # type: ignore[arg-type]
-    return [(finding.severity, finding.what) for finding in judge_driver(measured, TWO).findings]
+    return [(finding.severity, finding.what) for finding in judge_driver(measured).findings]
 
 
 def test_a_driver_that_fits_has_no_finding() -> None:
-    verdict = judge_driver(HEALTHY, TWO)
+    verdict = judge_driver(HEALTHY)
     assert verdict.findings == ()
     assert verdict.summary == "2 devices, driver 570.86.15 (up to CUDA 12.8), torch's CUDA 12.8, NCCL 2.27.3"
 
@@ -70,7 +66,7 @@ def test_without_a_driver_the_build_of_torch_is_told_and_a_lost_driver_is_an_err
         device.mkdir(parents=True)
         (device / "vendor").write_text(f"{vendor}\n")
         (device / "class").write_text(f"{kind}\n")
-    verdict = judge_driver(find_gpus(system=tmp_path, torch_folder=tmp_path), TWO)
+    verdict = judge_driver(find_gpus(system=tmp_path, torch_folder=tmp_path))
     assert skipped in (verdict.skipped or "")
     assert [(each.severity, each.what) for each in verdict.findings] == ([("error", found)] if found else [])
 
@@ -80,18 +76,12 @@ def test_the_build_of_the_installed_torch_is_read_without_importing_it() -> None
     assert (found.torch_cuda, found.torch_hip) == (torch.version.cuda, torch.version.hip)
 
 
-def test_a_driver_of_an_older_major_version_shows_no_device() -> None:
-    found = judge_driver(replace(HEALTHY, torch_cuda="13.0"), TWO).findings[0]
-    assert found.severity == "error"
-    assert found.what == "torch's CUDA is 13.0; the driver 570.86.15 runs up to 12.8"
-    assert "install driver 580 or newer, or a torch for CUDA 12" in found.mend
-
-
 def test_a_driver_of_an_older_minor_version_runs_all_but_new_ptx() -> None:
     assert whats(driver_cuda="12.4") == [
         ("warning", "torch's CUDA is 12.8; the driver 570.86.15 runs up to 12.4")
     ]
     assert whats(driver_cuda="13.0") == []
+    assert whats(torch_cuda="13.0") == []  # torch itself says that the driver is too old
 
 
 def test_a_library_that_was_updated_under_a_running_driver() -> None:
@@ -103,50 +93,22 @@ def test_a_library_that_was_updated_under_a_running_driver() -> None:
 @pytest.mark.parametrize(("has_nvidia", "has_amd", "kind"), [(True, False, "NVIDIA"), (False, True, "AMD")])
 def test_torch_for_the_cpu_on_a_host_with_gpus(has_nvidia: bool, has_amd: bool, kind: str) -> None:
     measured = GpuMeasurement(has_nvidia=has_nvidia, has_amd=has_amd)
-    (finding,) = judge_driver(measured, TWO).findings
+    (finding,) = judge_driver(measured).findings
     assert finding.what == f"this host has {kind} GPUs, and torch is built for the CPU"
     assert "download.pytorch.org" in finding.mend
 
 
 def test_rocm_is_told() -> None:
     amd = GpuMeasurement(has_amd=True, torch_hip="6.4.1", nccl="2.22.3", names=("MI300X", "MI300X"))
-    verdict = judge_driver(amd, TWO)
+    verdict = judge_driver(amd)
     assert verdict.findings == ()
     assert verdict.summary == "2 devices, AMD driver of the kernel, torch's ROCm 6.4.1, RCCL 2.22.3"
 
 
 def test_a_driver_without_devices_tells_torchs_reason() -> None:
-    found = whats(
-        names=(), capabilities=(), memory_taken=(), refusal="CUDA initialization: no CUDA-capable device"
-    )
-    assert found == [
-        (
-            "error",
-            "the driver is loaded, and torch sees no device: CUDA initialization: no CUDA-capable device",
-        )
-    ]
-
-
-def test_fewer_devices_than_ranks() -> None:
-    assert whats(names=("H100",), capabilities=("9.0",), memory_taken=(0.0,)) == [
-        ("error", "2 ranks, and torch sees 1 devices")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("capability", "archs", "runs"),
-    [
-        ("9.0", ("sm_90",), True),
-        ("8.6", ("sm_80",), True),  # compiled for the same major version
-        ("10.0", ("sm_80", "sm_90"), False),
-        ("10.0", ("sm_90", "compute_90"), True),  # compiled as it starts
-        ("7.0", ("sm_75", "sm_80"), False),
-        ("12.0", ("sm_120",), True),
-    ],
-)
-def test_devices_that_torch_has_no_kernels_for(capability: str, archs: tuple[str, ...], runs: bool) -> None:
-    found = whats(capabilities=(capability, capability), torch_archs=archs)
-    assert (found == []) is runs
+    refusal = "CUDA initialization: no CUDA-capable device"
+    found = whats(names=(), memory_taken=(), refusal=refusal)
+    assert found == [("error", f"the driver is loaded, and torch sees no device: {refusal}")]
 
 
 def test_memory_that_others_hold() -> None:
@@ -168,10 +130,10 @@ def test_no_peer_to_peer_is_a_warning() -> None:
 
 
 def test_a_measurement_survives_its_way_between_processes() -> None:
-    assert gpus_from_data(json.loads(json.dumps(HEALTHY.as_data()))) == HEALTHY
+    assert gpus_from_data(json.loads(json.dumps(asdict(HEALTHY)))) == HEALTHY
 
 
 @pytest.mark.slow
 def test_the_probe_runs_on_this_machine() -> None:
     measured = measure_gpus(child_environment(), timeout_seconds=150)
-    assert len(measured.names) == len(measured.capabilities) == len(measured.memory_taken)
+    assert len(measured.names) == len(measured.memory_taken)

@@ -1,17 +1,9 @@
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.host.variables import (
-    VariableMeasurement,
-    judge_variables,
-    measure_variables,
-    unmatched,
-)
+from drivetrain_doctor.host.variables import VariableMeasurement, judge_variables, unmatched
 
 TWO = CheckedRun(num_nodes=2, node_rank=0, master_addr="node0.cluster.local")
 
@@ -60,13 +52,13 @@ def test_the_loopback_interface_leads_to_no_other_host() -> None:
     assert whats(CheckedRun(processes_per_node=2), GLOO_SOCKET_IFNAME="lo") == []
 
 
-def test_too_many_threads_and_no_number_of_threads() -> None:
+def test_too_many_threads() -> None:
     four = CheckedRun(processes_per_node=4)
     assert whats(four, OMP_NUM_THREADS="8") == [
         ("warning", "OMP_NUM_THREADS=8 in each of 4 ranks, on 8 cores")
     ]
     assert whats(four, OMP_NUM_THREADS="2,1") == []
-    assert whats(four, OMP_NUM_THREADS="all") == [("warning", "OMP_NUM_THREADS=all is no number of threads")]
+    assert whats(four, OMP_NUM_THREADS="all") == []  # OpenMP itself says so
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,6 @@ def test_too_many_threads_and_no_number_of_threads() -> None:
         ("-1", ("warning", "CUDA_VISIBLE_DEVICES='-1' hides all of this host's 4 GPUs")),
         ("0,4", ("error", "CUDA_VISIBLE_DEVICES=0,4 names GPU 4, of 4")),
         ("1,1", ("error", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice")),
-        ("3", ("error", "CUDA_VISIBLE_DEVICES=3 shows 1 GPUs to 2 ranks")),
     ],
 )
 def test_visible_devices(value: str, found: tuple[str, str]) -> None:
@@ -109,16 +100,3 @@ def test_variables_that_slow_a_run_are_named_with_their_values() -> None:
         ("warning", "NCCL_P2P_DISABLE=1"),
         ("warning", "TORCH_DISTRIBUTED_DEBUG=detail"),
     ]
-
-
-def test_a_folder_for_temporary_files_that_is_not_there(tmp_path: Path) -> None:
-    checked = replace(TWO, environment={"TMPDIR": str(tmp_path / "gone")})
-    (finding,) = judge_variables(measure_variables(checked), checked).findings
-    assert (finding.severity, finding.what) == (
-        "error",
-        f"TMPDIR={tmp_path / 'gone'}: nothing can be written there",
-    )
-
-
-def test_a_long_folder_for_temporary_files() -> None:
-    assert whats(TMPDIR=f"/{'x' * 80}") == [("warning", "TMPDIR has 81 characters")]

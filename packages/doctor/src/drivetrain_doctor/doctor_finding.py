@@ -40,12 +40,9 @@ def warning(what: str, *, why: str, mend: str, **measured: float | str) -> Docto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckVerdict:
-    """The judgement on one measurement.
+    """The judgement on one measurement, of which a few words are shown also if nothing is wrong.
 
-    Attributes:
-        summary: The measured values in a few words, shown also if nothing is wrong.
-        findings: The faults that were found.
-        skipped: The reason why nothing could be measured; None if it was.
+    `skipped` is the reason why nothing could be measured; None if it was.
     """
 
     summary: str = ""
@@ -55,12 +52,7 @@ class CheckVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check: its name, and the function that measures and judges.
-
-    Attributes:
-        name: A short name, the first column of the table.
-        run: Measures and judges; an OSError means that the measurement was not possible.
-    """
+    """A check by its short name; an OSError from `run` means that the measurement was not possible."""
 
     name: str
     run: Callable[[], CheckVerdict]
@@ -68,15 +60,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """A check that was run.
-
-    Attributes:
-        name: The name of the check.
-        summary: The measured values, or the reason why there are none.
-        is_skipped: Whether nothing could be measured.
-        findings: The faults that were found.
-        seconds: The time that the check took.
-    """
+    """A check that was run; the summary of a skipped one is the reason why nothing could be measured."""
 
     name: str
     summary: str
@@ -87,11 +71,8 @@ class CheckReport:
     @property
     def state(self) -> State:
         """The worst of the findings; "skipped" if nothing was measured."""
-        severities = {finding.severity for finding in self.findings}
-        if "error" in severities:
-            return "error"
-        if "warning" in severities:
-            return "warning"
+        if self.findings:
+            return min(finding.severity for finding in self.findings)  # "error" before "warning"
         return "skipped" if self.is_skipped else "ok"
 
     def as_data(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.host.addresses import find_outgoing_address
 from drivetrain_doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
-from drivetrain_doctor.links.pair_order import PairProgram, start_pairs
+from drivetrain_doctor.links.pair_order import start_pairs
 from drivetrain_doctor.run_checks import run_checks
 
 
@@ -52,12 +52,7 @@ class Examination:
 
 
 def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examination:
-    """Run all checks. On several hosts, called on all of them.
-
-    Args:
-        checked: The run that would start.
-        progress: Called with what happens now.
-    """
+    """Run all checks, and call `progress` with what happens now. On several hosts, called on all of them."""
     begin = time.monotonic()
     with ExitStack() as stack:
         # They import torch while the checks of this host run.
@@ -68,35 +63,23 @@ def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examinat
         reports = run_checks(host_checks(checked), progress=progress)
         checks = program_checks(checked, between_ranks)
         reports += run_checks(checks, progress=progress, limit_seconds=PROGRAM_SECONDS)
+        hosts, together, is_leader = (("this host", reports),), (), True
+        is_broken = any(report.state == "error" for report in reports)
         if between_hosts is not None:
-            return _together(checked, reports, between_hosts, begin, progress)
-    return Examination(
-        num_nodes=1,
-        num_processes=checked.world_size,
-        hosts=(("this host", reports),),
-        is_broken=any(report.state == "error" for report in reports),
-        seconds=time.monotonic() - begin,
-    )
+            # It imports torch, which a single host does not need in this process.
+            from drivetrain_doctor.meeting.conduct import meet
 
-
-def _together(
-    checked: CheckedRun,
-    reports: tuple[CheckReport, ...],
-    program: PairProgram,
-    begin: float,
-    progress: Callable[[str], None],
-) -> Examination:
-    # It imports torch, which a single host does not need in this process.
-    from drivetrain_doctor.meeting.conduct import meet
-
-    address = find_outgoing_address(checked.master_addr)
-    result = meet(checked, reports, address=address, program=program, progress=progress)
+            address = find_outgoing_address(checked.master_addr)
+            result = meet(checked, reports, address=address, program=between_hosts, progress=progress)
+            hosts = tuple((result.labels[rank], found) for rank, found in sorted(result.reports.items()))
+            together, is_leader = result.together, not result.rank
+            is_broken = is_broken or result.is_broken
     return Examination(
         num_nodes=checked.num_nodes,
         num_processes=checked.world_size,
-        hosts=tuple((result.labels[rank], found) for rank, found in sorted(result.reports.items())),
-        together=result.together,
-        is_broken=result.is_broken or any(report.state == "error" for report in reports),
-        is_leader=result.rank == 0 or result.rank is None,
+        hosts=hosts,
+        together=together,
+        is_broken=is_broken,
+        is_leader=is_leader,
         seconds=time.monotonic() - begin,
     )

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -43,16 +43,19 @@ class AddressMeasurement:
     @property
     def outgoing_interface(self) -> str | None:
         """The interface that leads to the master."""
-        found = [name for name, own in self.own_addresses.items() if self.outgoing_address in own]
-        return found[0] if found else None
+        return next((name for name, own in self.own_addresses.items() if self.outgoing_address in own), None)
+
+    @property
+    def all_own(self) -> tuple[str, ...]:
+        """The addresses of all interfaces."""
+        return tuple(address for own in self.own_addresses.values() for address in own)
 
 
 def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
     """Look up this host's name and the master's."""
     begin = time.monotonic()
     host_name = socket.gethostname()
-    host_addresses = _resolve(host_name)
-    master_addresses = _resolve(checked.master_addr)
+    host_addresses, master_addresses = _resolve(host_name), _resolve(checked.master_addr)
     lookup_seconds = time.monotonic() - begin
     outgoing = find_outgoing_address(checked.master_addr)
     return AddressMeasurement(
@@ -74,144 +77,108 @@ def find_outgoing_address(name: str) -> str | None:
 def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the names and addresses for a run."""
     findings = [*_own_name(measured, checked), *_lookup_time(measured)]
+    summary = f"{measured.host_name} is {', '.join(measured.host_addresses) or 'no address'}"
     if checked.num_nodes > 1:
         findings += _master(measured, checked)
-    own = ", ".join(measured.host_addresses) or "no address"
-    summary = f"{measured.host_name} is {own}"
-    if checked.num_nodes > 1:
         summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _own_name(measured: AddressMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+def _own_name(measured: AddressMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     """Judge what gloo does without GLOO_SOCKET_IFNAME: it listens where this host's own name leads."""
     if checked.environment.get("GLOO_SOCKET_IFNAME"):
-        return []
+        return
     mend = (
         f"export GLOO_SOCKET_IFNAME={measured.outgoing_interface or 'INTERFACE'} on this host, or write "
         f"'{measured.outgoing_address or 'ADDRESS'} {measured.host_name}' into its /etc/hosts"
     )
-    name, found = measured.host_name, measured.host_addresses
-    many = checked.num_nodes > 1
-    judge = error if many else warning
+    found = measured.host_addresses
+    own = measured.all_own
+    is_one = checked.num_nodes == 1
+    judge = warning if is_one else error
+    name = f"this host's own name, {measured.host_name},"
     if not found:
-        return [
-            judge(
-                f"this host's own name, {name}, does not resolve",
-                why="gloo then offers other hosts the loopback address, where they reach only themselves",
-                mend=mend,
-            )
-        ]
-    if many and all(_is_loopback(address) for address in found):
-        debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
-        return [
-            error(
-                f"this host's own name, {name}, is {', '.join(found)} in /etc/hosts{debian}",
+        why = "gloo then offers other hosts the loopback address, where they reach only themselves"
+        yield judge(f"{name} does not resolve", why=why, mend=mend)
+    elif all(map(_is_loopback, found)):
+        if not is_one:
+            debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
+            yield error(
+                f"{name} is {', '.join(found)} in /etc/hosts{debian}",
                 why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
                 "fails, unless this host happens to be the one that connects",
                 mend=mend,
             )
-        ]
-    own = {address for addresses in measured.own_addresses.values() for address in addresses}
-    if own and not any(address in own or _is_loopback(address) for address in found):
-        return [
-            judge(
-                f"this host's own name, {name}, is {', '.join(found)}, which is no address of its interfaces",
-                why="gloo cannot listen there and falls back to the loopback address",
-                mend=mend,
-            )
-        ]
-    return []
+    elif own and not set(own) & set(found) and not any(map(_is_loopback, found)):
+        what = f"{name} is {', '.join(found)}, which is no address of its interfaces"
+        yield judge(what, why="gloo cannot listen there and falls back to the loopback address", mend=mend)
 
 
-def _master(measured: AddressMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
-    master, found = checked.master_addr, measured.master_addresses
+def _master(measured: AddressMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
+    found, own = measured.master_addresses, measured.all_own
+    # A name that does not resolve is what the rendezvous check and launch name.
     if not found:
-        return [
-            error(
-                f"--master-addr {master} does not resolve on this host",
-                why="this host cannot join the run",
-                mend=f"say the address of the host with rank 0, or {_HOSTS_FILE}",
-            )
-        ]
-    own = {address for addresses in measured.own_addresses.values() for address in addresses}
-    if all(_is_loopback(address) for address in found) and checked.node_rank != 0:
-        return [
-            error(
-                f"--master-addr {master} is {', '.join(found)}, which is this host itself",
-                why="each host looks for the others on itself, and all wait until the timeout",
-                mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
-            )
-        ]
-    findings = _versions(measured, checked)
-    if checked.node_rank == 0 and own and not own & set(found) and not any(map(_is_loopback, found)):
-        findings.append(
-            warning(
-                f"--master-addr {master} is {', '.join(found)}, none of which is an address of this host, rank 0",
-                why="the others look for the store there; it is right only behind a service or an address "
-                "translation",
-                mend=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another "
-                "rank here",
-            )
+        return
+    name = f"--master-addr {checked.master_addr}"
+    if all(map(_is_loopback, found)) and checked.node_rank != 0:
+        yield error(
+            f"{name} is {', '.join(found)}, which is this host itself",
+            why="each host looks for the others on itself, and all wait until the timeout",
+            mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
         )
-    return findings
+        return
+    yield from _versions(measured, name)
+    if checked.node_rank == 0 and own and not set(own) & set(found) and not any(map(_is_loopback, found)):
+        yield warning(
+            f"{name} is {', '.join(found)}, none of which is an address of this host, rank 0",
+            why="the others look for the store there; it is right only behind a service or an address translation",
+            mend=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
+        )
 
 
-def _versions(measured: AddressMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+def _versions(measured: AddressMeasurement, name: str) -> Iterator[DoctorFinding]:
     """Judge whether this host speaks the version of IP that the master's addresses have."""
     own = [
-        address
-        for addresses in measured.own_addresses.values()
-        for address in addresses
-        if not _is_loopback(address) and not ipaddress.ip_address(address).is_link_local
+        each
+        for each in map(ipaddress.ip_address, measured.all_own)
+        if not each.is_loopback and not each.is_link_local
     ]
     if not own:
-        return []
-    spoken, wanted = {_version(each) for each in own}, [_version(each) for each in measured.master_addresses]
-    if not spoken & set(wanted):
-        return [
-            error(
-                f"--master-addr {checked.master_addr} has only an IPv{wanted[0]} address "
-                f"({measured.master_addresses[0]}), and this host only IPv{min(spoken)} ({own[0]})",
-                why="this host has no way to the store",
-                mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{wanted[0]}",
-            )
-        ]
-    if wanted[0] not in spoken:
-        return [
-            warning(
-                f"--master-addr {checked.master_addr} resolves to IPv{wanted[0]} first, which this host does "
-                "not have",
-                why="each connection tries that address first, and may wait for its timeout",
-                mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
-            )
-        ]
-    return []
+        return
+    spoken = {each.version for each in own}
+    first, *others = (ipaddress.ip_address(each).version for each in measured.master_addresses)
+    if spoken.isdisjoint((first, *others)):
+        yield error(
+            f"{name} has only an IPv{first} address ({measured.master_addresses[0]}), and this host only "
+            f"IPv{min(spoken)} ({own[0]})",
+            why="this host has no way to the store",
+            mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{first}",
+        )
+    elif first not in spoken:
+        yield warning(
+            f"{name} resolves to IPv{first} first, which this host does not have",
+            why="each connection tries that address first, and may wait for its timeout",
+            mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
+        )
 
 
-def _lookup_time(measured: AddressMeasurement) -> list[DoctorFinding]:
-    findings: list[DoctorFinding] = []
+def _lookup_time(measured: AddressMeasurement) -> Iterator[DoctorFinding]:
     if measured.lookup_seconds > _SLOW_LOOKUP_SECONDS:
-        findings.append(
-            warning(
-                f"looking up the hosts' names took {measured.lookup_seconds:.1f} s",
-                why="each process looks names up as it starts; a name server that does not answer costs 5 s a try",
-                mend=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
-                seconds=measured.lookup_seconds,
-            )
+        yield warning(
+            f"looking up the hosts' names took {measured.lookup_seconds:.1f} s",
+            why="each process looks names up as it starts; a name server that does not answer costs 5 s a try",
+            mend=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
+            seconds=measured.lookup_seconds,
         )
     if measured.reverse_seconds > _SLOW_LOOKUP_SECONDS:
-        findings.append(
-            warning(
-                f"looking up the name of this host's own address took {measured.reverse_seconds:.1f} s or more, with "
-                "as many lookups at once as ranks join",
-                why="torch looks up the name at the other end of each connection as it is made: joining takes "
-                "so much longer",
-                mend=f"{_HOSTS_FILE} (IPv4 also as ::ffff:ADDRESS), or run a caching name server",
-                seconds=measured.reverse_seconds,
-            )
+        yield warning(
+            f"looking up the name of this host's own address took {measured.reverse_seconds:.1f} s or more, with "
+            "as many lookups at once as ranks join",
+            why="torch looks up the name at the other end of each connection as it is made: joining takes "
+            "so much longer",
+            mend=f"{_HOSTS_FILE} (IPv4 also as ::ffff:ADDRESS), or run a caching name server",
+            seconds=measured.reverse_seconds,
         )
-    return findings
 
 
 def _resolve(name: str) -> tuple[str, ...]:
@@ -258,7 +225,3 @@ def _outgoing(address: str) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-def _version(address: str) -> int:
-    return ipaddress.ip_address(address).version

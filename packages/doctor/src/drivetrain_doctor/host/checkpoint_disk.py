@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -10,20 +11,7 @@ from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_messages import format_size
 
-_NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "fuse.",
-    "9p",
-    "glusterfs",
-    "wekafs",
-)
+_NETWORK = ("nfs", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.", "9p", "glusterfs", "wekafs")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LEAST_FREE_BYTES = 10 << 30
 _SLOW_BYTES_PER_SECOND = 50e6
@@ -53,11 +41,6 @@ class DiskMeasurement:
     free_files: int | None = None
     bytes_per_second: float | None = None
     refusal: str = ""
-
-    @property
-    def is_network(self) -> bool:
-        """True if other hosts can see the folder, by its type of file system."""
-        return self.kind.startswith(_NETWORK)
 
 
 def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
@@ -92,74 +75,59 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
         return CheckVerdict(summary=f"{folder}{told}", findings=(finding,))
     speed = measured.bytes_per_second
     summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
-    return CheckVerdict(
-        summary=summary, findings=(*_space(measured, speed), *_file_system(measured, checked))
-    )
+    findings = (*_space(measured), *_speed(folder, speed), *_file_system(measured, checked))
+    return CheckVerdict(summary=summary, findings=findings)
 
 
-def _space(measured: DiskMeasurement, speed: float) -> list[DoctorFinding]:
-    findings: list[DoctorFinding] = []
+def _space(measured: DiskMeasurement) -> Iterator[DoctorFinding]:
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
-        findings.append(
-            warning(
-                f"{format_size(measured.free_bytes)} free in {measured.folder}",
-                why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
-                "million parameters fills it; a new one is written before the old one goes",
-                mend="free space, or name another folder; keep_last in the checkpoint section removes old "
-                "checkpoints",
-                free_bytes=measured.free_bytes,
-            )
+        yield warning(
+            f"{format_size(measured.free_bytes)} free in {measured.folder}",
+            why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
+            "million parameters fills it; a new one is written before the old one goes",
+            mend="free space, or name another folder; keep_last in the checkpoint section removes old checkpoints",
+            free_bytes=measured.free_bytes,
         )
     if measured.free_files is not None and measured.free_files < 1000:
-        findings.append(
-            warning(
-                f"{measured.free_files} more files fit into {measured.folder} (df -i)",
-                why="'No space left on device' although bytes are free",
-                mend="remove small files, or name another folder",
-                free_files=measured.free_files,
-            )
+        yield warning(
+            f"{measured.free_files} more files fit into {measured.folder} (df -i)",
+            why="'No space left on device' although bytes are free",
+            mend="remove small files, or name another folder",
+            free_files=measured.free_files,
         )
+
+
+def _speed(folder: Path, speed: float) -> Iterator[DoctorFinding]:
     if speed < _SLOW_BYTES_PER_SECOND:
-        findings.append(
-            warning(
-                f"{measured.folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
-                why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
-                "ranks wait unless saves run in the background",
-                mend="a faster disk; or background saves (the checkpoint section)",
-                bytes_per_second=speed,
-            )
+        yield warning(
+            f"{folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
+            why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
+            "ranks wait unless saves run in the background",
+            mend="a faster disk; or background saves (the checkpoint section)",
+            bytes_per_second=speed,
         )
-    return findings
 
 
-def _file_system(measured: DiskMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+def _file_system(measured: DiskMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     if measured.kind in _IN_MEMORY:
-        return [
-            warning(
-                f"{measured.folder} is in memory ({measured.kind})",
-                why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
-                mend="name a folder on a disk",
-            )
-        ]
-    if measured.kind == "overlay":
-        return [
-            warning(
-                f"{measured.folder} is the container's own layer (overlay)",
-                why="checkpoints are gone with the container, and writing is slower than into a volume",
-                mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
-            )
-        ]
-    if checked.num_nodes > 1 and measured.kind and not measured.is_network:
-        return [
-            warning(
-                f"{measured.folder} is on this host's own disk ({measured.kind}), by its type",
-                why="all hosts write parts of one checkpoint into one folder, which each must see",
-                mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an "
-                "object store",
-            )
-        ]
-    return []
+        yield warning(
+            f"{measured.folder} is in memory ({measured.kind})",
+            why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
+            mend="name a folder on a disk",
+        )
+    elif measured.kind == "overlay":
+        yield warning(
+            f"{measured.folder} is the container's own layer (overlay)",
+            why="checkpoints are gone with the container, and writing is slower than into a volume",
+            mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
+        )
+    elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
+        yield warning(
+            f"{measured.folder} is on this host's own disk ({measured.kind}), by its type",
+            why="all hosts write parts of one checkpoint into one folder, which each must see",
+            mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object store",
+        )
 
 
 def _write(folder: Path, free_bytes: int) -> tuple[float | None, str]:

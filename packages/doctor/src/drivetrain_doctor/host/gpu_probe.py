@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import warnings
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -22,7 +23,7 @@ _COPY_BYTES = 1 << 20
 
 def main() -> int:
     """Write what there is, as one line of JSON."""
-    sys.stdout.write(f"{json.dumps(probe().as_data())}\n")
+    sys.stdout.write(f"{json.dumps(asdict(probe()))}\n")
     return 0
 
 
@@ -33,7 +34,6 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
     return GpuMeasurement(
         torch_cuda=torch.version.cuda,
         torch_hip=torch.version.hip,
-        torch_archs=tuple(torch.cuda.get_arch_list()) if count else (),
         nccl=_nccl_version(),
         driver=_driver(nvidia, amd / "version"),
         driver_cuda=_driver_cuda(),
@@ -41,9 +41,6 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         has_nvidia=nvidia.exists() or Path("/dev/dxg").exists(),
         has_amd=amd.is_dir() and Path("/dev/kfd").exists(),
         names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
-        capabilities=tuple(
-            ".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(count)
-        ),
         memory_taken=tuple(1 - free / total for free, total in map(torch.cuda.mem_get_info, range(count))),
         refusal=refusal,
         peers=_peers(count) if count > 1 else None,

@@ -47,7 +47,7 @@ def host_checks(checked: CheckedRun, addresses: AddressMeasurement | None = None
             name="addresses",
             run=lambda: judge_addresses(addresses or measure_addresses(checked), checked),
         ),
-        Check(name="port", run=lambda: _port(checked)),
+        Check(name="port", run=lambda: judge_port(measure_port(checked), checked)),
         Check(name="limits", run=lambda: judge_limits(measure_limits(), checked)),
         Check(name="shared memory", run=lambda: judge_shared_memory(measure_shared_memory(), checked)),
         Check(name="processors", run=lambda: judge_processors(measure_processors(), checked)),
@@ -72,19 +72,13 @@ def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Ch
         return replace(measured, on_bus=found.on_bus)
 
     checks = [
-        Check(name="GPU driver", run=lambda: judge_driver(gpus(), checked)),
+        Check(name="GPU driver", run=lambda: judge_driver(gpus())),
         Check(name="GPU peer-to-peer", run=lambda: judge_peers(gpus())),
         Check(name="gloo between ranks", run=lambda: _pairs(checked, "gloo", program)),
     ]
     if checked.accelerator == "cuda":
         checks.append(Check(name="nccl between ranks", run=lambda: _pairs(checked, "nccl", None)))
     return tuple(checks)
-
-
-def _port(checked: CheckedRun) -> CheckVerdict:
-    if not checked.hosts_store:
-        return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
-    return judge_port(measure_port(checked), checked)
 
 
 def _pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> CheckVerdict:

@@ -1,6 +1,7 @@
 """Limits of files, processes, locked memory and memory, against what a run on this host needs."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,120 +80,97 @@ def measure_limits(
 
 def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the limits for a run."""
-    findings = [
-        *_open_files(measured, checked),
-        *_processes(measured, checked),
-        *_memory(measured, checked),
-    ]
-    if measured.has_infiniband and measured.locked_bytes is not None:
-        findings.append(
-            error(
-                f"memory that may be locked: {format_size(measured.locked_bytes)} (ulimit -l), with InfiniBand",
-                why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate "
-                "memory'",
-                mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
-                "slurmd.service",
-                locked_bytes=measured.locked_bytes,
-            )
-        )
-    if measured.address_bytes is not None and checked.accelerator == "cuda":
-        findings.append(
-            error(
-                f"virtual memory of a process: {format_size(measured.address_bytes)} (ulimit -v)",
-                why="CUDA reserves more address space than the host has memory, and fails to start",
-                mend="ulimit -v unlimited",
-                address_bytes=measured.address_bytes,
-            )
-        )
-    files = "unlimited" if measured.open_files is None else f"{measured.open_files:,}"
     group = measured.group
-    parts = [f"{files} open files"]
+    parts = [f"{'unlimited' if measured.open_files is None else f'{measured.open_files:,}'} open files"]
     parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
     parts += [] if group.memory_bytes is None else [f"{format_size(group.memory_bytes)} in the control group"]
-    return CheckVerdict(summary=", ".join(parts), findings=tuple(findings))
+    findings = (
+        *_open_files(measured, checked),
+        *_processes(measured, checked),
+        *_group_memory(group, checked),
+        *_memory_of_a_process(measured, checked),
+    )
+    return CheckVerdict(summary=", ".join(parts), findings=findings)
 
 
-def _open_files(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
-    limit = measured.open_files
+def _open_files(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
+    limit, most = measured.open_files, measured.most_open_files
     connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
     needed = _FILES_OF_A_RANK + connections
     wanted = max(needed, _FILES_FOR_WORKERS if checked.num_workers else 0)
     if limit is None or limit >= wanted:
-        return []
+        return
     target = max(65536, 2 * wanted)
-    most = measured.most_open_files
-    raise_it = f"ulimit -n {target if most is None else min(target, most)}"
+    mend = f"ulimit -n {target if most is None else min(target, most)}"
     if most is not None and most < wanted:
-        raise_it = (
-            f"as root '* - nofile {target}' in /etc/security/limits.conf, or docker run --ulimit "
-            f"nofile={target}"
+        mend = f"as root '* - nofile {target}' in /etc/security/limits.conf, or docker run --ulimit nofile={target}"
+    judge, why = (
+        (error, f"the store and the ranks need about {needed:,}: 'Too many open files'")
+        if limit < needed
+        else (
+            warning,
+            "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' after a while",
         )
-    is_broken = limit < needed
-    why = (
-        f"the store and the ranks need about {needed:,}: 'Too many open files'"
-        if is_broken
-        else "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' after a while"
     )
-    judge = error if is_broken else warning
-    return [judge(f"{limit:,} open files (ulimit -n)", why=why, mend=raise_it, limit=limit, needed=wanted)]
+    yield judge(f"{limit:,} open files (ulimit -n)", why=why, mend=mend, limit=limit, needed=wanted)
 
 
-def _processes(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
+def _processes(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     ranks = checked.processes_per_node
     needed = ranks * (_THREADS_OF_A_RANK + checked.num_workers * _THREADS_OF_A_WORKER)
-    findings: list[DoctorFinding] = []
-    if (
-        measured.processes is not None
-        and not measured.is_root
-        and measured.processes - measured.running < needed
-    ):
-        findings.append(
-            error(
-                f"{measured.processes:,} processes and threads for this user (ulimit -u), of which "
-                f"{measured.running:,} run",
-                why=f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}: 'Resource "
-                "temporarily unavailable' or \"can't start new thread\"",
-                mend=f"ulimit -u {measured.running + 4 * needed}, or fewer workers, or OMP_NUM_THREADS=1",
-                limit=measured.processes,
-                needed=needed,
-            )
+    group, most, running = measured.group, measured.processes, measured.running
+    start = f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}"
+    if most is not None and not measured.is_root and most - running < needed:
+        yield error(
+            f"{most:,} processes and threads for this user (ulimit -u), of which {running:,} run",
+            why=f"{start}: 'Resource temporarily unavailable' or \"can't start new thread\"",
+            mend=f"ulimit -u {running + 4 * needed}, or fewer workers, or OMP_NUM_THREADS=1",
+            limit=most,
+            needed=needed,
         )
-    group = measured.group
     if group.pids is not None and group.pids - group.used_pids < needed:
-        findings.append(
-            error(
-                f"{group.pids:,} processes and threads in this control group (pids.max), of which "
-                f"{group.used_pids:,} run",
-                why=f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}: \"can't "
-                "start new "
-                'thread"',
-                mend=f"docker run --pids-limit {group.used_pids + 4 * needed}; kubelet --pod-max-pids; or fewer "
-                "workers",
-                limit=group.pids,
-                needed=needed,
-            )
+        yield error(
+            f"{group.pids:,} processes and threads in this control group (pids.max), of which "
+            f"{group.used_pids:,} run",
+            why=f'{start}: "can\'t start new thread"',
+            mend=f"docker run --pids-limit {group.used_pids + 4 * needed}; kubelet --pod-max-pids; or fewer workers",
+            limit=group.pids,
+            needed=needed,
         )
-    return findings
 
 
-def _memory(measured: LimitMeasurement, checked: CheckedRun) -> list[DoctorFinding]:
-    group = measured.group
-    if group.memory_bytes is None:
-        return []
+def _group_memory(group: GroupLimits, checked: CheckedRun) -> Iterator[DoctorFinding]:
     processes = checked.processes_per_node * (1 + checked.num_workers)
+    if group.memory_bytes is None:
+        return
     free = group.memory_bytes - group.used_bytes
-    if free >= processes * _LEAST_BYTES_OF_A_PROCESS:
-        return []
-    return [
-        warning(
+    if free < processes * _LEAST_BYTES_OF_A_PROCESS:
+        yield warning(
             f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
             why=f"{processes} processes (ranks and workers) want at least "
-            f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; "
-            "beyond the limit the kernel kills one (exit code 137)",
+            f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; beyond the limit the kernel kills one (exit code 137)",
             mend="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), or fewer workers",
             free_bytes=free,
         )
-    ]
+
+
+def _memory_of_a_process(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
+    locked, address = measured.locked_bytes, measured.address_bytes
+    if measured.has_infiniband and locked is not None:
+        yield error(
+            f"memory that may be locked: {format_size(locked)} (ulimit -l), with InfiniBand",
+            why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate memory'",
+            mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
+            "slurmd.service",
+            locked_bytes=locked,
+        )
+    if address is not None and checked.accelerator == "cuda":
+        yield error(
+            f"virtual memory of a process: {format_size(address)} (ulimit -v)",
+            why="CUDA reserves more address space than the host has memory, and fails to start",
+            mend="ulimit -v unlimited",
+            address_bytes=address,
+        )
 
 
 def _threads_of_user(proc: Path) -> int:

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,57 +59,40 @@ def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasure
 
 def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the port for a run."""
-    port = measured.port
     if not checked.hosts_store:
         return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
+    port = measured.port
     if port == 0:
         return CheckVerdict(summary="any free port is taken")
-    where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
+    if measured.bind_error is None:
+        return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
+    end, what = "", f"port {port} cannot be listened on ({measured.bind_error})"
     if measured.bind_error == "EADDRINUSE":
-        held = (
-            f"held by {measured.holder}"
-            if measured.holder
-            else "held by a process that this user may not see"
-        )
-        finding = error(
-            f"port {port} is in use, {held}",
-            why="the run's store cannot listen there",
-            mend=f"end that process, or say --master-port {_other(port)}{where}",
-            port=port,
-        )
-        return CheckVerdict(summary=f"port {port}", findings=(finding,))
-    if measured.bind_error is not None:
-        finding = error(
-            f"port {port} cannot be listened on ({measured.bind_error})",
-            why="ports below 1024 belong to root" if port < 1024 else "the run's store cannot listen there",
-            mend=f"say --master-port {_other(port)}{where}",
-            port=port,
-        )
-        return CheckVerdict(summary=f"port {port}", findings=(finding,))
-    return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
+        holder = measured.holder or "a process that this user may not see"
+        end, what = "end that process, or ", f"port {port} is in use, held by {holder}"
+    other = 29500 if port < 1024 or port > 65000 else port + 1
+    where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
+    finding = error(
+        what,
+        why="the run's store cannot listen there",
+        mend=f"{end}say --master-port {other}{where}",
+        port=port,
+    )
+    return CheckVerdict(summary=f"port {port}", findings=(finding,))
 
 
-def _ephemeral(measured: PortMeasurement) -> list[DoctorFinding]:
-    port = measured.port
-    is_given = measured.first_ephemeral <= port <= measured.last_ephemeral
+def _ephemeral(measured: PortMeasurement) -> Iterator[DoctorFinding]:
+    port, first, last = measured.port, measured.first_ephemeral, measured.last_ephemeral
     reserved = [part.partition("-") for part in measured.reserved.split(",") if part]
     # A cluster derives a port from its job, which may lie anywhere.
-    if not is_given or any(int(first) <= port <= int(last or first) for first, _, last in reserved):
-        return []
-    return [
-        warning(
-            f"port {port} is among those that the system gives to outgoing connections "
-            f"({measured.first_ephemeral}-{measured.last_ephemeral})",
+    if first <= port <= last and not any(int(low) <= port <= int(high or low) for low, _, high in reserved):
+        yield warning(
+            f"port {port} is among those that the system gives to outgoing connections ({first}-{last})",
             why="any program may hold it, now and then, when a run starts",
-            mend=f"say a port below {measured.first_ephemeral}, such as --master-port 29500, or as root: "
+            mend=f"say a port below {first}, such as --master-port 29500, or as root: "
             f"sysctl net.ipv4.ip_local_reserved_ports={port}",
             port=port,
         )
-    ]
-
-
-def _other(port: int) -> int:
-    return 29500 if port < 1024 or port > 65000 else port + 1
 
 
 def _listen(port: int) -> None:
@@ -124,7 +108,11 @@ def _listen(port: int) -> None:
 
 def _holder(port: int, proc: Path) -> str | None:
     """Return the process that listens on a port; None if it belongs to another user or the system does not tell."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
+    sockets: set[str] = set()
+    for file in (proc / "net" / "tcp", proc / "net" / "tcp6"):
+        for row in map(str.split, file.read_text().splitlines()[1:] if file.exists() else ()):
+            if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{row[9]}]")
     for folder in proc.glob("[0-9]*") if sockets else ():
         with suppress(OSError):  # the process ended, or is another user's
             if any(os.readlink(file) in sockets for file in (folder / "fd").iterdir()):
@@ -132,14 +120,3 @@ def _holder(port: int, proc: Path) -> str | None:
                 command = " ".join(word.decode(errors="replace") for word in words if word)
                 return f"process {folder.name} ({command[:60]})"
     return None
-
-
-def _listening(port: int, proc: Path) -> set[str]:
-    found: set[str] = set()
-    for file in (proc / "net" / "tcp", proc / "net" / "tcp6"):
-        if file.exists():
-            rows = [line.split() for line in file.read_text().splitlines()[1:]]
-            found |= {
-                row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
-            }
-    return found

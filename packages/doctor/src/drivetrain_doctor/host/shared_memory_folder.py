@@ -1,6 +1,7 @@
 """Shared memory: room in /dev/shm for the batches that DataLoader workers hand over, and for NCCL's buffers."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,34 +73,28 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
     return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, checked)))
 
 
-def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> list[DoctorFinding]:
+def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> Iterator[DoctorFinding]:
     needed, free, folder = needed_bytes(checked), measured.free_bytes, measured.folder
     target = f"{max(8, -(-2 * needed // 2**30))}g"
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
     ranks = checked.processes_per_node
+    what = f"{folder} has {format_size(free)} free of {format_size(size)}"
+    batches = f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches"
     if needed > free:
-        batch = f"{format_size(checked.batch_bytes or 0)} a batch"
-        return [
-            error(
-                f"{folder} has {format_size(free)} free of {format_size(size)}, and this run fills "
-                f"{format_size(needed)}",
-                why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches and the one in "
-                f"use, at {batch}: a worker dies of a bus error ('insufficient shared memory')",
-                mend=mend,
-                free_bytes=free,
-                needed_bytes=needed,
-            )
-        ]
-    if checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
-        docker = ", as Docker gives it" if size == 64 << 20 else ""
-        return [
-            warning(
-                f"{folder} has {format_size(free)} free of {format_size(size)}{docker}",
-                why=f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches must fit: at "
-                f"{format_size(free / max(1, ranks * (checked.num_workers * _PREFETCH + 1)))} a batch a worker dies "
-                "of a bus error; --batch-megabytes N computes it for your batch",
-                mend=mend,
-                free_bytes=free,
-            )
-        ]
-    return []
+        yield error(
+            f"{what}, and this run fills {format_size(needed)}",
+            why=f"{batches} and the one in use, at {format_size(checked.batch_bytes or 0)} a batch: a worker dies of "
+            "a bus error ('insufficient shared memory')",
+            mend=mend,
+            free_bytes=free,
+            needed_bytes=needed,
+        )
+    elif checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
+        share = free / max(1, ranks * (checked.num_workers * _PREFETCH + 1))
+        yield warning(
+            f"{what}{', as Docker gives it' if size == 64 << 20 else ''}",
+            why=f"{batches} must fit: at {format_size(share)} a batch a worker dies of a bus error; "
+            "--batch-megabytes N computes it for your batch",
+            mend=mend,
+            free_bytes=free,
+        )

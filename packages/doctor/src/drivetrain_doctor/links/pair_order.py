@@ -21,16 +21,15 @@ _START_SECONDS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOrder:
-    """A group whose pairs are to be measured, and the ranks of it that one program runs.
+    """A group whose pairs are to be measured, and the ranks of it that one program runs, each as a process.
+
+    The ranks of one host meet over the file `store_path`, those of several hosts at a store's address.
 
     Attributes:
         backend: "gloo" or "nccl".
         world_size: The number of ranks in the group.
-        ranks: The ranks that the program runs, each as a process.
-        store_path: The file over which ranks of one host meet; empty if they meet at an address.
-        store_host: The host of the store that ranks of several hosts meet at.
-        store_port: The port of that store.
-        prefix: The prefix of the group's keys.
+        ranks: The ranks that the program runs.
+        prefix: The prefix of the group's keys in the store.
         most_rounds: The number of rounds of pairs, at most.
         at_once: Whether pairs that share no rank are measured at the same time.
         limit_seconds: The time after which the program ends, whatever happens.
@@ -91,8 +90,7 @@ def start_pairs(environment: Mapping[str, str]) -> "PairProgram":
 class PairProgram:
     """A program that measures pairs, for one group; to be closed, with or without an order.
 
-    Attributes:
-        pid: The number of its process, which leads a process group with the ranks.
+    Its process leads a process group with the ranks.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -104,7 +102,13 @@ class PairProgram:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
     def wait_until_ready(self) -> bool:
         """Wait until the program has imported torch, which takes long on a busy machine; return whether it has."""
@@ -124,36 +128,30 @@ class PairProgram:
         lines = _read(self._process.stdout, order.limit_seconds)
         return result_of(order, [json.loads(line) for line in lines if line.startswith(b"{")])
 
-    def close(self) -> None:
-        """End the program and its processes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-
 
 def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
-    """Return what the events of a program say: "joined", "begin" of a pair, "pair", "failure".
-
-    Args:
-        order: The order that the program got.
-        events: The events in the order in which they came.
-    """
-    pairs = {(event["first"], event["second"]): event for event in events if event["event"] == "pair"}
-    begun = {(event["first"], event["second"]) for event in events if event["event"] == "begin"}
-    joined = {event["rank"]: event["seconds"] for event in events if event["event"] == "joined"}
-    failures = {event["rank"]: str(event["text"]) for event in events if event["event"] == "failure"}
+    """Return what the events of a program say: "joined", "begin" of a pair, "pair", "failure", as they came."""
+    pairs: dict[Link, PairResult] = {}
+    begun: set[Link] = set()
+    joined: dict[int, float] = {}
+    failures: dict[int, str] = {}
+    for event in events:
+        match event:
+            case {"event": "pair", "first": first, "second": second, **values}:
+                pairs[first, second] = PairResult(first=first, second=second, **values)
+            case {"event": "begin", "first": first, "second": second}:
+                begun.add((first, second))
+            case {"event": "joined", "rank": rank, "seconds": seconds}:
+                joined[rank] = seconds
+            case {"rank": rank, "text": text}:
+                failures[rank] = str(text)
+            case _:
+                pass
     for rank in sorted(set(order.ranks) - joined.keys() - failures.keys()):
         failures[rank] = f"did not join the group within {order.limit_seconds:g} s"
     return GroupResult(
         backend=order.backend,
-        pairs=tuple(
-            PairResult(**{name: value for name, value in event.items() if name != "event"})
-            for event in pairs.values()
-        ),
+        pairs=tuple(pairs.values()),
         unfinished=() if failures else tuple(sorted(begun - pairs.keys())),
         failures=failures,
         start_seconds=max(joined.values()) if joined and not failures else None,

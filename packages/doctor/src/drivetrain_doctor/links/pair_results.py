@@ -1,11 +1,11 @@
 """The measurements between pairs of ranks, and their judgement."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_doctor.links.link_faults import Link, LinkFaults, find_faults
+from drivetrain_doctor.links.link_faults import Link, find_faults
 
 # A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
 _SLOW_PART = 0.5
@@ -56,7 +56,7 @@ class GroupResult:
     backend: str
     pairs: tuple[PairResult, ...] = ()
     unfinished: tuple[Link, ...] = ()
-    failures: Mapping[int, str] | None = None
+    failures: Mapping[int, str] = field(default_factory=dict[int, str])
     start_seconds: float | None = None
 
 
@@ -68,20 +68,14 @@ def judge_ranks(result: GroupResult) -> CheckVerdict:
 
 
 def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
-    """Judge the links between hosts, and name the slow link or host.
-
-    Args:
-        result: The measurements, with one rank on each host.
-        names: The name of each host, by rank.
-    """
-    findings = _failures(result, names)
+    """Judge the links between hosts, one rank on each, and name the slow link or host by `names`."""
+    findings = list(_failures(result, names))
     rates = {(each.first, each.second): each.bytes_per_second for each in result.pairs}
     latencies = {(each.first, each.second): each.latency_seconds for each in result.pairs}
     if len(names) > 2:
-        findings += _bandwidth(find_faults(rates, slow_below=_SLOW_PART), rates, names)
+        findings += _bandwidth(rates, names)
         findings += _latency(latencies, names)
-    if rates and median(rates.values()) < _SLOW_BYTES_PER_SECOND:
-        rate = median(rates.values())
+    if rates and (rate := median(rates.values())) < _SLOW_BYTES_PER_SECOND:
         findings.append(
             warning(
                 f"hosts exchange {_rate(rate)} over {result.backend}",
@@ -100,69 +94,62 @@ def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
         return f"{backend}: no pair was measured"
     rates = [pair.bytes_per_second for pair in pairs]
     latencies = [pair.latency_seconds * 1e6 for pair in pairs]
-    count = f"{len(pairs)} pair{'s' if len(pairs) > 1 else ''}"
     if len(pairs) == 1:
-        return f"{backend}: {count}, {_rate(rates[0])}, {latencies[0]:,.0f} us"
-    return f"{backend}: {count}, {_rate(min(rates))} to {_rate(max(rates))}, {min(latencies):,.0f} to " + (
-        f"{max(latencies):,.0f} us"
+        return f"{backend}: 1 pair, {_rate(rates[0])}, {latencies[0]:,.0f} us"
+    return (
+        f"{backend}: {len(pairs)} pairs, {_rate(min(rates))} to {_rate(max(rates))}, "
+        f"{min(latencies):,.0f} to {max(latencies):,.0f} us"
     )
 
 
-def _failures(result: GroupResult, names: Sequence[str]) -> list[DoctorFinding]:
-    findings: list[DoctorFinding] = []
+def _failures(result: GroupResult, names: Sequence[str]) -> Iterator[DoctorFinding]:
+    def shown(ranks: Sequence[int]) -> list[str]:
+        return [names[rank] if rank < len(names) else f"rank {rank}" for rank in ranks[:_SHOWN]]
+
     ranks_of: dict[str, list[int]] = {}
-    for rank, failure in sorted((result.failures or {}).items()):
+    for rank, failure in sorted(result.failures.items()):
         ranks_of.setdefault(failure, []).append(rank)
     for failure, ranks in ranks_of.items():
-        who = ", ".join(names[rank] if rank < len(names) else f"rank {rank}" for rank in ranks[:_SHOWN])
-        findings.append(
-            error(
-                f"{result.backend} fails on {who}: {failure}",
-                why="so does the process group of a run",
-                mend="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
-                "others, and open the ephemeral ports between the hosts; NCCL_DEBUG=INFO tells more of nccl",
-            )
+        yield error(
+            f"{result.backend} fails on {', '.join(shown(ranks))}: {failure}",
+            why="so does the process group of a run",
+            mend="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
+            "others, and open the ephemeral ports between the hosts; NCCL_DEBUG=INFO tells more of nccl",
         )
     if result.unfinished:
         ends = [end for pair in result.unfinished for end in pair]
         common = [end for end in sorted(set(ends)) if ends.count(end) == len(result.unfinished) > 1]
-        who = [names[end] if end < len(names) else f"rank {end}" for end in common or sorted(set(ends))]
-        findings.append(
-            error(
-                f"{result.backend} messages to or from {' and '.join(who[:_SHOWN])} did not arrive in time",
-                why="each collective of a run waits for the slowest rank, here for ever",
-                mend="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
-                "ping -M do -s 8972 ADDRESS finds a wrong MTU, which drops large messages alone",
-            )
+        who = " and ".join(shown(common or sorted(set(ends))))
+        yield error(
+            f"{result.backend} messages to or from {who} did not arrive in time",
+            why="each collective of a run waits for the slowest rank, here for ever",
+            mend="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
+            "ping -M do -s 8972 ADDRESS finds a wrong MTU, which drops large messages alone",
         )
-    return findings
 
 
-def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[str]) -> list[DoctorFinding]:
+def _bandwidth(rates: Mapping[Link, float], names: Sequence[str]) -> Iterator[DoctorFinding]:
+    faults = find_faults(rates, slow_below=_SLOW_PART)
     usual = _rate(faults.usual)
-    findings = [
-        warning(
-            f"{names[host]} is slow: {_rate(_of_host(rates, host))} to others, where {usual} is usual",
+    for host in faults.hosts:
+        rate = _of_host(rates, host)
+        yield warning(
+            f"{names[host]} is slow: {_rate(rate)} to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
             "(errors), top (another program); or leave the host out",
-            bytes_per_second=_of_host(rates, host),
+            bytes_per_second=rate,
             usual=faults.usual,
         )
-        for host in faults.hosts
-    ]
-    findings += [
-        warning(
-            f"the link {names[first]} - {names[second]} is slow: {_rate(rates[first, second])}, where {usual} "
-            "is usual",
+    for link in faults.links[:_SHOWN]:
+        yield warning(
+            f"the link {names[link[0]]} - {names[link[1]]} is slow: {_rate(rates[link])}, where {usual} is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
             mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
             "counters, the route (ip route get ADDRESS)",
-            bytes_per_second=rates[first, second],
+            bytes_per_second=rates[link],
             usual=faults.usual,
         )
-        for first, second in faults.links[:_SHOWN]
-    ]
     if faults.islands:
         groups = " | ".join(", ".join(names[host] for host in island[:_SHOWN]) for island in faults.islands)
         between = [
@@ -170,40 +157,33 @@ def _bandwidth(faults: LinkFaults, rates: Mapping[Link, float], names: Sequence[
             for link, rate in rates.items()
             if not any(set(link) <= set(island) for island in faults.islands)
         ]
-        findings.append(
-            warning(
-                f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
-                f"{usual} within",
-                why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
-                "oversubscribed switch)",
-                mend="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
-                "islands and replicate between them (HSDP)",
-            )
+        yield warning(
+            f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
+            f"{usual} within",
+            why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
+            "oversubscribed switch)",
+            mend="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
+            "islands and replicate between them (HSDP)",
         )
-    return findings
 
 
-def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> list[DoctorFinding]:
-    faults = find_faults(
-        {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()},
-        slow_below=1 / _SLOW_LATENCY_TIMES,
-    )
+def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> Iterator[DoctorFinding]:
+    speeds = {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()}
+    faults = find_faults(speeds, slow_below=1 / _SLOW_LATENCY_TIMES)
     usual = 1 / faults.usual if faults.usual else 0.0
-    ends = [(names[host], _of_host(latencies, host)) for host in faults.hosts]
-    ends += [
+    late = [(names[host], _of_host(latencies, host)) for host in faults.hosts]
+    late += [
         (f"the link {names[one]} - {names[two]}", latencies[one, two]) for one, two in faults.links[:_SHOWN]
     ]
-    return [
-        warning(
-            f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
-            why="small collectives (a loss that is gathered, a norm) wait for it at every step",
-            mend="another route or zone, a host that is busy (top), or a saving mode of its processor or adapter",
-            seconds=seconds,
-            usual=usual,
-        )
-        for who, seconds in ends
-        if seconds - usual > _LATENCY_NOISE_SECONDS
-    ]
+    for who, seconds in late:
+        if seconds - usual > _LATENCY_NOISE_SECONDS:
+            yield warning(
+                f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
+                why="small collectives (a loss that is gathered, a norm) wait for it at every step",
+                mend="another route or zone, a host that is busy (top), or a saving mode of its processor or adapter",
+                seconds=seconds,
+                usual=usual,
+            )
 
 
 def _of_host(values: Mapping[Link, float], host: int) -> float:

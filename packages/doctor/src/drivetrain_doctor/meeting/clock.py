@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
 from drivetrain_doctor.meeting.join import HostMeeting
 
 QUESTIONS = 5
@@ -59,21 +59,24 @@ def answer_hosts(meeting: HostMeeting, ranks: Iterable[int]) -> None:
 
 def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -> CheckVerdict:
     """Judge the clocks of all hosts, by rank."""
-    findings = [
-        (error if abs(offset.seconds) - offset.bound_seconds > _BROKEN_SECONDS else warning)(
-            f"the clock of {names[rank]} is {abs(offset.seconds):.1f} s "
-            f"{'ahead of' if offset.seconds > 0 else 'behind'} that of host 0 (+- {offset.bound_seconds:.3f} s)",
-            why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
-            "allows 15 min) are refused",
-            mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows the state",
-            seconds=offset.seconds,
-            bound_seconds=offset.bound_seconds,
-        )
-        for rank, offset in sorted(offsets.items())
-        if abs(offset.seconds) - offset.bound_seconds > _SKEW_SECONDS
-    ]
     if not offsets:
         return CheckVerdict(skipped="no other host answered")
+    findings: list[DoctorFinding] = []
+    for rank, offset in sorted(offsets.items()):
+        seconds, bound = abs(offset.seconds), offset.bound_seconds
+        if seconds - bound > _SKEW_SECONDS:
+            direction = "ahead of" if offset.seconds > 0 else "behind"
+            findings.append(
+                (error if seconds - bound > _BROKEN_SECONDS else warning)(
+                    f"the clock of {names[rank]} is {seconds:.1f} s {direction} that of host 0 (+- {bound:.3f} s)",
+                    why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
+                    "allows 15 min) are refused",
+                    mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows "
+                    "the state",
+                    seconds=offset.seconds,
+                    bound_seconds=bound,
+                )
+            )
     most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
     summary = f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
     return CheckVerdict(summary=summary, findings=tuple(findings))

@@ -8,7 +8,7 @@
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -74,12 +74,18 @@ def meet(
     with ReachListener() as listener:
         try:
             meeting = join(checked, progress=progress)
+            own = {
+                "label": host_label(meeting.rank, own_name(), address),
+                "address": address or checked.master_addr,
+                "port": listener.port,
+                "facts": own_facts(checked.environment),
+                "reports": [report.as_data() for report in reports],
+                "has_gpu": checked.accelerator == "cuda",
+            }
+            host = _Host(checked=checked, meeting=meeting, gloo_program=program, progress=progress)
             # If host 0 freezes, a call of the store has no limit of its own.
-            return within(
-                checked.wait_seconds + _MEETING_SECONDS,
-                lambda: _take_part(checked, meeting, reports, address, listener.port, program, progress),
-                name="doctor-meeting",
-            )
+            limit = checked.wait_seconds + _MEETING_SECONDS
+            return within(limit, lambda: host.take_part(own, reports), name="doctor-meeting")
         except MeetingError as failure:
             return _unmet(checked, reports, failure)
         except TimeoutError:
@@ -87,182 +93,156 @@ def meet(
             return _unmet(checked, reports, frozen)
 
 
-def _take_part(
-    checked: CheckedRun,
-    meeting: HostMeeting,
-    reports: tuple[CheckReport, ...],
-    address: str | None,
-    port: int,
-    program: PairProgram,
-    progress: Progress,
-) -> MeetingResult:
-    if meeting.claim() > 1:
-        raise MeetingError(f"another host says --node-rank {meeting.rank} too; give each host its own")
-    own = {
-        "label": host_label(meeting.rank, own_name(), address),
-        "address": address or checked.master_addr,
-        "port": port,
-        "facts": own_facts(checked.environment),
-        "reports": [report.as_data() for report in reports],
-        "has_gpu": checked.accelerator == "cuda",
-    }
-    meeting.post("hello", own)
-    if meeting.rank:
-        return _follow(checked, meeting, reports, program, progress)
-    return _lead(checked, meeting, program, progress)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """This host's part in the meeting."""
 
+    checked: CheckedRun
+    meeting: HostMeeting
+    gloo_program: PairProgram
+    progress: Progress
 
-def _follow(
-    checked: CheckedRun,
-    meeting: HostMeeting,
-    reports: tuple[CheckReport, ...],
-    program: PairProgram,
-    progress: Progress,
-) -> MeetingResult:
-    """Do what host 0 tells."""
-    progress("joined; waiting for the other hosts")
-    roster: dict[str, Any] = meeting.hear("roster", seconds=checked.wait_seconds)
-    if meeting.rank not in roster["ranks"]:
-        raise MeetingError("this host came after host 0 had stopped waiting; start all within --wait-seconds")
-    offset = ask_host_0(meeting)
-    meeting.post("clock", asdict(offset))
-    progress("connecting to the other hosts")
-    meeting.post("reach", _look_around(meeting.rank, roster, checked.folder))
-    for backend, ranks in meeting.hear("pairs", seconds=_REACH_SECONDS).items():
-        if meeting.rank in ranks:
-            progress(f"measuring {backend} between hosts")
-            program = program if backend == "gloo" else start_pairs(checked.environment)
-            program.wait_until_ready()
-            meeting.post(f"ready/{backend}", "")
-            linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
-            if meeting.rank in linked:
-                found = measure_links(meeting, linked, backend, program)
-                meeting.post(f"pairs/{backend}", found)
-    end = meeting.hear("end", seconds=_START_SECONDS + _PAIR_SECONDS * 3)
-    meeting.post("bye", "")
-    return MeetingResult(
-        rank=meeting.rank,
-        labels={meeting.rank: roster["labels"][str(meeting.rank)]},
-        reports={meeting.rank: reports},
-        is_broken=bool(end["is_broken"]),
-    )
+    def take_part(self, own: Mapping[str, Any], reports: tuple[CheckReport, ...]) -> MeetingResult:
+        """Follow host 0, or lead as host 0."""
+        rank = self.meeting.rank
+        if self.meeting.claim() > 1:
+            raise MeetingError(f"another host says --node-rank {rank} too; give each host its own")
+        self.meeting.post("hello", own)
+        return self._follow(reports) if rank else self._lead()
 
+    def _follow(self, reports: tuple[CheckReport, ...]) -> MeetingResult:
+        """Do what host 0 tells."""
+        meeting = self.meeting
+        self.progress("joined; waiting for the other hosts")
+        roster: dict[str, Any] = meeting.hear("roster", seconds=self.checked.wait_seconds)
+        if meeting.rank not in roster["ranks"]:
+            raise MeetingError(
+                "this host came after host 0 had stopped waiting; start all within --wait-seconds"
+            )
+        meeting.post("clock", asdict(ask_host_0(meeting)))
+        self.progress("connecting to the other hosts")
+        meeting.post("reach", self._look_around(roster))
+        for backend, ranks in meeting.hear("pairs", seconds=_REACH_SECONDS).items():
+            if meeting.rank in ranks:
+                self.progress(f"measuring {backend} between hosts")
+                program = self._start_program(backend)
+                linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
+                if meeting.rank in linked:
+                    meeting.post(f"pairs/{backend}", measure_links(meeting, linked, backend, program))
+        end = meeting.hear("end", seconds=_START_SECONDS + _PAIR_SECONDS * 3)
+        meeting.post("bye", "")
+        return MeetingResult(
+            rank=meeting.rank,
+            labels={meeting.rank: roster["labels"][str(meeting.rank)]},
+            reports={meeting.rank: reports},
+            is_broken=bool(end["is_broken"]),
+        )
 
-def _lead(
-    checked: CheckedRun, meeting: HostMeeting, program: PairProgram, progress: Progress
-) -> MeetingResult:
-    """Lead the meeting, and judge what all hosts told. On host 0."""
-    everyone = range(meeting.num_hosts)
-    hello = meeting.collect(
-        "hello",
-        everyone,
-        seconds=checked.wait_seconds,
-        progress=lambda missing: progress(f"waiting for {list_hosts(missing)}"),
-    )
-    labels = {rank: str(told["label"]) for rank, told in sorted(hello.items())}
-    together = [
-        report_of("rendezvous", judge_roster(meeting.num_hosts, labels, checked), seconds=meeting.seconds)
-    ]
-    reports = {
-        rank: tuple(CheckReport.from_data(data) for data in told["reports"])
-        for rank, told in sorted(hello.items())
-    }
-    if len(hello) > 1:
-        together += _check_together(checked, meeting, hello, labels, program, progress)
-    states = [report.state for found in (*reports.values(), together) for report in found]
-    is_broken = "error" in states
-    meeting.tell("end", {"is_broken": is_broken})
-    meeting.collect("bye", [rank for rank in hello if rank], seconds=2.0)
-    return MeetingResult(
-        rank=0, labels=labels, reports=reports, together=tuple(together), is_broken=is_broken
-    )
-
-
-def _check_together(
-    checked: CheckedRun,
-    meeting: HostMeeting,
-    hello: Mapping[int, Any],
-    labels: Mapping[int, str],
-    program: PairProgram,
-    progress: Progress,
-) -> list[CheckReport]:
-    others = [rank for rank in sorted(hello) if rank]
-    found = [
-        report_of("versions", judge_facts({rank: told["facts"] for rank, told in hello.items()}, labels))
-    ]
-    with file_in(checked.folder) as token:
-        roster = {
-            "ranks": sorted(hello),
-            "labels": {str(rank): label for rank, label in labels.items()},
-            "places": {str(rank): [told["address"], told["port"]] for rank, told in hello.items()},
-            "token": token,
+    def _lead(self) -> MeetingResult:
+        """Lead the meeting, and judge what all hosts told. On host 0."""
+        meeting, checked = self.meeting, self.checked
+        hello = meeting.collect(
+            "hello",
+            range(meeting.num_hosts),
+            seconds=checked.wait_seconds,
+            progress=lambda missing: self.progress(f"waiting for {list_hosts(missing)}"),
+        )
+        labels = {rank: str(told["label"]) for rank, told in sorted(hello.items())}
+        roster = judge_roster(meeting.num_hosts, labels, checked)
+        together = [report_of("rendezvous", roster, seconds=meeting.seconds)]
+        reports = {
+            rank: tuple(CheckReport.from_data(data) for data in told["reports"])
+            for rank, told in sorted(hello.items())
         }
-        meeting.tell("roster", roster)
-        progress("comparing clocks")
-        answer_hosts(meeting, others)
-        clocks = meeting.collect("clock", others, seconds=_REACH_SECONDS)
-        offsets = {rank: ClockOffset(**told) for rank, told in clocks.items()}
-        found.append(report_of("clocks", judge_clocks(offsets, labels)))
-        progress("connecting hosts to each other")
-        meeting.post("reach", _look_around(0, roster, checked.folder))
-        around = meeting.collect("reach", sorted(hello), seconds=_REACH_SECONDS)
-    silent = tuple(rank for rank in sorted(hello) if rank not in around)
-    ways = {
-        (rank, int(other)): how for rank, told in around.items() for other, how in told["reached"].items()
-    }
-    found.append(report_of("ways between hosts", judge_reach(ways, silent, labels)))
-    sees = {rank: bool(told["sees_folder"]) for rank, told in around.items() if rank}
-    found.append(report_of("common folder", judge_folder(sees, labels, checked, is_writable=bool(token))))
-    is_open = all(how == "yes" for way, how in ways.items() if way[1] not in silent)
-    linked = sorted(around) if is_open and len(around) > 1 else []
-    backends = ["gloo", *(["nccl"] if linked and all(hello[rank]["has_gpu"] for rank in linked) else [])]
-    meeting.tell("pairs", dict.fromkeys(backends, linked))
-    for backend in backends:
-        if not linked:
+        if len(hello) > 1:
+            together += self._check_together(hello, labels)
+        is_broken = any(
+            report.state == "error" for found in (*reports.values(), together) for report in found
+        )
+        meeting.tell("end", {"is_broken": is_broken})
+        meeting.collect("bye", [rank for rank in hello if rank], seconds=2.0)
+        return MeetingResult(
+            rank=0, labels=labels, reports=reports, together=tuple(together), is_broken=is_broken
+        )
+
+    def _check_together(self, hello: Mapping[int, Any], labels: Mapping[int, str]) -> Iterator[CheckReport]:
+        checked, meeting = self.checked, self.meeting
+        others = [rank for rank in sorted(hello) if rank]
+        yield report_of(
+            "versions", judge_facts({rank: told["facts"] for rank, told in hello.items()}, labels)
+        )
+        with file_in(checked.folder) as token:
+            roster = {
+                "ranks": sorted(hello),
+                "labels": {str(rank): label for rank, label in labels.items()},
+                "places": {str(rank): [told["address"], told["port"]] for rank, told in hello.items()},
+                "token": token,
+            }
+            meeting.tell("roster", roster)
+            self.progress("comparing clocks")
+            answer_hosts(meeting, others)
+            clocks = meeting.collect("clock", others, seconds=_REACH_SECONDS)
+            offsets = {rank: ClockOffset(**told) for rank, told in clocks.items()}
+            yield report_of("clocks", judge_clocks(offsets, labels))
+            self.progress("connecting hosts to each other")
+            meeting.post("reach", self._look_around(roster))
+            around = meeting.collect("reach", sorted(hello), seconds=_REACH_SECONDS)
+        silent = tuple(rank for rank in sorted(hello) if rank not in around)
+        ways = {
+            (rank, int(other)): how for rank, told in around.items() for other, how in told["reached"].items()
+        }
+        yield report_of("ways between hosts", judge_reach(ways, silent, labels))
+        sees = {rank: bool(told["sees_folder"]) for rank, told in around.items() if rank}
+        yield report_of("common folder", judge_folder(sees, labels, checked, is_writable=bool(token)))
+        is_open = all(how == "yes" for way, how in ways.items() if way[1] not in silent)
+        linked = sorted(around) if is_open and len(around) > 1 else []
+        backends = ["gloo", *(["nccl"] if linked and all(hello[rank]["has_gpu"] for rank in linked) else [])]
+        meeting.tell("pairs", dict.fromkeys(backends, linked))
+        for backend in backends:
             verdict = CheckVerdict(
                 skipped="not measured, since a host does not answer or a way between hosts is closed"
             )
-        else:
-            progress(f"measuring {backend} between {len(linked)} hosts")
-            program = program if backend == "gloo" else start_pairs(checked.environment)
-            verdict = _links(meeting, linked, labels, backend, program)
-        found.append(report_of(f"{backend} between hosts", verdict))
-    return found
+            if linked:
+                self.progress(f"measuring {backend} between {len(linked)} hosts")
+                verdict = self._lead_links(linked, labels, backend)
+            yield report_of(f"{backend} between hosts", verdict)
 
+    def _lead_links(self, linked: Sequence[int], labels: Mapping[int, str], backend: str) -> CheckVerdict:
+        meeting = self.meeting
+        program = self._start_program(backend)
+        # A host that is slow to import torch must not use up the time of the others.
+        ready = sorted(meeting.collect(f"ready/{backend}", linked, seconds=_START_SECONDS))
+        meeting.tell(f"linked/{backend}", ready)
+        meeting.post(f"pairs/{backend}", measure_links(meeting, ready, backend, program))
+        told = meeting.collect(f"pairs/{backend}", ready, seconds=_REACH_SECONDS)
+        verdict = judge_hosts(merge(backend, told, ready), [labels[rank] for rank in ready])
+        late = [rank for rank in linked if rank not in ready]
+        if not late:
+            return verdict
+        finding = error(
+            f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
+            why="a run's ranks wait for the last one to start",
+            mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a busy "
+            "file server is the usual reason",
+        )
+        return replace(verdict, findings=(*verdict.findings, finding))
 
-def _links(
-    meeting: HostMeeting,
-    linked: Sequence[int],
-    labels: Mapping[int, str],
-    backend: str,
-    program: PairProgram,
-) -> CheckVerdict:
-    program.wait_until_ready()
-    meeting.post(f"ready/{backend}", "")
-    # A host that is slow to import torch must not use up the time of the others.
-    ready = sorted(meeting.collect(f"ready/{backend}", linked, seconds=_START_SECONDS))
-    late, linked = [rank for rank in linked if rank not in ready], ready
-    meeting.tell(f"linked/{backend}", linked)
-    meeting.post(f"pairs/{backend}", measure_links(meeting, linked, backend, program))
-    told = meeting.collect(f"pairs/{backend}", linked, seconds=_REACH_SECONDS)
-    verdict = judge_hosts(merge(backend, told, linked), [labels[rank] for rank in linked])
-    if not late:
-        return verdict
-    finding = error(
-        f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
-        why="a run's ranks wait for the last one to start",
-        mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a busy "
-        "file server is the usual reason",
-    )
-    return replace(verdict, findings=(*verdict.findings, finding))
+    def _start_program(self, backend: str) -> PairProgram:
+        """Return a program that measures pairs, once it has imported torch, which host 0 is told."""
+        program = self.gloo_program if backend == "gloo" else start_pairs(self.checked.environment)
+        program.wait_until_ready()
+        self.meeting.post(f"ready/{backend}", "")
+        return program
 
-
-def _look_around(rank: int, roster: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Connect to every other host, and look for host 0's file."""
-    places = {int(other): (place[0], int(place[1])) for other, place in roster["places"].items()}
-    reached = reach_all({other: place for other, place in places.items() if other != rank})
-    token = str(roster["token"])
-    return {"reached": reached, "sees_folder": bool(token) and (folder / token).exists()}
+    def _look_around(self, roster: Mapping[str, Any]) -> dict[str, Any]:
+        """Connect to every other host, and look for host 0's file."""
+        places = {int(other): (place[0], int(place[1])) for other, place in roster["places"].items()}
+        del places[self.meeting.rank]
+        token = str(roster["token"])
+        return {
+            "reached": reach_all(places),
+            "sees_folder": bool(token) and (self.checked.folder / token).exists(),
+        }
 
 
 def _unmet(checked: CheckedRun, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
@@ -344,14 +324,7 @@ def judge_folder(
 def measure_links(
     meeting: HostMeeting, ranks: Sequence[int], backend: str, program: PairProgram
 ) -> dict[str, Any]:
-    """Measure the pairs of this host that it is the lower rank of; return them as plain data. On all of `ranks`.
-
-    Args:
-        meeting: The meeting of the hosts, at whose store the group forms.
-        ranks: The hosts that take part, in order.
-        backend: "gloo" or "nccl".
-        program: The program that measures them, which has no order yet; it is closed.
-    """
+    """Measure the pairs that this host is the lower rank of, as plain data; close the program. On all `ranks`."""
     order = PairOrder(
         backend=backend,
         world_size=len(ranks),
@@ -368,12 +341,9 @@ def measure_links(
 
 
 def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[int]) -> GroupResult:
-    """Return one result from what each host told, each of its own pairs.
+    """Return one result from those that hosts told as plain data, by rank, each of its own pairs.
 
-    Args:
-        backend: The backend that measured them.
-        told: The `GroupResult` of each host as plain data, by the host's rank.
-        linked: The hosts' ranks, in the order of their ranks in the group.
+    The hosts in `linked` are in the order of their ranks in the group.
     """
     failures: dict[int, str] = {}
     pairs: list[PairResult] = []

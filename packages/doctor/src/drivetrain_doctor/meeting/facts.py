@@ -39,21 +39,16 @@ def own_name() -> str:
 
 
 def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> CheckVerdict:
-    """Name the hosts that differ from most in a version or a variable.
-
-    Args:
-        facts: The facts that each host told, by rank.
-        names: The name of each host, by rank.
-    """
+    """Name the hosts that differ from most in a version or a variable; facts and names are by rank."""
     findings: list[DoctorFinding] = []
     subjects = list(dict.fromkeys(subject for told in facts.values() for subject in told))
     for subject in subjects:
         values = {rank: told.get(subject, "none") for rank, told in sorted(facts.items())}
         if len(set(values.values())) > 1:
             findings.append(_difference(subject, values, names))
-    python = next(iter(facts.values())).get("python", "?") if facts else "?"
     summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
     if not findings:
+        python = next((told["python"] for told in facts.values() if "python" in told), "?")
         summary = f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})"
     return CheckVerdict(summary=summary, findings=tuple(findings))
 
@@ -63,20 +58,19 @@ def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str
     others = {rank: value for rank, value in values.items() if value != usual}
     shown = list_some((f"{value} on {names[rank]}" for rank, value in others.items()), most=_SHOWN)
     having = names[next(rank for rank in values if rank not in others)] if count == 1 else f"{count} hosts"
-    most = f"{usual} on {having}"
+    what = f"{subject} differs: {shown}, where it is {usual} on {having}"
     if subject.isupper():
         return warning(
-            f"{subject} differs: {shown}, where it is {most}",
+            what,
             why="NCCL then chooses differently on the hosts, and may hang",
             mend=f"set {subject} alike on all hosts, or nowhere",
         )
     minors = {value.rpartition(".")[0] for value in values.values()}
     is_grave = subject in _MUST_AGREE or (subject == "python" and len(minors) > 1)
+    place = f"a shared folder; pip install '{subject}=={usual}' there"
     return (error if is_grave else warning)(
-        f"{subject} differs: {shown}, where it is {most}",
+        what,
         why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
-        mend="one environment for all hosts: the same image, or a shared folder; pip install "
-        f"'{subject}=={usual}' there"
-        if subject not in ("python", "machine")
-        else "one environment for all hosts: the same image or partition",
+        mend="one environment for all hosts: the same image"
+        + (" or partition" if subject in ("python", "machine") else f", or {place}"),
     )

@@ -2,12 +2,12 @@
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error
+from drivetrain_doctor.doctor_finding import CheckVerdict, error
 
 Reached = Literal["yes", "refused", "no answer", "frozen", "no route"]
 # Host that connects, host that listens.
@@ -94,59 +94,48 @@ def judge_reach(
         )
         for rank in silent
     ]
-    bad: dict[Way, Reached] = {
-        way: reached for way, reached in ways.items() if reached != "yes" and way[1] not in silent
-    }
-    closed = _whole_hosts(ways, bad, silent, end=1)
-    mute = {rank for rank in _whole_hosts(ways, bad, silent, end=0) if rank not in closed}
-    findings += [_closed(rank, bad, names) for rank in sorted(closed)]
-    findings += [_mute(rank, names) for rank in sorted(mute)]
-    single: list[tuple[Way, Reached]] = [
-        (way, reached) for way, reached in sorted(bad.items()) if way[1] not in closed and way[0] not in mute
+    answered = {way: reached for way, reached in ways.items() if way[1] not in silent}
+    bad = {way: reached for way, reached in sorted(answered.items()) if reached != "yes"}
+    closed = _hosts_without_ways(answered, bad, end=1)
+    mute = [rank for rank in _hosts_without_ways(answered, bad, end=0) if rank not in closed]
+    for rank in closed:
+        how = next(reached for way, reached in bad.items() if way[1] == rank)
+        findings.append(
+            error(
+                f"no other host reaches {names[rank]} on a port that its system chose ({how})",
+                why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits "
+                "until its timeout",
+                mend=_open(names[rank]),
+            )
+        )
+    findings += [
+        error(
+            f"{names[rank]} reaches no other host, though others reach each other",
+            why="gloo and NCCL connect in both directions",
+            mend=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security group's rules",
+        )
+        for rank in mute
     ]
-    findings += [_single(way, reached, names) for way, reached in single[:_SHOWN]]
-    right = sum(reached == "yes" for reached in ways.values())
-    return CheckVerdict(
-        summary=f"{right} of {len(ways)} ways between hosts are open", findings=tuple(findings)
-    )
+    single = [(way, how) for way, how in bad.items() if way[1] not in closed and way[0] not in mute]
+    findings += [
+        error(
+            f"{names[one]} does not reach {names[other]} ({how})",
+            why="gloo and NCCL connect in both directions: the process group waits until its timeout",
+            mend=_open(names[other], source=names[one]),
+        )
+        for (one, other), how in single[:_SHOWN]
+    ]
+    num_open = sum(reached == "yes" for reached in ways.values())
+    summary = f"{num_open} of {len(ways)} ways between hosts are open"
+    return CheckVerdict(summary=summary, findings=tuple(findings))
 
 
-def _whole_hosts(
-    ways: Mapping[Way, Reached], bad: Mapping[Way, Reached], silent: tuple[int, ...], *, end: int
-) -> set[int]:
-    """Return hosts all of whose ways in (end 1) or out (end 0) are closed, of at least two, or of both directions."""
-    found: set[int] = set()
-    for host in {way[end] for way in bad}:
-        own = [way for way in ways if way[end] == host and way[1] not in silent]
-        if len(own) > 1 and all(way in bad for way in own):
-            found.add(host)
-    return found
-
-
-def _closed(rank: int, bad: Mapping[Way, Reached], names: Mapping[int, str]) -> DoctorFinding:
-    how = next(reached for way, reached in sorted(bad.items()) if way[1] == rank)
-    return error(
-        f"no other host reaches {names[rank]} on a port that its system chose ({how})",
-        why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits until its "
-        "timeout",
-        mend=_open(names[rank]),
-    )
-
-
-def _mute(rank: int, names: Mapping[int, str]) -> DoctorFinding:
-    return error(
-        f"{names[rank]} reaches no other host, though others reach each other",
-        why="gloo and NCCL connect in both directions",
-        mend=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security group's rules",
-    )
-
-
-def _single(way: Way, reached: Reached, names: Mapping[int, str]) -> DoctorFinding:
-    return error(
-        f"{names[way[0]]} does not reach {names[way[1]]} ({reached})",
-        why="gloo and NCCL connect in both directions: the process group waits until its timeout",
-        mend=_open(names[way[1]], source=names[way[0]]),
-    )
+def _hosts_without_ways(ways: Iterable[Way], bad: Container[Way], *, end: int) -> list[int]:
+    """Return hosts with at least two ways in (end 1) or out (end 0), all of which are closed."""
+    own_ways: dict[int, list[Way]] = {}
+    for way in ways:
+        own_ways.setdefault(way[end], []).append(way)
+    return sorted(host for host, own in own_ways.items() if len(own) > 1 and all(way in bad for way in own))
 
 
 def _open(host: str, source: str = "the other hosts") -> str:
