@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from drivetrain_lint.reading.documents import Document
@@ -41,19 +42,17 @@ def read_suppressions(document: Document) -> Suppressions:
     """Return what the comments of a file suppress."""
     by_line: dict[int, frozenset[str]] = {}
     whole_file: frozenset[str] | None = None
-    if "drivetrain:" not in document.text:
-        return Suppressions(by_line={}, whole_file=None)
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(document.text).readline))
-    except (tokenize.TokenError, SyntaxError):  # joined cells of a notebook may end in the middle of a line
-        tokens = []
-    for token in tokens:
-        found = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
-        if found is None:
-            continue
-        words = frozenset(word.strip() for word in (found["codes"] or "").split(",") if word.strip())
-        if found["whole"]:
-            whole_file = words if whole_file is None else whole_file | words
-        else:
-            by_line[token.start[0]] = words
+    lines = io.StringIO(document.text if "drivetrain:" in document.text else "").readline
+    with suppress(
+        tokenize.TokenError, SyntaxError
+    ):  # joined cells of a notebook may end in the middle of a line
+        for token in tokenize.generate_tokens(lines):
+            found = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
+            if found is None:
+                continue
+            words = frozenset(word.strip() for word in (found["codes"] or "").split(",") if word.strip())
+            if found["whole"]:
+                whole_file = words if whole_file is None else whole_file | words
+            else:
+                by_line[token.start[0]] = words
     return Suppressions(by_line=by_line, whole_file=whole_file)

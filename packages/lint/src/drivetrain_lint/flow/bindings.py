@@ -48,7 +48,8 @@ class Bindings:
         for scope in self.script.enclosing(node) if name else ():
             if found := self.in_scope(scope, name):
                 return found
-            if isinstance(scope, Function) and name in _parameters(scope):
+            parameters = ast.walk(scope.args) if isinstance(scope, Function) else ()
+            if any(isinstance(each, ast.arg) and each.arg == name for each in parameters):
                 return ()
         return ()
 
@@ -63,12 +64,6 @@ class Bindings:
             for each in self.of(node)
             if each.value is not None and (with_members or each.position is None)
         ]
-
-
-def _parameters(function: Function) -> list[str]:
-    arguments = function.args
-    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return [each.arg for each in [*listed, arguments.vararg, arguments.kwarg] if each is not None]
 
 
 def read_bindings(script: Script) -> Bindings:

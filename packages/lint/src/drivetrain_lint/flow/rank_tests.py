@@ -124,7 +124,10 @@ class RankTests:
             case ast.Call():
                 name = last_name(node.func)
                 if name == "range":
-                    return any(self.is_number(each) or self._counts_share(each, depth) for each in node.args)
+                    counted = [each.args[0] for each in node.args if isinstance(each, ast.Call) and each.args]
+                    return any(map(self.is_number, node.args)) or any(
+                        self.is_share(each, depth) for each in counted
+                    )
                 if name == "split_between_processes":
                     return not any(each.arg == "apply_padding" for each in node.keywords)
                 if name == "zip":
@@ -138,11 +141,6 @@ class RankTests:
                 return bool(values) and all(self.is_share(each, depth - 1) for each in values)
             case _:
                 return False
-
-    def _counts_share(self, node: ast.expr, depth: int) -> bool:
-        if not (isinstance(node, ast.Call) and written(node.func) == "len" and node.args):
-            return False
-        return self.is_share(node.args[0], depth)
 
     def _join(self, parts: Iterable[ast.expr], depth: int) -> RankSubset | None:
         found = {self.ranks(each, depth) for each in parts} - {None}

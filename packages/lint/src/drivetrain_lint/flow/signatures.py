@@ -10,7 +10,7 @@ from drivetrain_lint.flow.rank_tests import RankTests
 from drivetrain_lint.reading.imports import last_name
 from drivetrain_lint.reading.script import Function, own_nodes
 
-# Parts of the names by which scripts ask whether there are several processes.
+# Parts of the names by which scripts ask whether there are several processes, which all of them answer alike.
 _SEVERAL = ("distributed", "initialized", "is_available", "world_size", "num_processes", "is_dist", "ddp")
 
 Signature = tuple[object, ...]
@@ -79,7 +79,8 @@ class Signatures:
                     for side in (node.body, node.orelse)
                 )
                 head = self.of([node.test], within)
-                if (not first or not second) and _asks_for_several(node.test):
+                names = [last_name(each).lower() for each in ast.walk(node.test)]
+                if (not first or not second) and any(word in name for name in names for word in _SEVERAL):
                     return (*head, *first, *second)
                 return head + (first if first == second else (("if", first, second),))
             case ast.For() | ast.AsyncFor() | ast.While():
@@ -98,11 +99,6 @@ class Signatures:
                 return (*found, *self.sequences[function])
             case _:
                 return self.of(ast.iter_child_nodes(node), within)
-
-
-def _asks_for_several(test: ast.expr) -> bool:
-    """Return whether a test asks if there are several processes at all, which all of them answer alike."""
-    return any(word in last_name(node).lower() for node in ast.walk(test) for word in _SEVERAL)
 
 
 def _is_generator(function: Function) -> bool:

@@ -12,16 +12,7 @@ from drivetrain_lint.reading.notebooks import CellLine, read_notebook
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A file that cannot be checked.
-
-    Attributes:
-        path: The file, as shown to the user.
-        line: The line of the fault, from 1.
-        column: The column of the fault, from 1.
-        reason: The fault, as the end of a sentence.
-        source_line: The text of the line; empty if the file has no lines.
-        cell: The code cell of a notebook, from 1; None in a script.
-    """
+    """A file that cannot be checked, and the place of its fault; the reason ends a sentence about the file."""
 
     path: str
     line: int
@@ -33,15 +24,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A parsed file.
-
-    Attributes:
-        path: The file, as shown to the user.
-        text: The Python source; of a notebook, its code cells joined.
-        tree: The syntax tree of the text.
-        lines: The lines of the text.
-        cells: The cell and line of each line, for a notebook; None for a script.
-    """
+    """A parsed file; of a notebook, `text` is its code cells joined, and `cells` the cell and line of each line."""
 
     path: str
     text: str
@@ -58,15 +41,7 @@ class Document:
 
 
 def read_document(path: Path, *, shown: str) -> Document | Unreadable:
-    """Read and parse a script or a notebook.
-
-    Args:
-        path: The file to read.
-        shown: The path as the user knows it.
-
-    Returns:
-        The document, or the reason and line for which it cannot be parsed.
-    """
+    """Read and parse a script or a notebook, whose path the user knows as `shown`."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -87,13 +62,7 @@ def read_document(path: Path, *, shown: str) -> Document | Unreadable:
 def parse_document(
     text: str, *, shown: str, cells: tuple[CellLine, ...] | None = None
 ) -> Document | Unreadable:
-    """Parse Python source.
-
-    Args:
-        text: The Python source.
-        shown: The path as the user knows it.
-        cells: The cell and line of each line, for the text of a notebook.
-    """
+    """Parse Python source, or the joined cells of a notebook."""
     lines = tuple(text.splitlines())
     try:
         with warnings.catch_warnings():

@@ -21,12 +21,7 @@ class CellLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notebook:
-    """The code of a notebook.
-
-    Attributes:
-        text: The code cells, joined; magics and shell commands are replaced by `pass`.
-        lines: The cell and line of each line of the text.
-    """
+    """The code cells of a notebook, joined, with the cell and line of each line; magics are replaced by `pass`."""
 
     text: str
     lines: tuple[CellLine, ...]

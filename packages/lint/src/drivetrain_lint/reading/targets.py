@@ -1,5 +1,6 @@
 """The files that a command line names: scripts, notebooks, folders and modules."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -39,60 +40,52 @@ def find_targets(names: tuple[str, ...], *, base: Path) -> list[Target]:
     """
     found: dict[Path, Target] = {}
     for name in names:
-        for target in _of_name(name, base):
-            found.setdefault(target.path.resolve(), target)
+        for path, shown in _find_files(name, base):
+            found.setdefault(path.resolve(), Target(path=path, shown=shown.as_posix()))
     return list(found.values())
 
 
-def _of_name(name: str, base: Path) -> list[Target]:
+def _find_files(name: str, base: Path) -> Iterator[tuple[Path, Path]]:
+    """Iterate over the files that a name stands for, each with the path to show."""
     path = base / name
     if path.is_dir():
-        return [
-            Target(path=file, shown=_shown(Path(name) / file.relative_to(path))) for file in _in_folder(path)
-        ]
-    if path.exists():
+        yield from ((file, Path(name) / file.relative_to(path)) for file in _scripts_in(path))
+    elif path.exists():
         if path.is_file() and path.suffix not in SUFFIXES:
             raise LintArgumentError(
                 f"{name}: is no script; say a file ending in .py or .ipynb, a folder, or a module"
             )
-        return [Target(path=path, shown=_shown(Path(name)))]
-    module = _module_file(name, base)
-    if module is None:
-        raise LintArgumentError(
-            f"{name}: no such script, folder or module; paths start from {base}, and modules are looked for there "
-            "and where this Python finds its packages"
-        )
-    return [Target(path=file, shown=_shown(file)) for file in module]
+        yield path, Path(name)
+    else:
+        files = _module_files(name, base) if all(map(str.isidentifier, name.split("."))) else None
+        if files is None:
+            raise LintArgumentError(
+                f"{name}: no such script, folder or module; paths start from {base}, and modules are looked for "
+                "there and where this Python finds its packages"
+            )
+        yield from ((file, file) for file in files)
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    def wanted(file: Path) -> bool:
+def _scripts_in(folder: Path) -> list[Path]:
+    def is_wanted(file: Path) -> bool:
         inner = file.relative_to(folder).parts[:-1]
-        return not any(part in _SKIPPED or part.startswith(".") for part in inner)
+        return file.is_file() and not any(part in _SKIPPED or part.startswith(".") for part in inner)
 
-    files = [file for suffix in SUFFIXES for file in folder.rglob(f"*{suffix}") if file.is_file()]
-    return sorted(file for file in files if wanted(file))
+    return sorted(file for suffix in SUFFIXES for file in folder.rglob(f"*{suffix}") if is_wanted(file))
 
 
-def _module_file(name: str, base: Path) -> list[Path] | None:
+def _module_files(name: str, base: Path) -> list[Path] | None:
     """Return the files of a module, or of all modules of a package, without importing a parent of it."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        return None
-    places: list[str] | None = None
+    folders: list[str] | None = None
     spec = None
     for part in name.split("."):
-        spec = PathFinder.find_spec(part, places)
-        if spec is None and places is None:
+        spec = PathFinder.find_spec(part, folders)
+        if spec is None and folders is None:
             spec = PathFinder.find_spec(part, [str(base)])
         if spec is None:
             return None
-        places = list(spec.submodule_search_locations or [])
-    if places:
-        return [file for folder in places for file in _in_folder(Path(folder))]
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    return [Path(spec.origin)]
-
-
-def _shown(path: Path) -> str:
-    return path.as_posix()
+        folders = list(spec.submodule_search_locations or [])
+    if folders:
+        return [file for folder in folders for file in _scripts_in(Path(folder))]
+    origin = (spec.origin if spec else None) or ""
+    return [Path(origin)] if origin.endswith(".py") else None

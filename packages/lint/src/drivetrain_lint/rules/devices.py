@@ -60,8 +60,13 @@ def _place(call: VisitedCall) -> ast.AST | None:
     for keyword in call.node.keywords:
         if keyword.arg in ("device", "device_map") and (found := _device(keyword.value)):
             return found
-        if keyword.arg == "device_map" and _maps_all_to_one(keyword.value):
-            return keyword.value
+        match keyword.value:
+            # The whole model, whose name is empty, on a device that is written down.
+            case ast.Dict(keys=[ast.Constant(value="")], values=[value]) if keyword.arg == "device_map":
+                if _is_number(value) or _device(value):
+                    return keyword.value
+            case _:
+                pass
     return None
 
 
@@ -80,15 +85,6 @@ def _has_index(device: ast.Constant) -> bool:
 
 def _is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
-
-
-def _maps_all_to_one(node: ast.expr) -> bool:
-    """Return whether a device map places the whole model, whose name is empty, on a device that is written down."""
-    match node:
-        case ast.Dict(keys=[ast.Constant(value="")], values=[value]):
-            return _is_number(value) or _device(value) is not None
-        case _:
-            return False
 
 
 RULES = (

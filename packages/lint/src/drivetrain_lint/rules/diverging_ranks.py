@@ -12,7 +12,7 @@ _MOST_LINES = 5  # of further calls that a finding names
 _DEPARTURES = {"Return": "return", "Break": "break", "Continue": "continue"}
 
 
-def _visit(
+def _visit_partings(
     *kinds: Parting, departures: bool = True, branches: bool = True
 ) -> Callable[[Visitor], Iterator[Divergence]]:
     """Return a visit of the divergences of some kinds, by departures of ranks or by branches that they take."""
@@ -78,7 +78,7 @@ RULES = (
         why="The ranks that call it wait for the others, until the timeout ends the run.",
         mend="Call it on all ranks, before the test, and keep under the test only what one rank does with the "
         "result.",
-        visits=_visit(Parting.CONDITION, Parting.DECORATOR, departures=False),
+        visits=_visit_partings(Parting.CONDITION, Parting.DECORATOR, departures=False),
         check=_describe,
     ),
     Rule(
@@ -89,7 +89,9 @@ RULES = (
         why="The ranks that stay wait in it for those that left, until the timeout ends the run.",
         mend="Let all ranks decide alike: reduce or broadcast the decision, or use set_trigger() and "
         "check_trigger().",
-        visits=_visit(Parting.CONDITION, Parting.DECORATOR, Parting.LOOP, Parting.TURNS, branches=False),
+        visits=_visit_partings(
+            Parting.CONDITION, Parting.DECORATOR, Parting.LOOP, Parting.TURNS, branches=False
+        ),
         check=_describe,
     ),
     Rule(
@@ -101,7 +103,7 @@ RULES = (
         "one.",
         mend="Collect the results in a list and gather once after the loop, or pad the shares "
         "(split_between_processes(..., apply_padding=True)).",
-        visits=_visit(Parting.LOOP, departures=False),
+        visits=_visit_partings(Parting.LOOP, departures=False),
         check=_describe,
     ),
     Rule(
@@ -112,7 +114,7 @@ RULES = (
         why="An exception on one rank is not one on the others: they wait, or a later call meets the wrong one.",
         mend="Let the exception end the run, or tell all ranks of it first (set_trigger() and check_trigger()), and "
         "act on all of them.",
-        visits=_visit(Parting.HANDLER),
+        visits=_visit_partings(Parting.HANDLER),
         check=_describe,
     ),
     Rule(
@@ -122,7 +124,7 @@ RULES = (
         summary="A call that all ranks must make stands inside main_process_first().",
         why="The first rank waits in it for ranks that wait at the block's entry for the first one.",
         mend="Move it before or after the block.",
-        visits=_visit(Parting.TURNS, departures=False),
+        visits=_visit_partings(Parting.TURNS, departures=False),
         check=_describe,
     ),
     Rule(
@@ -133,7 +135,7 @@ RULES = (
         why="The loss of one rank's batch may be NaN while those of the others are not: they wait for this rank.",
         mend="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce before the test, "
         "or set_trigger() and check_trigger().",
-        visits=_visit(Parting.DATA),
+        visits=_visit_partings(Parting.DATA),
         check=_describe,
     ),
 )

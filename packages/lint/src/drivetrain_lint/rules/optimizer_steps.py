@@ -1,7 +1,7 @@
 """Backward and optimizer steps that miss what the Accelerator does: DT301 to DT304."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.program import Program
@@ -10,11 +10,9 @@ from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
-    Visitor,
     calls_in,
     is_optimizer,
     visit_calls,
-    visit_calls_after_prepare,
     visit_scopes,
 )
 
@@ -109,10 +107,10 @@ def _is_in_window(call: VisitedCall) -> bool:
 def _check_clearing(scope: VisitedScope) -> Iterator[Hit]:
     if {call.method for call in scope.calls} >= {"backward", "zero_grad", "step"}:
         for statements in scope.sequences():
-            yield from _check_sequence(scope.program, statements)
+            yield from _find_cleared(scope.program, statements)
 
 
-def _check_sequence(program: Program, statements: list[ast.stmt]) -> Iterator[Hit]:
+def _find_cleared(program: Program, statements: list[ast.stmt]) -> Iterator[Hit]:
     """Find backward, then zero_grad, then step of one optimizer, in statements that run one after the other."""
     backward_line = 0
     cleared: dict[str, ast.Call] = {}
@@ -139,16 +137,12 @@ def _check_sequence(program: Program, statements: list[ast.stmt]) -> Iterator[Hi
             )
 
 
-def _visit_calls_with_backward(visitor: Visitor) -> Sequence[VisitedCall]:
-    """Visit the calls of a script that trains prepared objects through the Accelerator."""
-    trains = any(visitor.program.script.method_calls("backward"))
-    return visit_calls_after_prepare(visitor) if trains else ()
-
-
 def _check_clipping(call: VisitedCall) -> Iterator[Hit]:
     if (
         call.last in _GRADIENT_CLIPS
         and call.name.startswith(("torch.nn.utils", "nn.utils"))
+        and call.program.preparations
+        and any(call.program.script.method_calls("backward"))
         and not call.is_chosen_against(call.last)
     ):
         yield Hit(
@@ -167,7 +161,7 @@ RULES = (
         why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain refuses the next "
         "step.",
         mend="Write accelerator.backward(loss).",
-        visits=visit_calls_after_prepare,
+        visits=visit_calls,
         check=_check_backward,
     ),
     Rule(
@@ -200,7 +194,7 @@ RULES = (
         why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a sharded model by "
         "another norm.",
         mend="Write accelerator.clip_grad_norm_(...).",
-        visits=_visit_calls_with_backward,
+        visits=visit_calls,
         check=_check_clipping,
     ),
 )

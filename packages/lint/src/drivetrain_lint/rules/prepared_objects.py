@@ -14,10 +14,8 @@ from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
-    Visitor,
     calls_in,
     visit_calls,
-    visit_program,
     visit_scopes,
 )
 
@@ -144,10 +142,6 @@ def _check_result(call: VisitedCall) -> Iterator[Hit]:
         )
 
 
-def _visit_preparations(visitor: Visitor) -> Sequence[Preparation]:
-    return visitor.program.preparations
-
-
 def _check_order(preparation: Preparation) -> Iterator[Hit]:
     arguments, results = preparation.arguments, preparation.results
     if not preparation.is_unpacked or "" in arguments:
@@ -221,7 +215,7 @@ RULES = (
         summary="The names that take the result of prepare() are not in the order of its arguments.",
         why="prepare returns the objects in the order given: the names hold each other's objects.",
         mend="Use the same order on both sides.",
-        visits=_visit_preparations,
+        visits=lambda visitor: visitor.program.preparations,
         check=_check_order,
     ),
     Rule(
@@ -231,7 +225,7 @@ RULES = (
         summary="`.module` is read from a prepared model.",
         why="On one process there is no wrapper, and FSDP2 has none either: the script fails there.",
         mend="Write accelerator.unwrap_model(model).",
-        visits=visit_program,
+        visits=lambda visitor: (visitor.program,),
         check=_check_wrapper,
     ),
 )

@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, Visitor, makers_of, visit_scopes
+from drivetrain_lint.rules.visitor import (
+    VisitedCall,
+    VisitedScope,
+    makers_of,
+    visit_calls,
+    visit_scopes,
+)
 
 _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max", "t_total"})
+_RANK_COUNTS = frozenset({"num_processes", "world_size"})
 # Schedules of other things than the learning rate.
 _OTHERS = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
 
@@ -90,22 +97,18 @@ def _is_schedule_step(call: VisitedCall) -> bool:
     return "sched" in last and not any(word in last for word in _OTHERS)
 
 
-def _visit_drivetrain_calls(visitor: Visitor) -> Sequence[VisitedCall]:
-    imported = visitor.program.script.imports.values()
-    return visitor.calls if any(name.partition(".")[0] == "drivetrain" for name in imported) else ()
-
-
 def _check_length(call: VisitedCall) -> Iterator[Hit]:
+    script = call.program.script
     for keyword in call.node.keywords:
-        if keyword.arg in _LENGTHS and any(map(_scales_by_ranks, ast.walk(keyword.value))):
+        scales = keyword.arg in _LENGTHS and any(
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div)
+            and not _RANK_COUNTS.isdisjoint((last_name(node.left), last_name(node.right)))
+            for node in ast.walk(keyword.value)
+        )
+        if scales and any(name.partition(".")[0] == "drivetrain" for name in script.imports.values()):
             what = f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length of a schedule by ranks"
             yield Hit(node=keyword.value, what=what)
-
-
-def _scales_by_ranks(node: ast.AST) -> bool:
-    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div)):
-        return False
-    return not {last_name(node.left), last_name(node.right)}.isdisjoint({"num_processes", "world_size"})
 
 
 RULES = (
@@ -127,7 +130,7 @@ RULES = (
         summary="The length of a schedule is multiplied or divided by the number of processes (drivetrain only).",
         why="drivetrain's schedules count optimizer steps, as many on any number of processes.",
         mend="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
-        visits=_visit_drivetrain_calls,
+        visits=visit_calls,
         check=_check_length,
     ),
 )

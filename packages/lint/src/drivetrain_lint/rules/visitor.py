@@ -118,19 +118,9 @@ def visit_calls(visitor: Visitor) -> Sequence[VisitedCall]:
     return visitor.calls
 
 
-def visit_calls_after_prepare(visitor: Visitor) -> Sequence[VisitedCall]:
-    """Visit all calls of a script that prepares its objects."""
-    return visitor.calls if visitor.program.preparations else ()
-
-
 def visit_scopes(visitor: Visitor) -> Sequence[VisitedScope]:
     """Visit the module and its functions."""
     return visitor.scopes
-
-
-def visit_program(visitor: Visitor) -> Sequence[Program]:
-    """Visit the script as a whole."""
-    return (visitor.program,)
 
 
 def is_optimizer(program: Program, node: ast.expr) -> bool:
