@@ -362,9 +362,8 @@ def test_a_loader_says_what_it_is() -> None:
 @pytest.mark.slow
 def test_workers_may_be_started_in_any_way(kind: str, context: str) -> None:
     def make() -> ShardedLoader[Any]:
-        data: Any = (
-            torch.arange(20) if kind == "map" else Standing(20)
-        )  # of a room that a new process can import
+        # Of a room that a new process can import.
+        data: Any = torch.arange(20) if kind == "map" else Standing(20)
         loader = DataLoader(
             data, batch_size=2, shuffle=kind == "map", num_workers=1, multiprocessing_context=context
         )

@@ -178,9 +178,8 @@ def test_of_ranks_that_share_a_shard_one_is_taken() -> None:
 
 
 def test_one_row_that_a_filter_left_of_a_padded_batch_is_no_number_for_the_batch() -> None:
-    padded = step_plan(
-        1, 2, 2, "pad", shard=0, is_last=True
-    )  # 2 samples held by each, of which 1 and 0 count
+    # 2 samples held by each, of which 1 and 0 count.
+    padded = step_plan(1, 2, 2, "pad", shard=0, is_last=True)
     number = trim(padded, torch.tensor([7.0, 8.0]), rows=torch.tensor([1, 1]))
     assert number.tolist() == [7.0]
     with pytest.raises(TrimError, match="rank 0 gave 1 rows"):

@@ -72,9 +72,8 @@ def test_a_dropped_tail_leaves_whole_steps(make_shards, read_together, count: in
 
 
 def test_a_batch_sampler_that_drops_its_tail_leaves_whole_steps(make_shards, read_together) -> None:
-    batches = BatchSampler(
-        SequentialSampler(Numbers(11)), 2, drop_last=True
-    )  # five, of which the last is left over
+    # Five, of which the last is left over.
+    batches = BatchSampler(SequentialSampler(Numbers(11)), 2, drop_last=True)
     read = read_together(make_shards(lambda: DataLoader(Numbers(11), batch_sampler=batches), 2))
     assert read.samples == list(range(8))
 

@@ -180,9 +180,8 @@ def test_recorded_operations_say_who_called_them_forward_and_backward() -> None:
     assert not linear.is_called_by("aten::")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Warning. Profiler clears events"
-)  # torch 2.11, at the first cycle already
+# Torch 2.11, at the first cycle already.
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_operations_are_not_recorded_beside_another_profiler_which_goes_on() -> None:
     with torch.profiler.profile() as other:
         with compat.record_operations() as events:

@@ -236,9 +236,8 @@ def test_copies_and_pickles_of_a_watched_model_are_not_watched() -> None:
         assert not watch.has_seen
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # torch 2.15 looks at each input's
+# Torch 2.15 looks at each input's.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_modules_are_listed_as_not_watched() -> None:
     model = Net()
     model.blocks[0].compile(backend="eager")

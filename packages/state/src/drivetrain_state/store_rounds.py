@@ -24,11 +24,8 @@ _LONGEST_PAUSE_SECONDS = 0.2  # thousands of ranks may wait at one store
 class StoreRounds:
     """A rank's client for the rounds under one prefix of a store. Not thread-safe.
 
-    Every method raises ConnectionError, or a `torch.distributed.DistError`, if the store is gone.
-
-    Args:
-        store: The store with the prefix, as `control_store` gives it: a connection that no other thread uses.
-        rank: The rank of this process.
+    The store, as `control_store` gives it, is a connection that no other thread uses. Every method raises
+    ConnectionError, or a `torch.distributed.DistError`, if the store is gone.
     """
 
     def __init__(self, store: Store, *, rank: int) -> None:

@@ -16,17 +16,11 @@ _EVERY_INTERFACE = ("::", "0.0.0.0")
 def host_store(
     address: str, port: int, *, timeout: timedelta, is_one_node: bool, multi_tenant: bool = False
 ) -> TCPStore:
-    """Return a store whose server runs in this process and listens on `address` alone.
+    """Return a store whose server runs in this process and listens on `address` alone; port 0 is any free one.
 
     It listens on every interface only if other nodes reach this one by a name or address that this machine does not
-    know as its own: an address that a router translates, or a host name that stands for loopback here.
-
-    Args:
-        address: The host name or address by which ranks or nodes find this machine.
-        port: The port; 0 for any free one.
-        timeout: The longest time of a wait at the store.
-        is_one_node: Whether all that connect are on this machine.
-        multi_tenant: Whether to share the server that this process may already have on the port.
+    know as its own: an address that a router translates, or a host name that stands for loopback here. A server that
+    this process may already have on the port is shared with `multi_tenant`.
     """
     listener = _listener(address, port, is_one_node=is_one_node)
     if listener is None:

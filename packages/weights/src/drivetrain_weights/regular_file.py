@@ -26,9 +26,8 @@ def open_regular(path: Path) -> int:
 
     A WeightFilesError names what else the path leads to.
     """
-    _check_mode(
-        path, os.stat(path).st_mode
-    )  # opening a device may do something, and a socket cannot be opened
+    # Opening a device may do something, and a socket cannot be opened.
+    _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
         _check_mode(path, os.fstat(file).st_mode)  # what is there now is what is read

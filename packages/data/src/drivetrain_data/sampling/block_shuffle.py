@@ -40,19 +40,11 @@ class InvertibleIndexFunction(IndexFunction, Protocol):
 
 
 class BlockOrder(ComputedOrder):
-    """An order that cycles through blocks of the data, each in its own order.
+    """An order that cycles through blocks of the data, each in its own order, in sequence or shuffled in each epoch.
 
     Position p is number p // num_blocks of block p % num_blocks, so that the samples read are a prefix of the order.
-    Blocks are contiguous and their sizes differ by at most one, unless `function` assigns their samples.
-
-    Args:
-        size: The number of samples in the dataset.
-        num_blocks: The number of blocks.
-        seed: The seed from which, with the epoch, every order is derived.
-        shuffled: Whether each block is read in a random order that changes with the epoch.
-        function: The user's function that assigns samples to shards, where each block belongs to one shard; None for
-            contiguous blocks. See `check_function` for its errors.
-        warns: Whether to warn if a resume makes shards leave their blocks; set it on one rank only.
+    Blocks are contiguous and their sizes differ by at most one, unless a user's function assigns their samples. One
+    rank alone `warns` if a resume makes shards leave their blocks.
     """
 
     def __init__(
@@ -177,10 +169,7 @@ def check_function(function: IndexFunction, size: int, num_shards: int) -> int:
     """Check that a function returns every sample once over all shards, and return a checksum of its values.
 
     Up to 2**20 samples, every position is checked; above, 2**16 positions, evenly spaced on each shard.
-
-    Raises:
-        IndexRangeError: The function returns an index that is not in the dataset.
-        ValueError: The function returns a sample twice, or a value that is not an integer.
+    IndexRangeError and ValueError name a sample that the dataset lacks, or that comes twice.
     """
     given = np.empty(0, dtype=np.int64)
     places: list[Positions] = []

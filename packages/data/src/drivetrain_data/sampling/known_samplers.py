@@ -22,13 +22,7 @@ from drivetrain_data.state.sampler_parts import parts_of
 
 
 def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> IndexOrder:
-    """Return the order that replaces a sampler: a computed order for known samplers, else what the sampler draws.
-
-    Args:
-        sampler: The user's sampler, with a length.
-        sharding: The division of the order, with the seed from which, with the epoch, the order is derived.
-        num_samples: The length of the dataset, which has all indices of the order; None if unknown.
-    """
+    """Return the order that replaces a sampler with a length: a computed one if it is known, else what it draws."""
     compute = _distributed if is_torchs_distributed(sampler) else _KNOWN.get(_name(type(sampler)))
     order = None if compute is None else compute(sampler, sharding.seed)
     if order is None:
@@ -40,13 +34,7 @@ def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> I
 
 
 def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> BlockOrder:
-    """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled.
-
-    Args:
-        sampler: The user's sampler, with a length; it returns every sample once.
-        sharding: The division of the order, with its blocks or the user's function that assigns samples to shards.
-        num_samples: The length of the dataset; None if unknown.
-    """
+    """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled."""
     order = order_of(sampler, sharding, num_samples)
     if isinstance(order, SequentialOrder):
         shuffled = False

@@ -16,11 +16,9 @@ from drivetrain_data.sampling.indices import checksum_of
 
 
 class Order(ABC):
-    """A base class of orders: the samples, or the batches, of every epoch.
+    """A base class of orders: the samples, or the batches, of every epoch, derived from a seed and the epoch.
 
-    Args:
-        name: The name and version of the order in a saved position; a different name means a different order.
-        seed: The seed from which, with the epoch, every order is derived; loading a state sets the saved seed.
+    The name, with a version, stands in saved positions. Loading a state sets the saved seed.
     """
 
     def __init__(self, name: str, *, seed: int) -> None:
@@ -56,15 +54,7 @@ class Order(ABC):
 
 
 class ComputedOrder(Order):
-    """A base class of orders whose sample at a position is computed.
-
-    Args:
-        name: The name and version of the order in a saved position.
-        size: The number of samples to choose from.
-        seed: The seed from which, with the epoch, every order is derived.
-        num_positions: The number of positions in every epoch; `size` by default.
-        built_from: A value that the samples depend on besides, compared with that of a saved position; None for none.
-    """
+    """A base class of orders whose sample at a position is computed, also from the value `built_from`."""
 
     def __init__(
         self,

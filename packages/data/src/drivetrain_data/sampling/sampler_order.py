@@ -35,13 +35,8 @@ class SamplerOrder(Order):
     """A base class of orders that a user's sampler draws.
 
     A sampler with a `state_dict` gets its state back. A sampler without one whose attributes change when it is read
-    is read again from its first epoch on. For any other, the seeds of its generators are the whole state.
-
-    Args:
-        sampler: The user's sampler or batch sampler.
-        seed: The seed from which, with the epoch, the generators that the sampler may use are seeded.
-        size: The number of samples in the dataset, to check indices against; None if unknown.
-        agree: A callback that checks that all ranks drew the same; None if only one rank draws.
+    is read again from its first epoch on. For any other, the seeds of its generators are the whole state. `agree`
+    checks that all ranks drew the same; None if only one rank draws.
     """
 
     kind: str  # begins the name in a saved position

@@ -67,14 +67,8 @@ class PermutationSampler(Sampler[int]):
 class StepSampler(ABC):
     """A base class of samplers that read for a shard and record a plan for each step.
 
-    Where the sharding reads for all, it yields the batches of all shards that have their own, in shard order.
-
-    Attributes:
-        stride: The number of positions of the order in a full step.
-        batch_size: The number of samples in a batch on each shard; None if the user or the dataset makes batches.
-        epoch: The epoch that the next iteration yields.
-        position: The position in the epoch at which the next iteration starts.
-        plans: A queue with the plan of each step of the newest iteration; the loader pops plans from the left.
+    Where the sharding reads for all, it yields the batches of all shards that have their own, in shard order. The
+    next iteration starts at `epoch` and `position`.
     """
 
     def __init__(self, order: Order, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:
@@ -84,7 +78,7 @@ class StepSampler(ABC):
         self.batch_size = batch_size
         self.epoch = 0
         self.position = 0
-        self.plans: deque[BatchPlan] = deque()
+        self.plans: deque[BatchPlan] = deque()  # of the newest iteration; the loader pops from the left
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator: each iteration must get its own queue before torch requests the first batch.

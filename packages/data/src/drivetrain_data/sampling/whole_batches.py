@@ -79,9 +79,8 @@ class WholeBatchSampler(StepSampler):
             if sharding.split:
                 count, (batch,) = sharding.shard.count, step
                 bounds = [balanced(len(batch), count, shard) for shard in range(count)]
-                held = [
-                    batch[begin:end] or batch[-1:] for begin, end in bounds
-                ]  # the last sample again for none
+                # The last sample again for none.
+                held = [batch[begin:end] or batch[-1:] for begin, end in bounds]
                 counts = [end - begin for begin, end in bounds]
             else:
                 held = distribute(step, first, sharding)

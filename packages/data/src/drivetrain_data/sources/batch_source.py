@@ -14,17 +14,11 @@ from drivetrain_data.state.torchdata_state import TorchdataStates, torchdata_kin
 
 
 class StepOrigin(NamedTuple):
-    """The origin of a step, which travels with it and comes back to the source once the loop has received the step.
+    """The origin of a step, which travels with it and comes back to the source once the loop has it."""
 
-    Attributes:
-        worker: The index of the worker that read the step; 0 without workers.
-        snapshot: The state of the worker's dataset after the step; None if none was taken.
-        state: The state of torchdata's loader after the step, where it reads.
-    """
-
-    worker: int
-    snapshot: Any = None
-    state: dict[str, Any] | None = None
+    worker: int  # 0 without workers
+    snapshot: Any = None  # the state of the worker's dataset after the step, if one was taken
+    state: dict[str, Any] | None = None  # of torchdata's loader after the step, where it reads
 
 
 # A step's plan, this rank's batch, and an origin if a resume needs more than the position. Where one rank reads for
@@ -41,15 +35,8 @@ class BatchSource(ABC):
     2. `note_received` follows each step that has an origin, once the loop has received the step.
     3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
 
-    Args:
-        loader: The user's loader.
-        sharding: The division of the data.
-        stride: The distance that a full step moves the position.
-        batch_size: The number of samples in a batch on each shard; None if the user's batches are distributed whole.
-
-    Attributes:
-        signatures: The signatures of some samples of the first two steps read; empty if they were not asked for.
-        states: The states of the user's loader where it is torchdata's StatefulDataLoader; None for other loaders.
+    A full step moves the position by `stride`. The batch size is that on each shard; None if the user's batches are
+    distributed whole.
     """
 
     reads_forwards = True  # whether only a loop can read the data, from its beginning on
@@ -61,8 +48,8 @@ class BatchSource(ABC):
         self.stride = stride
         self.batch_size = batch_size
         self._seed = sharding.seed
-        self.signatures: dict[Place, Signature] = {}
-        is_torchdata = torchdata_kind(loader) is not None
+        self.signatures: dict[Place, Signature] = {}  # of some samples of the first two steps, if asked for
+        is_torchdata = torchdata_kind(loader) is not None  # whose loader has states of its own
         self.states = TorchdataStates(loader.num_workers) if is_torchdata else None
 
     @property

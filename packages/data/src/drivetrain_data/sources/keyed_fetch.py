@@ -21,17 +21,11 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 
 class Fetch(NamedTuple):
-    """A request to the reader of a batch.
+    """A request to the reader of a batch, with the seed of what is drawn as it is read and collated."""
 
-    Attributes:
-        epoch: The seed of all epochs, and the number of this one.
-        seed: The seed of what is drawn while the batch is read and collated.
-        wanted: The indices of the batch, or a single one.
-    """
-
-    epoch: tuple[int, int]
+    epoch: tuple[int, int]  # the seed of all epochs, and the number of this one
     seed: int
-    wanted: Any
+    wanted: Any  # the indices of the batch, or a single one
 
 
 class FetchSampler(Sampler[Any]):
@@ -67,11 +61,8 @@ class FetchSampler(Sampler[Any]):
 class FetchedDataset(DatasetProxy, Dataset[Any]):
     """A proxy of a dataset that reads what a `FetchSampler` asks for.
 
-    Args:
-        dataset: The dataset to read.
-        listeners: The objects whose `set_epoch` is called in every process that reads an epoch.
-        seeds: Whether to seed the global generators for each batch.
-        epoch: The epoch that the listeners know already; None for none.
+    The `set_epoch` of listeners is called in every process that reads an epoch that they do not know yet. With
+    `seeds`, the global generators are seeded for each batch.
     """
 
     _drivetrain_seeds: bool

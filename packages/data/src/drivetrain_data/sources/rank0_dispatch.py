@@ -40,13 +40,8 @@ class _Read(NamedTuple):
 class Rank0Dispatch:
     """A stage after a source that hands every rank of a group its batches of what the first rank reads.
 
-    Every method is called on all ranks of the group.
-
-    Args:
-        group: The process group of the ranks that receive batches.
-        shard: The shard of this rank, which selects its batch of a step.
-        device: The device that the group communicates on, if it cannot communicate on the CPU.
-        read_ahead: Whether to start sending the next message before the loop gets the batches of the current one.
+    Every method is called on all ranks of the group. It communicates on `device` if it cannot on the CPU. With
+    `read_ahead`, the next message is under way before the loop gets the batches of the current one.
     """
 
     def __init__(

@@ -30,11 +30,7 @@ class CollatedStep(NamedTuple):
 class ShardCollate:
     """A collate function that splits a step's samples into one batch per shard and collates those that are read.
 
-    Args:
-        collate: The user's collate function; takes a list of samples, or one sample if `batch_size` is None.
-        batch_size: The number of samples in a batch on each shard; None for datasets that yield batches themselves.
-        sharding: The division of the samples; padding repeats the tail's own samples.
-        snapshotter: The taker of snapshots of the dataset's state.
+    The batch size is None for datasets that yield batches themselves. Padding repeats the tail's own samples.
     """
 
     def __init__(

@@ -25,12 +25,7 @@ def rebuild(
 ) -> DataLoader[Any]:
     """Return a loader of a dataset with a user's workers, pinning and other options, but for those given.
 
-    Args:
-        loader: The user's loader.
-        dataset: The dataset to read.
-        generator: The generator of the workers' seeds.
-        kind: The class to build; None for torchdata's of a loader of torchdata's, else torch's.
-        layout: The samplers, sizes of batches, and other options.
+    It is of `kind`; by default torchdata's for a loader of torchdata's, else torch's.
     """
     options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:

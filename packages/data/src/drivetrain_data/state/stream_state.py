@@ -34,18 +34,12 @@ class PositionedSnapshot(NamedTuple):
 
 @dataclass
 class ReadPosition:
-    """A position in an epoch that can only be read forwards, by one reader or several workers.
-
-    Attributes:
-        received: The number of samples, or batches, received from each worker so far.
-        snapshots: The last snapshot of each worker's reader, or None; what follows it is read again and dropped.
-        next_worker: The index of the worker whose turn it is.
-    """
+    """A position in an epoch that can only be read forwards, by one reader or several workers."""
 
     epoch: int
-    received: list[int]
-    snapshots: list[PositionedSnapshot | None]
-    next_worker: int = 0
+    received: list[int]  # from each worker so far: samples, or batches
+    snapshots: list[PositionedSnapshot | None]  # each worker's last; what follows is read again
+    next_worker: int = 0  # whose turn it is
 
     @classmethod
     def beginning(cls, epoch: int, num_workers: int = 1) -> "ReadPosition":
@@ -79,12 +73,7 @@ class ReadPosition:
     ) -> None:
         """Warn that a resume reads again, and drops, what lies between the last snapshots and a position.
 
-        Args:
-            position: The position, the number of samples or batches.
-            unit: The word for one of them.
-            of: The thing whose position it is.
-            reader: The thing that is read again.
-            left_out: The part that the reader's own state lacks; None if it is complete.
+        The message counts positions by `unit`, and says which part the reader's own state lacks, if any.
         """
         known = sum(it.received for it in self.snapshots if it is not None)
         if known < position:
@@ -128,13 +117,8 @@ class Snapshotter:
 class EpochReader:
     """A reader that starts a dataset's epochs, in this process or a worker: sets the epoch, the seeds and the start.
 
-    Args:
-        stream: The iterable dataset to read.
-        num_workers: The number of workers that read the dataset; 0 for this process.
-        stride: The number of samples that a worker reads at a time.
-        persistent: Whether workers persist across epochs; they can then start only at the beginning of an epoch.
-        trusted: Whether the dataset's state, if it has one, is complete.
-        listeners: The objects whose `set_epoch` is called in every process that reads an epoch.
+    Workers that persist across epochs can start only at the beginning of an epoch. The dataset's state is complete if
+    it is `trusted`. The `set_epoch` of listeners is called in every process that reads an epoch.
     """
 
     def __init__(

@@ -30,16 +30,11 @@ def torchdata_kind(loader: Any) -> Any:
 
 
 class TorchdataStates:
-    """The states of a StatefulDataLoader as a loop over it goes on.
-
-    Attributes:
-        received: The state behind the last batch that the loop has received; None if it has received none.
-        loaded: The state that the next loop begins from; None if it begins from a position alone.
-    """
+    """The states of a StatefulDataLoader as a loop over it goes on."""
 
     def __init__(self, num_workers: int) -> None:
-        self.received: dict[str, Any] | None = None
-        self.loaded: dict[str, Any] | None = None
+        self.received: dict[str, Any] | None = None  # behind the last batch that the loop has received
+        self.loaded: dict[str, Any] | None = None  # that the next loop begins from, if there is one
         self._num_workers = num_workers
         self._num_before = 0
 

@@ -37,8 +37,8 @@ class Channel(Protocol):
 
 
 def open_channel(group: dist.ProcessGroup, device: torch.device | None) -> Channel:
-    """Open shared memory if all ranks run on one Linux machine, else a scatter. Called on all ranks of the group.
+    """Open shared memory if all ranks run on one Linux machine, else a scatter on the CPU or, if it cannot, `device`.
 
-    The group communicates on `device` if it cannot communicate on the CPU.
+    Called on all ranks of the group.
     """
     return meet(group) or ScatterChannel(group, transport_device(group, device))

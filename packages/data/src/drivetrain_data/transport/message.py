@@ -94,11 +94,7 @@ def take_apart(note: Any, batch: Nested) -> SeparatedBatch:
 class Outgoing:
     """A message of steps that share a layout, ready to be written; `used` is its size in bytes.
 
-    Args:
-        steps: The steps to send.
-        tags: A number to send with each step.
-        loop: The number of the sender's loop that the steps belong to.
-        with_layout: Whether to include the layout, which the receiver does not have yet.
+    It has a tag for each step, the number of the sender's loop, and the layout if the receiver does not have it yet.
     """
 
     def __init__(

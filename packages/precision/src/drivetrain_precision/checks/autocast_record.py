@@ -119,9 +119,8 @@ def _computes(name: str, made: Tensor, args: tuple[Any, ...]) -> bool:
     given = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
     if name in ("get", "set", *_CASTS) or not given:
         return False
-    if type(made) is not Tensor or any(
-        type(one) not in (Tensor, nn.Parameter) for one in given
-    ):  # a subclass may have no storage to compare
+    # A subclass may have no storage to compare.
+    if type(made) is not Tensor or any(type(one) not in (Tensor, nn.Parameter) for one in given):
         return True
     start = made.untyped_storage().data_ptr()
     return start == 0 or all(one is made or one.untyped_storage().data_ptr() != start for one in given)

@@ -45,12 +45,8 @@ def plan_conversion(
 ) -> tuple[LayerDecision, ...]:
     """Decide for each module with parameters of its own, in the order of the model.
 
-    Args:
-        model: The model whose layers are decided on.
-        recipe: The recipe or scheme, which refuses layers that it cannot convert.
-        layers: The layers to convert; a PrecisionError names a pattern that matches no linear layer.
-        kept: Modules that stay as they are, each with the reason.
-        known: Names of linear layers of further models, which a pattern may match in place of this model's.
+    Modules that are kept stay as they are, each with its reason. A pattern of the filter may match in the `known`
+    layers of further models; a PrecisionError names one that matches no linear layer.
     """
     modules = dict(model.named_modules())  # a shared one once, under its first name
     linear = linear_names(model)

@@ -12,13 +12,8 @@ Change = Callable[[nn.Module], nn.Module]
 def change_layers(model: nn.Module, names: Iterable[str], change: Change, undo: Change) -> None:
     """Change layers of a model, and put each result into every place of the model that holds the layer.
 
-    If a change fails, or the user interrupts, the model is left as it was, with the layers that it had.
-
-    Args:
-        model: The model to change; PrecisionError if it is itself to be exchanged for another module.
-        names: The names of the layers.
-        change: A function that returns the changed layer: the same module if it changes it in place.
-        undo: A function that gives a layer that was changed in place back what it was.
+    If a change fails, or the user interrupts, `undo` gives changed layers back what they were, and the model is left
+    as it was. A PrecisionError says that the model is itself to be exchanged.
     """
     changed: list[tuple[nn.Module, nn.Module]] = []
     try:

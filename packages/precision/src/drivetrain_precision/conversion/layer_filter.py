@@ -85,13 +85,7 @@ def check_layers(layers: object) -> None:
 
 
 def check_pattern(pattern: str, names: Collection[str], *, said: str) -> None:
-    """Raise PrecisionError if a pattern matches no layer, with a pattern that would or the nearest names.
-
-    Args:
-        pattern: The pattern to check.
-        names: The names of the linear layers of all models that it is for.
-        said: The argument or setting that gave it, for the message.
-    """
+    """Raise PrecisionError if a pattern, given as `said`, matches no layer; with what would, or is near."""
     if pattern == "*" or any(fnmatchcase(name, pattern) for name in names):
         return
     wider = (f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*", f"*{pattern}*")

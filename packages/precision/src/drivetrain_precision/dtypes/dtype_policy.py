@@ -52,12 +52,9 @@ class DtypePolicy:
 
 
 def choose_dtypes(mode: str, device: torch.device, settings: PrecisionSettings) -> DtypePolicy:
-    """Return the dtypes that the `precision` section asks for.
+    """Return the dtypes that the `precision` section asks for where models compute in "no", "fp16" or "bf16".
 
-    Args:
-        mode: The precision that models compute in: "no", "fp16" or "bf16".
-        device: The device that training runs on; PrecisionError if it cannot compute in `param_dtype`.
-        settings: The `precision` section; PrecisionError if two settings contradict each other.
+    A PrecisionError says which settings contradict each other, or that the device cannot compute in `param_dtype`.
     """
     param, update = settings.param_dtype, settings.weight_update
     if param == "bf16" and mode == "fp16":

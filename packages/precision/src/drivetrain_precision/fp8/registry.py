@@ -76,13 +76,7 @@ def as_recipe(given: object) -> Fp8Recipe:
 def choose_recipe(
     device: torch.device, settings: PrecisionSettings, given: Fp8Recipe | None = None
 ) -> RecipeChoice:
-    """Choose the recipe of a run.
-
-    Args:
-        device: The device that training runs on.
-        settings: The settings that name it, and the layers that it leaves out.
-        given: A recipe given in code, which comes before the settings; PrecisionError if they contradict it.
-    """
+    """Choose the recipe of a run: the one given in code, which the settings may not contradict, or theirs."""
     if given is not None:
         _check_agrees(given, settings)
     elif settings.fp8_recipe == "auto":

@@ -114,10 +114,7 @@ def fusion_refusal(norm: nn.Module, linear: nn.Linear) -> str | None:
 def to_te(module: nn.Module) -> nn.Module:
     """Return Transformer Engine's layer around the parameters of a plain one, which keeps them too.
 
-    Raises:
-        PrecisionError: There is none for this layer, as `te_refusal` says, or there is no CUDA device: the library
-            then makes no layer with products, on any device.
-        ImportError: Transformer Engine cannot be imported.
+    A PrecisionError refuses what `te_refusal` does, and any layer with products where there is no CUDA device.
     """
     if (reason := te_refusal(module)) is not None:
         raise PrecisionError(f"the {type(module).__name__} {reason}; leave it as it is")
@@ -128,10 +125,8 @@ def to_te(module: nn.Module) -> nn.Module:
 def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
     """Return Transformer Engine's layer that computes a norm too, around the parameters of a linear layer.
 
-    Args:
-        norm: The norm that `to_te` returned, over the last dimension, of `in_features` elements. It keeps its
-            parameters, which the new layer computes with, and hands on what it is given.
-        linear: The plain layer, the only reader of the norm's output; the caller knows that it is.
+    The linear layer is the only reader of the norm, which `to_te` returned. The norm keeps its parameters, which the
+    new layer computes with, and hands on what it is given.
     """
     if (reason := te_refusal(linear)) is not None:
         raise PrecisionError(f"the Linear {reason}; leave it as it is")
@@ -145,9 +140,8 @@ def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
 def from_te(module: nn.Module) -> nn.Module:
     """Return the plain layer around the parameters of Transformer Engine's; of a fused one, the linear layer.
 
-    Raises:
-        PrecisionError: The module is no such layer, or does what a plain one cannot, such as tensor parallelism, or a
-            norm whose weight is one less than the factor it multiplies with: no plain weight has the same bits.
+    A PrecisionError refuses what a plain layer cannot do, such as tensor parallelism, or a norm whose weight is one
+    less than the factor it multiplies with: no plain weight has the same bits.
     """
     kind = _kind_of(module)
     for name, value in kind.plain_values.items():

@@ -57,14 +57,10 @@ TE_RECIPES: Mapping[str, TERecipeKind] = {
 
 
 def te_recipe(name: str, **options: object) -> Any:
-    """Return a recipe object of Transformer Engine, for its `autocast`.
+    """Return a recipe object of Transformer Engine, "delayed", "current", "block", "mxfp8" or "nvfp4".
 
-    What is not given is Transformer Engine's default, which its own variables (NVTE_...) may change when it is
-    imported. A PrecisionError says which name or option is unknown, or what Transformer Engine refuses.
-
-    Args:
-        name: The recipe: "delayed", "current", "block", "mxfp8" or "nvfp4".
-        **options: Fields of the recipe's class; formats by name, such as fp8_format="hybrid".
+    Options are fields of its class; formats by name. What is not given is Transformer Engine's default, which its own
+    variables (NVTE_...) may change when it is imported. A PrecisionError says what is unknown or refused.
     """
     kind = te_recipe_kind(name)
     library = transformer_engine("common.recipe")

@@ -11,14 +11,9 @@ _PIECE = 1 << 17  # the elements that are rounded at a time on the CPU, with all
 
 @torch.no_grad()
 def round_stochastically(values: Tensor, generator: torch.Generator, *, out: Tensor | None = None) -> Tensor:
-    """Return fp32 values in bf16, rounded so that the mean over many roundings is the value.
+    """Return fp32 values in bf16, in `out` if given, rounded so that the mean over many roundings is the value.
 
-    Values that bf16 holds exactly, infinities and NaNs are unchanged.
-
-    Args:
-        values: The values, in fp32.
-        generator: The generator of the random numbers, on the device of the values.
-        out: A tensor in bf16 of the same shape that the result is written to; a new one if None.
+    Values that bf16 holds exactly, infinities and NaNs are unchanged. The generator is on the device of the values.
     """
     result = torch.empty_like(values, dtype=torch.bfloat16) if out is None else out
     if not values.is_contiguous() or not result.is_contiguous():

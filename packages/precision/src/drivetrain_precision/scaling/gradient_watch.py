@@ -53,12 +53,7 @@ class _Call:
 
 
 class GradientWatch:
-    """Hooks on all modules of some models, which count by layer on the device; see `watch_gradients`.
-
-    Args:
-        models: The models by a prefix of their layers' names.
-        underflow: Whether to count underflow; otherwise the watch only finds the first value that is not finite.
-    """
+    """Hooks on all modules of models, by a prefix of their names, that count on the device."""
 
     def __init__(self, models: Mapping[str, nn.Module], *, underflow: bool = True) -> None:
         self._layers, self._not_watched = watched_layers(models)

@@ -23,16 +23,9 @@ def on_all_ranks(
 ) -> list[Value]:
     """Run an action on every rank and return the results of all, in rank order. Called on all ranks.
 
-    Args:
-        context: The context of this process.
-        action: The action of this rank; its result is sent to the other ranks.
-        doing: The name of the action, for error messages.
-        gather: A function that gathers the outcomes of all ranks; None gathers them with the process group, which
-            only the main thread may use.
-
-    Raises:
-        Exception: The error that `action` raised on this rank.
-        OtherRankFailedError: `action` raised on another rank; the message holds that rank's error.
+    An error of this rank's action is raised here, and on the others an OtherRankFailedError that holds it and says
+    what the ranks were `doing`. Outcomes are gathered with the process group, which only the main thread may use,
+    unless `gather` is given.
     """
     result: Value | None = None
     failure: Exception | None = None

@@ -165,9 +165,8 @@ def _expression(frame: FrameType) -> str:
     if positions is None:
         return ""
     first, last, start, end = positions
-    if (
-        first is None or last is None or start is None or end is None
-    ):  # an interpreter with -X no_debug_ranges
+    # An interpreter with -X no_debug_ranges.
+    if first is None or last is None or start is None or end is None:
         return ""
     lines = [linecache.getline(frame.f_code.co_filename, line).encode() for line in range(first, last + 1)]
     lines[-1] = lines[-1][:end]  # columns are byte offsets
