@@ -9,16 +9,18 @@ def test_a_shard_is_one_of_several() -> None:
     assert Shard(1, 4) == Shard(index=1, count=4)
 
 
-@pytest.mark.parametrize("count", [0, -2])
-def test_no_shards_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"count={count}: data is divided among at least 1 shard"):
-        Shard(0, count)
-
-
-@pytest.mark.parametrize("index", [-1, 4])
-def test_an_index_out_of_range_is_refused(index: int) -> None:
-    with pytest.raises(ValueError, match=rf"index={index}: with count=4 the shards are 0 to 3"):
-        Shard(index, 4)
+@pytest.mark.parametrize(
+    ("index", "count", "message"),
+    [
+        (0, 0, "count=0: data is divided among at least 1 shard"),
+        (0, -2, "count=-2: data is divided among at least 1 shard"),
+        (-1, 4, "index=-1: with count=4 the shards are 0 to 3"),
+        (4, 4, "index=4: with count=4 the shards are 0 to 3"),
+    ],
+)
+def test_a_shard_that_is_none_of_several_is_refused(index: int, count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shard(index, count)
 
 
 @pytest.mark.parametrize(("index", "count"), [(0, 2.0), ("0", 2), (True, 2), (0.5, 2), (None, 2)])

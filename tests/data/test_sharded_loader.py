@@ -61,21 +61,20 @@ def test_every_sample_comes_once_in_the_datasets_order(
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_dropped_tail_leaves_whole_steps(make_shards, read_together, count: int) -> None:
-    for options, arguments in [({"even": "drop"}, {}), ({}, {"drop_last": True})]:
-        shards = make_shards(
-            lambda arguments=arguments: DataLoader(Numbers(17), batch_size=3, **arguments), count, **options
-        )
-        read = read_together(shards)
-        assert read.samples == list(range(17 // (3 * count) * 3 * count))
-        assert len(read.plans) == len(shards[0])
-
-
-def test_a_batch_sampler_that_drops_its_tail_leaves_whole_steps(make_shards, read_together) -> None:
-    # Five, of which the last is left over.
-    batches = BatchSampler(SequentialSampler(Numbers(11)), 2, drop_last=True)
-    read = read_together(make_shards(lambda: DataLoader(Numbers(11), batch_sampler=batches), 2))
-    assert read.samples == list(range(8))
+@pytest.mark.parametrize(
+    ("even", "arguments"),
+    [
+        ("drop", lambda data: {"batch_size": 3}),
+        ("uneven", lambda data: {"batch_size": 3, "drop_last": True}),
+        ("uneven", lambda data: {"batch_sampler": BatchSampler(SequentialSampler(data), 3, drop_last=True)}),
+    ],
+)
+def test_a_dropped_tail_leaves_full_steps(make_shards, read_together, count: int, even, arguments) -> None:
+    data = Numbers(17)
+    shards = make_shards(lambda: DataLoader(data, **arguments(data)), count, even=even)
+    read = read_together(shards)
+    assert read.samples == list(range(17 // (3 * count) * 3 * count))
+    assert len(read.plans) == len(shards[0])
 
 
 def test_padding_comes_from_the_epochs_beginning(make_shards, read_together) -> None:
@@ -109,11 +108,6 @@ def test_split_batches_makes_the_loaders_batch_the_sum(make_shards, read_togethe
     read = read_together(shards)
     assert [sum(plan.real_counts) for plan in read.plans] == [8, 8, 5]
     assert read.samples == list(range(21))
-
-
-def test_a_batch_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_size=6 must be a multiple of the 4 shards"):
-        shard_loader(DataLoader(Numbers(9), batch_size=6), Shard(0, 4), split_batches=True)
 
 
 class Everything(Sampler[int]):
@@ -301,6 +295,9 @@ def test_an_index_that_the_dataset_does_not_have_is_refused() -> None:
     batches = DataLoader(Numbers(5), batch_sampler=[[0, 1], [2, -6]])
     with pytest.raises(IndexRangeError, match=r"gave index -6"):
         list(shard_loader(batches, Shard(0, 1)))
+    none = shard_loader(DataLoader(Numbers(3), batch_sampler=[0, 1, 2]), Shard(0, 1))
+    with pytest.raises(ValueError, match="gives lists of indices, and list gave 0; a sampler of single ind"):
+        next(iter(none))
 
 
 class TakesAll(Numbers):
@@ -352,14 +349,6 @@ def test_indices_of_any_kind_and_keys_are_handed_on() -> None:
     assert next(iter(loader)).tolist() == [1, 3, 1, 0]
     keyed = shard_loader(DataLoader({"a": 5, "b": 6}, sampler=["b", "a"], batch_size=2), Shard(0, 1))
     assert next(iter(keyed)).tolist() == [6, 5]
-
-
-def test_batches_that_are_none_are_refused() -> None:
-    loader = shard_loader(DataLoader(Numbers(3), batch_sampler=[0, 1, 2]), Shard(0, 1))
-    with pytest.raises(
-        ValueError, match="gives lists of indices, and list gave 0; a sampler of single indices"
-    ):
-        next(iter(loader))
 
 
 class Subclass(DistributedSampler[int]):
@@ -415,13 +404,6 @@ def test_a_sampler_that_divides_in_its_own_way_is_refused(arguments, says: str) 
         shard_loader(loader, Shard(0, 2))
 
 
-def test_an_epoch_that_a_permutation_sampler_was_told_is_not_dropped() -> None:
-    sampler = PermutationSampler(9)
-    sampler.set_epoch(7)
-    with pytest.raises(ValueError, match=r"epoch=7: .*call set_epoch\(7\) of the sharded loader"):
-        shard_loader(DataLoader(Numbers(9), sampler=sampler), Shard(0, 1))
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -433,12 +415,6 @@ def test_an_epoch_that_a_permutation_sampler_was_told_is_not_dropped() -> None:
 def test_a_permutation_of_no_whole_numbers_is_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=f"{says}: must be a whole number, 0 or more"):
         PermutationSampler(**arguments)
-
-
-def test_what_cannot_be_split_and_padded_is_refused() -> None:
-    loader = DataLoader(Numbers(5), batch_sampler=[[0], [1, 2, 3], [4]])
-    with pytest.raises(ValueError, match=r"even='pad' with split_batches=True: batches of list"):
-        shard_loader(loader, Shard(0, 2), split_batches=True, even="pad")
 
 
 @pytest.mark.parametrize(
@@ -476,9 +452,7 @@ def test_samples_to_be_drawn_from_an_empty_dataset_are_refused(replacement: bool
     assert list(shard_loader(DataLoader(Numbers(0)), Shard(0, 2))) == []
 
 
-def test_nodes_must_be_counted_where_there_may_be_several() -> None:
-    with pytest.raises(ValueError, match="the number of nodes of the 4 shards is unknown; pass num_nodes="):
-        shard_loader(DataLoader(Numbers(8)), Shard(0, 4), strategy="node")
+def test_one_shard_or_one_node_reads_it_all_in_one_block() -> None:
     assert len(list(shard_loader(DataLoader(Numbers(8)), Shard(0, 1), strategy="node"))) == 8
     shard_loader(DataLoader(Numbers(8)), Shard(0, 4), strategy="node", num_nodes=1)
 
@@ -508,30 +482,58 @@ def test_what_is_no_loader_is_refused(thing: object) -> None:
         shard_loader(thing, Shard(0, 1))
 
 
-def test_a_sharded_loader_is_not_sharded_again() -> None:
-    sharded = shard_loader(DataLoader(Numbers(3)), Shard(0, 1))
-    with pytest.raises(ValueError, match="is sharded already"):
-        shard_loader(sharded, Shard(0, 1))
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
 
 
-def test_a_loader_out_of_order_is_refused() -> None:
-    with pytest.raises(ValueError, match="in_order=False"):
-        shard_loader(DataLoader(Numbers(3), in_order=False), Shard(0, 1))
+def told_epoch(epoch: int) -> PermutationSampler:
+    sampler = PermutationSampler(9)
+    sampler.set_epoch(epoch)
+    return sampler
 
 
-def test_dispatch_needs_a_group() -> None:
-    with pytest.raises(ValueError, match="dispatch=True: the ranks that share the data are needed"):
-        shard_loader(DataLoader(Numbers(3)), Shard(0, 2), dispatch=True)
-
-
-def test_single_items_cannot_be_split() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    for dataset in (Numbers(3), Stream()):
-        with pytest.raises(ValueError, match="with batch_size=None there are no batches to split"):
-            shard_loader(DataLoader(dataset, batch_size=None), Shard(0, 2), split_batches=True)
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (
+            lambda: DataLoader(Numbers(9), batch_size=6),
+            {"split_batches": True},
+            "batch_size=6 must be a mult",
+        ),
+        (
+            lambda: DataLoader(Numbers(5), batch_sampler=[[0], [1, 2, 3], [4]]),
+            {"split_batches": True, "even": "pad"},
+            "even='pad' with split_batches=True: batches of list",
+        ),
+        (
+            lambda: DataLoader(Numbers(3), batch_size=None),
+            {"split_batches": True},
+            "with batch_size=None there are no batches to split",
+        ),
+        (
+            lambda: DataLoader(Stream(), batch_size=None),
+            {"split_batches": True},
+            "with batch_size=None there are no batches to split",
+        ),
+        (
+            lambda: DataLoader(Numbers(9), sampler=told_epoch(7)),
+            {},
+            r"epoch=7: .*call set_epoch\(7\) of the sharded loader",
+        ),
+        (lambda: shard_loader(DataLoader(Numbers(3)), Shard(0, 1)), {}, "is sharded already"),
+        (lambda: DataLoader(Numbers(3), in_order=False), {}, "in_order=False"),
+        (lambda: DataLoader(Numbers(3)), {"dispatch": True}, "dispatch=True: the ranks that share the data"),
+        (
+            lambda: DataLoader(Numbers(8)),
+            {"strategy": "node"},
+            "the number of nodes of the 4 shards is unknown; pass num_nodes=",
+        ),
+    ],
+)
+def test_a_loader_that_does_not_fit_its_options_is_refused(loader, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard_loader(loader(), Shard(0, 4), **options)
 
 
 def test_defaults_are_those_of_the_settings() -> None:

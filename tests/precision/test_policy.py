@@ -17,20 +17,12 @@ CPU = torch.device("cpu")
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="an extra brings it")
 
 
-def test_fp32_needs_neither_autocast_nor_scaling() -> None:
-    policy = choose_policy("no", CPU)
-    assert (policy.mode, policy.autocast_dtype, policy.scaling) == ("no", None, None)
-
-
-def test_bf16_autocasts_without_scaling() -> None:
-    policy = choose_policy("bf16", CPU)
-    assert (policy.autocast_dtype, policy.scaling) == (torch.bfloat16, None)
-
-
-def test_fp16_scales_as_the_settings_say() -> None:
+@pytest.mark.parametrize(("mode", "dtype"), [("no", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_autocasts_and_fp16_alone_scales(mode: str, dtype: torch.dtype | None) -> None:
     settings = PrecisionSettings(initial_scale=4.0)
-    policy = choose_policy("fp16", CPU, settings)
-    assert (policy.autocast_dtype, policy.scaling) == (torch.float16, settings)
+    policy = choose_policy(mode, CPU, settings)
+    scaling = settings if mode == "fp16" else None
+    assert (policy.mode, policy.autocast_dtype, policy.scaling) == (mode, dtype, scaling)
 
 
 def test_every_mode_has_the_section_whose_limits_hold_without_a_loss_scale_too() -> None:
@@ -46,21 +38,24 @@ def test_auto_takes_the_best_native_mode_and_says_why() -> None:
     assert f"auto chose '{expected}'" in policy.reason
 
 
-def test_an_unknown_mode_lists_the_known_ones() -> None:
-    with pytest.raises(PrecisionError, match=r"mixed_precision='fp12': must be one of 'no', 'fp16'"):
-        choose_policy("fp12", CPU)
+@pytest.mark.parametrize(
+    ("mode", "kind", "message"),
+    [
+        ("fp12", "cpu", r"mixed_precision='fp12': must be one of 'no', 'fp16'"),
+        ("fp16", "xla", r"cannot compute in it .* it can do 'no', 'bf16'"),
+        ("fp16", "hpu", r"cannot compute in it .* it can do 'no', 'bf16'"),
+        ("bf16", "meta", "it can do 'no'"),
+    ],
+)
+def test_what_a_device_cannot_do_is_an_error_that_says_what_it_can(
+    mode: str, kind: str, message: str
+) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        choose_policy(mode, torch.device(kind))
 
 
-@pytest.mark.parametrize("kind", ["xla", "hpu"])
-def test_what_a_device_cannot_do_is_an_error_that_says_what_it_can(kind: str) -> None:
-    with pytest.raises(PrecisionError, match=r"cannot compute in it .* it can do 'no', 'bf16'"):
-        choose_policy("fp16", torch.device(kind))
-
-
-def test_a_device_of_an_unknown_kind_computes_in_fp32_alone() -> None:
+def test_a_device_of_an_unknown_kind_computes_in_fp32() -> None:
     assert choose_policy("auto", torch.device("meta")).mode == "no"
-    with pytest.raises(PrecisionError, match="it can do 'no'"):
-        choose_policy("bf16", torch.device("meta"))
 
 
 @needs_torchao

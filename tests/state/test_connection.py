@@ -52,19 +52,19 @@ def test_the_argument_wins_over_the_settings() -> None:
         assert context.settings.device == "cpu"
 
 
-def test_a_kind_that_is_not_here_is_an_error_with_the_way_out() -> None:
-    with pytest.raises(DeviceError, match=r"device='mlu': this machine has none.*'cpu' or 'auto'"):
-        connect(device="mlu")
-
-
-def test_a_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"device='gpu': .*'cpu', 'cuda'"):
-        connect(device="gpu")
-
-
-def test_an_index_that_is_no_number_is_refused() -> None:
-    with pytest.raises(DeviceError, match="device='cuda:first': say a kind"):
-        connect(device="cuda:first")
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("mlu", DeviceError, r"device='mlu': this machine has none.*'cpu' or 'auto'"),
+        ("gpu", ValueError, r"device='gpu': .*'cpu', 'cuda'"),
+        ("cuda:first", DeviceError, "device='cuda:first': say a kind"),
+    ],
+)
+def test_a_device_that_is_not_here_or_is_none_is_refused(
+    device: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        connect(device=device)
 
 
 def test_a_wrong_mesh_leaves_no_group_behind() -> None:
@@ -100,12 +100,20 @@ import sys, torch, torch.distributed as dist
 from drivetrain_state import *
 settings = StateSettings(device="cpu", watchdog=False, timeout_seconds=20)
 """
+SHOWS_ERROR = """
+try:
+    connect(settings)
+except ConnectError as error:
+    print(error)
+"""
+
+
+def script(body: str) -> str:
+    return SCRIPT + body
 
 
 def test_a_group_that_was_made_is_owned_shared_and_ended(run_ranks_script) -> None:
-    source = (
-        SCRIPT
-        + """
+    source = script("""
 first = connect(settings)
 second = connect(settings)
 assert first.owns_group and not second.owns_group and first.group is second.group
@@ -121,22 +129,18 @@ except ConnectError as error:
 else:
     raise AssertionError("a group that has ended was used")
 print(first.topology.rank, first.device)
-"""
-    )
+""")
     done = run_ranks_script(source)
     assert [(each.returncode, each.stdout) for each in done] == [(0, "0 cpu\n"), (0, "1 cpu\n")], done
 
 
 @pytest.mark.slow
 def test_a_group_that_nobody_closed_ends_with_the_process(run_ranks_script) -> None:
-    source = (
-        SCRIPT
-        + """
+    source = script("""
 import atexit
 atexit.register(lambda: print("group after the end:", dist.is_initialized()))  # the first registered runs last
 connect(settings)
-"""
-    )
+""")
     done = run_ranks_script(source, fresh=True)
     assert [(each.returncode, each.stdout) for each in done] == [(0, "group after the end: False\n")] * 2, (
         done
@@ -160,16 +164,13 @@ dist.destroy_process_group()
 
 
 def test_a_group_of_another_size_is_refused_naming_both(run_ranks_script) -> None:
-    source = (
-        SCRIPT
-        + """
+    source = script("""
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 try:
     connect(settings)
 except GroupMismatchError as error:
     print(error)
-"""
-    )
+""")
     for each in run_ranks_script(source):
         assert "has world size 1, but the launcher's variables say 2" in each.stdout, each
 
@@ -186,9 +187,7 @@ def test_a_group_without_a_backend_for_the_device_is_refused_naming_both() -> No
 
 
 def test_a_group_with_an_unusual_backend_is_adopted_with_one_warning(run_ranks_script) -> None:
-    source = (
-        SCRIPT
-        + """
+    source = script("""
 def gloo(store, rank, size, timeout):
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 dist.Backend.register_backend("own", gloo, devices=["cpu"])
@@ -196,8 +195,7 @@ dist.init_process_group("cpu:own")
 first, second = connect(settings), connect(settings)
 print(first.owns_group, reduce(second, torch.tensor(2.0)).item())
 dist.destroy_process_group()
-"""
-    )
+""")
     first, second = run_ranks_script(source)
     assert first.stdout == second.stdout == "False 4.0\n", (first, second)
     warning = "the process group that exists moves cpu tensors through own: for gloo, create it with"
@@ -210,15 +208,7 @@ def test_a_port_in_use_is_said(run_ranks_script) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        source = (
-            SCRIPT
-            + """
-try:
-    connect(settings)
-except ConnectError as error:
-    print(error)
-"""
-        )
+        source = script(SHOWS_ERROR)
         (first,) = run_ranks_script(
             source,
             num_processes=1,
@@ -261,9 +251,7 @@ print(during > before, not any(type(t).__module__.startswith("drivetrain") for t
 
 
 def test_a_child_of_a_rank_cannot_be_the_rank_too(run_ranks_script) -> None:
-    source = (
-        SCRIPT
-        + """
+    source = script("""
 import multiprocessing, os
 def child():
     try:
@@ -282,8 +270,7 @@ if __name__ == "__main__":
     else:
         child()
         os._exit(0)
-"""
-    )
+""")
     for rank, done in enumerate(run_ranks_script(source)):
         pid, worker, program = done.stdout.splitlines()
         says = f"inherited RANK={rank} and WORLD_SIZE=2 from process {pid}, which is that rank"

@@ -10,50 +10,37 @@ AXES = ("pipeline", "data", "shard", "context", "tensor")
 sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4))
 
 
-def test_nothing_said_is_data_parallel() -> None:
-    assert ParallelDims().plan(8) == MeshPlan(names=("data",), sizes=(8,))
+@pytest.mark.parametrize(
+    ("said", "world_size", "planned"),
+    [
+        ({}, 8, {"data": 8}),
+        ({"tensor": 2}, 8, {"data": 4, "tensor": 2}),
+        ({"shard": 8}, 8, {"shard": 8}),  # unsaid data of one stays out
+        ({"data": 2, "shard": -1}, 8, {"data": 2, "shard": 4}),
+        ({"shard": -1}, 1, {"shard": 1}),  # an axis that was said stands in the mesh with size one
+    ],
+)
+def test_what_is_not_said_is_what_is_left(
+    said: dict[str, int], world_size: int, planned: dict[str, int]
+) -> None:
+    expected = MeshPlan(names=tuple(planned), sizes=tuple(planned.values()))
+    assert ParallelDims(**said).plan(world_size) == expected
 
 
-def test_unsaid_data_takes_what_is_left() -> None:
-    assert ParallelDims(tensor=2).plan(8) == MeshPlan(names=("data", "tensor"), sizes=(4, 2))
-
-
-def test_unsaid_data_of_one_stays_out() -> None:
-    assert ParallelDims(shard=8).plan(8) == MeshPlan(names=("shard",), sizes=(8,))
-
-
-def test_minus_one_takes_what_is_left() -> None:
-    assert ParallelDims(data=2, shard=-1).plan(8) == MeshPlan(names=("data", "shard"), sizes=(2, 4))
-
-
-def test_an_axis_that_was_said_stands_in_the_mesh_with_size_one() -> None:
-    assert ParallelDims(shard=-1).plan(1) == MeshPlan(names=("shard",), sizes=(1,))
-
-
-def test_a_wrong_product_names_both() -> None:
-    with pytest.raises(ValueError, match="data=2 x tensor=3 makes 6, but there are world_size=8"):
-        ParallelDims(data=2, tensor=3).plan(8)
-
-
-def test_a_product_that_does_not_divide_names_both() -> None:
-    with pytest.raises(ValueError, match="tensor=3 makes 3, which does not divide world_size=8"):
-        ParallelDims(tensor=3).plan(8)
-
-
-def test_more_processes_wanted_than_there_are() -> None:
-    with pytest.raises(ValueError, match="tensor=4 makes 4, which does not divide world_size=2"):
-        ParallelDims(tensor=4).plan(2)
-
-
-@pytest.mark.parametrize("size", [0, -2])
-def test_a_size_below_one_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"^tensor={size}: "):
-        ParallelDims(tensor=size)
-
-
-def test_only_one_size_may_be_the_rest() -> None:
-    with pytest.raises(ValueError, match="data=-1 and shard=-1: only one"):
-        ParallelDims(data=-1, shard=-1)
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"data": 2, "tensor": 3}, "data=2 x tensor=3 makes 6, but there are world_size=8"),
+        ({"tensor": 3}, "tensor=3 makes 3, which does not divide world_size=8"),
+        ({"tensor": 16}, "tensor=16 makes 16, which does not divide world_size=8"),
+        ({"tensor": 0}, "^tensor=0: "),
+        ({"tensor": -2}, "^tensor=-2: "),
+        ({"data": -1, "shard": -1}, "data=-1 and shard=-1: only one"),
+    ],
+)
+def test_sizes_that_fit_no_world_are_refused(said: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelDims(**said).plan(8)
 
 
 @given(sizes, st.integers(1, 3))

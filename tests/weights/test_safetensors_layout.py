@@ -87,11 +87,6 @@ def test_a_header_is_read_in_the_order_of_the_file(tmp_path: Path) -> None:
         assert content[entry.start :][: entry.size_bytes] == bits(tensors[name])
 
 
-def test_what_the_format_has_no_name_for_is_known() -> None:
-    assert torch.bfloat16 in DTYPE_NAMES
-    assert torch.complex128 not in DTYPE_NAMES
-
-
 def test_the_header_is_one_that_the_library_accepts(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write(path, {f"layer.{index}": torch.full((index,), float(index)) for index in range(50)})

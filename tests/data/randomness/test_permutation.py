@@ -134,17 +134,15 @@ def test_key_parts_are_not_confused() -> None:
     assert len({hash_key(*key) for key in keys}) == len(keys)
 
 
-@pytest.mark.parametrize("size", [-1, 2**62 + 1])
-def test_a_size_out_of_range_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match="a permutation orders 0 to"):
-        Permutation(size)
-
-
-def test_a_position_out_of_range_is_refused() -> None:
-    with pytest.raises(IndexError, match="position 3 of a permutation of 3"):
-        Permutation(3, 0)[3]
-
-
-def test_a_negative_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="key part -1"):
-        Permutation(3, -1)
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Permutation(-1), ValueError, "a permutation orders 0 to"),
+        (lambda: Permutation(2**62 + 1), ValueError, "a permutation orders 0 to"),
+        (lambda: Permutation(3, 0)[3], IndexError, "position 3 of a permutation of 3"),
+        (lambda: Permutation(3, -1), ValueError, "key part -1"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

@@ -249,26 +249,27 @@ def test_a_linear_layer_that_does_more_than_a_plain_one_is_not_restored(
         from_te(te.Linear(32, 32, device="cpu", **options))
 
 
-def test_a_zero_centred_norm_is_not_restored() -> None:
-    with pytest.raises(PrecisionError, match="zero_centered_gamma=True"):
-        from_te(te.LayerNorm(32, device="cpu", zero_centered_gamma=True))
-
-
-def test_another_module_is_not_restored() -> None:
-    with pytest.raises(
-        PrecisionError, match="a Linear is none of Transformer Engine's Linear, LayerNorm, RMSNorm"
-    ):
-        from_te(nn.Linear(16, 16))
-
-
-def test_a_converted_layer_is_not_converted_again() -> None:
-    with pytest.raises(PrecisionError, match="is a TELinear, none of"):
-        to_te(to_te(nn.Linear(16, 16)))
-
-
-def test_a_linear_layer_that_cannot_be_converted_is_not_fused() -> None:
-    with pytest.raises(PrecisionError, match="the Linear holds "):
-        fuse(to_te(nn.LayerNorm(32)), nn.Linear(32, 32, dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: from_te(te.LayerNorm(32, device="cpu", zero_centered_gamma=True)),
+            "zero_centered_gamma=True",
+        ),
+        (
+            lambda: from_te(nn.Linear(16, 16)),
+            "a Linear is none of Transformer Engine's Linear, LayerNorm, RMSN",
+        ),
+        (lambda: to_te(to_te(nn.Linear(16, 16))), "is a TELinear, none of"),
+        (
+            lambda: fuse(to_te(nn.LayerNorm(32)), nn.Linear(32, 32, dtype=torch.float64)),
+            "the Linear holds ",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_is_neither_converted_nor_restored(call: Any, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        call()
 
 
 def test_a_forward_on_the_host_is_the_librarys_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,16 +264,15 @@ def test_gather_in_one_process_gives_the_shapes_of_many() -> None:
 @pytest.mark.parametrize(
     ("data", "path", "kind"),
     [
-        ({"a": {"b": ["text"]}}, r"data\['a'\]\['b'\]\[0\]", "str"),
-        ([torch.zeros(1), 3.0], r"data\[1\]", "float"),
-        (Output(logits=2), r"data\.logits", "int"),  # type: ignore[arg-type]
-        ("text", "data", "str"),
+        ({"a": {"b": ["text"]}}, r"data\['a'\]\['b'\]\[0\]", "of type str"),
+        ([torch.zeros(1), 3.0], r"data\[1\]", "of type float"),
+        (Output(logits=2), r"data\.logits", "of type int"),  # type: ignore[arg-type]
+        ("text", "data", "of type str"),
+        ({"x": torch.eye(2).to_sparse()}, r"data\['x'\]", "a sparse tensor"),
     ],
 )
 def test_what_is_no_tensor_is_named_with_its_path(data: object, path: str, kind: str) -> None:
-    with pytest.raises(
-        LeafError, match=f"{path} is of type {kind}: dense tensors are allowed.*gather_object"
-    ):
+    with pytest.raises(LeafError, match=f"{path} is {kind}: dense tensors are allowed.*gather_object"):
         gather(_alone(), data)
 
 
@@ -390,17 +389,13 @@ def _pad(dim: int, pad_first: bool) -> dict[str, object]:
     return {name: value.tolist() for name, value in padded.items()}
 
 
-def test_padding_fills_up_to_the_longest(run_ranks) -> None:
-    assert run_ranks(_pad, 0, False) == [
-        {"x": [[0, 0], [-1, -1]], "scalar": 0, "row": [1.0]},
-        {"x": [[1], [1]], "scalar": 1, "row": [1.0]},
-    ]
-
-
-def test_padding_may_go_first_and_along_any_dimension(run_ranks) -> None:
-    assert run_ranks(_pad, -1, True) == [
-        {"x": [[0, 0]], "scalar": 0, "row": [1.0]},
-        {"x": [[-1, 1], [-1, 1]], "scalar": 1, "row": [1.0]},
+@pytest.mark.parametrize(
+    ("dim", "first", "expected"),
+    [(0, False, ([[0, 0], [-1, -1]], [[1], [1]])), (-1, True, ([[0, 0]], [[-1, 1], [-1, 1]]))],
+)
+def test_padding_fills_up_to_the_longest_along_any_dimension(run_ranks, dim, first, expected) -> None:
+    assert run_ranks(_pad, dim, first) == [
+        {"x": x, "scalar": rank, "row": [1.0]} for rank, x in enumerate(expected)
     ]
 
 
@@ -454,9 +449,3 @@ def test_every_collective_marks_its_begin_and_end(run_ranks) -> None:
         "gather_object done 2",
         "broadcast_object done 2",
     ]
-
-
-def test_a_sparse_tensor_is_refused_with_its_path() -> None:
-    context = connect(StateSettings(device="cpu"))
-    with pytest.raises(LeafError, match=r"data\['x'\] is a sparse tensor: dense tensors are allowed"):
-        gather(context, {"x": torch.eye(2).to_sparse()})

@@ -80,6 +80,14 @@ meet("start")
 """
 
 
+def in_group(body: str) -> str:
+    return GROUP + body
+
+
+def at_store(body: str) -> str:
+    return STORE_ONLY + body
+
+
 def line_of(source: str, text: str) -> str:
     """`script.py:LINE` of the one line of a script that holds `text`."""
     (number,) = [number for number, line in enumerate(source.splitlines(), 1) if text in line]
@@ -94,9 +102,7 @@ def culprit_row(stderr: str) -> str:
 def test_a_rank_that_skips_a_gather_is_named_with_its_line(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        GROUP
-        + """
+    source = in_group("""
 other = dist.new_group()
 def evaluate():
     watch.mark("evaluate")
@@ -114,8 +120,7 @@ evaluate()
 helper.join()
 watch.mark("rescued")
 leave()
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path / "reports"), num_processes=3)
     said = ranks[0].stderr
     assert "likely culprit: rank 1: waits elsewhere than most" in said
@@ -166,9 +171,7 @@ leave()
 def test_a_rank_that_sleeps_in_its_dataset_is_named_and_the_run_goes_on(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        GROUP
-        + """
+    source = in_group("""
 class Text(torch.utils.data.Dataset):
     def __len__(self):
         return 4
@@ -181,8 +184,7 @@ for batch in torch.utils.data.DataLoader(Text()):
     step()
 time.sleep(1)
 leave()
-"""
-    )
+""")
     first, second = run_ranks_script(source, str(tmp_path))
     assert culprit_row(first.stderr).startswith(">  1 ")
     assert line_of(source, "# a slow disk") + " Text.__getitem__" in culprit_row(first.stderr)
@@ -196,9 +198,7 @@ leave()
 def test_silence_names_a_killed_rank_and_the_lowest_that_lives_reports(
     run_ranks_script: RunScript, tmp_path: Path, dead: int
 ) -> None:
-    source = (
-        STORE_ONLY
-        + f"""
+    source = at_store(f"""
 if rank == {dead}:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
@@ -209,8 +209,7 @@ watchdog.stop()
 shared.add("left", 1)
 while rank == size - 1 and shared.add("left", 0) < size - 1:
     time.sleep(0.05)
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path), num_processes=3)
     reporter = min({0, 1, 2} - {dead})
     said = ranks[reporter].stderr
@@ -224,16 +223,13 @@ while rank == size - 1 and shared.add("left", 0) < size - 1:
 def test_a_stopped_rank_is_named_and_a_stuck_process_ends_at_the_groups_timeout(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        STORE_ONLY
-        + """
+    source = at_store("""
 if rank == 1:
     stop_until_rank_0_has_ended()
 if rank == 0:
     time.sleep(60)  # not in a collective, yet held up by the same hang
 meet("epoch")
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path), num_processes=3, environment={"TEST_TIMEOUT": "10"})
     said = ranks[0].stderr
     assert "likely culprit: rank 1: no answer: it was killed or stopped" in said
@@ -251,17 +247,14 @@ meet("epoch")
 def test_a_stopped_host_of_the_store_does_not_silence_the_others(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        STORE_ONLY
-        + """
+    source = at_store("""
 if rank == 1:
     while not shared.add("epoch", 0):
         time.sleep(0.01)
     time.sleep(1)  # rank 0 has its answer too, and waits
     stop_until_rank_0_has_ended()
 meet("epoch")
-"""
-    )
+""")
     first, second = run_ranks_script(source, str(tmp_path), environment={"TEST_TIMEOUT": "10"})
     assert "likely culprit: whoever hosts the rendezvous store at 127.0.0.1:" in first.stderr.lower()
     assert "shared.wait(" in first.stderr
@@ -272,9 +265,7 @@ meet("epoch")
 def test_a_rank_that_finished_or_failed_early_is_not_taken_for_dead(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        STORE_ONLY
-        + """
+    source = at_store("""
 if rank == 0:
     sys.exit()
 if rank == 1:
@@ -283,8 +274,7 @@ try:
     meet("epoch", seconds=8)
 except dist.DistStoreError:
     pass
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path), num_processes=3)
     said = ranks[2].stderr
     assert "likely culprit: rank 1: ended by ValueError: a bad batch; rank 0: finished" in said
@@ -294,9 +284,7 @@ except dist.DistStoreError:
 
 @pytest.mark.slow
 def test_ranks_that_work_alone_for_long_are_let_be(run_ranks_script: RunScript, tmp_path: Path) -> None:
-    source = (
-        GROUP
-        + """
+    source = in_group("""
 def tokenize():
     end = time.monotonic() + 8
     while time.monotonic() < end:
@@ -305,8 +293,7 @@ tokenize()
 print("done")
 step()
 leave()
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path), environment={"TEST_TIMEOUT": "4"})
     assert "no rank is stuck waiting for another, so this may just be slow" in ranks[0].stderr
     assert "tokenize" in ranks[0].stderr
@@ -317,15 +304,12 @@ leave()
 def test_nothing_is_said_when_nothing_hangs_and_the_host_of_the_store_goes_first(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        GROUP
-        + """
+    source = in_group("""
 for _ in range(50):
     step()
 if rank == 1:
     time.sleep(2)  # rank 0 and its store are gone by now
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path / "reports"))
     assert [(rank.returncode, rank.stderr) for rank in ranks] == [(0, "")] * 2
     assert not any((tmp_path / "reports").iterdir())
@@ -335,9 +319,7 @@ if rank == 1:
 def test_two_watches_of_one_process_share_the_threads_and_either_is_progress(
     run_ranks_script: RunScript, tmp_path: Path
 ) -> None:
-    source = (
-        GROUP
-        + """
+    source = in_group("""
 import threading
 before = threading.active_count()
 again = connect(settings)
@@ -351,7 +333,6 @@ assert threading.active_count() == before
 dist.barrier()
 context.close()
 assert threading.active_count() == before - 2, threading.enumerate()
-"""
-    )
+""")
     ranks = run_ranks_script(source, str(tmp_path))
     assert [(rank.returncode, rank.stderr) for rank in ranks] == [(0, "")] * 2
