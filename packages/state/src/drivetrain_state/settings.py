@@ -3,61 +3,45 @@
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "xla"]
+
+
+def _setting(default: Any, text: str, *, needs: str | None = None) -> Any:
+    """Return a field with its help, and with what has to be set for it to count."""
+    return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSettings:
     """The `state` section: the device, the timeouts for other ranks, and the checks and watchdog on them."""
 
-    device: DeviceChoice = field(
-        default="auto",
-        metadata={
-            "help": "Kind of device to compute on; auto selects the accelerator of this machine, or the CPU "
-            "without one."
-        },
+    device: DeviceChoice = _setting(  # noqa: RUF009 it returns a field
+        "auto",
+        "Kind of device to compute on; auto selects the accelerator of this machine, or the CPU without one.",
     )
-    timeout_seconds: float = field(
-        default=600.0,
-        metadata={
-            "help": "Maximum seconds of a collective, and of the first connection of the ranks, before it "
-            "fails."
-        },
+    timeout_seconds: float = _setting(
+        600.0, "Maximum seconds of a collective, and of the first connection of the ranks, before it fails."
     )
-    watchdog: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether a thread of each rank watches for hangs and reports the rank that caused one."
-        },
+    watchdog: bool = _setting(
+        True, "Whether a thread of each rank watches for hangs and reports the rank that caused one."
     )
-    hang_timeout_seconds: float = field(
-        default=60.0,
-        metadata={
-            "needs": "watchdog",
-            "help": "Seconds without progress after which the watchdog asks every rank for its position.",
-        },
+    hang_timeout_seconds: float = _setting(
+        60.0,
+        "Seconds without progress after which the watchdog asks every rank for its position.",
+        needs="watchdog",
     )
-    hang_report_directory: Path | None = field(
-        default=None,
-        metadata={
-            "needs": "watchdog",
-            "help": "Folder for the stacks of all ranks at a hang; unset: the working directory.",
-        },
+    hang_report_directory: Path | None = _setting(  # noqa: RUF009 it returns a field
+        None, "Folder for the stacks of all ranks at a hang; unset: the working directory.", needs="watchdog"
     )
-    debug: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether ranks compare the arguments of each collective first, to raise an error instead "
-            "of hanging; slower."
-        },
+    debug: bool = _setting(
+        False,
+        "Whether ranks compare the arguments of each collective first, to raise an error instead of "
+        "hanging; slower.",
     )
-    deterministic: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to use deterministic kernels only; an operation without one raises an error."
-        },
+    deterministic: bool = _setting(
+        False, "Whether to use deterministic kernels only; an operation without one raises an error."
     )
 
     def __post_init__(self) -> None:

@@ -37,11 +37,6 @@ class NonFiniteValue:
     order: int
     ranks: tuple[int, ...] = ()
 
-    @property
-    def inputs_are_finite(self) -> bool:
-        """True if the module itself computed the value, as what came to it was finite."""
-        return self.where not in ("input", "output gradient")
-
     def __str__(self) -> str:
         """Return a clause that says what it is and where it comes from."""
         call = f", call {self.call}" if self.call > 1 else ""
