@@ -56,7 +56,8 @@ def autocast(
 ) -> torch.autocast | NoAutocast | RecordedAutocast:
     """Return the policy's autocast; in fp32, one that does nothing.
 
-    Called as torch.autocast, `autocast(device_type, dtype)`, it is that. All results are contexts and decorators.
+    Called as torch.autocast, `autocast(device_type, dtype)`, it is that. All results are contexts and decorators that
+    can be used again; only a recording one can be entered inside itself, as torch's own would then stay on.
 
     Args:
         policy: The policy from `choose_policy`; or a device type such as "cuda".
@@ -68,14 +69,6 @@ def autocast(
         record: Whether to record which operations run in fp32 and which in half precision. Recording looks at each
             call, and keeps torch.compile from fusing; use it for a step.
         model: The model, for the names of modules in the record.
-
-    Returns:
-        A context manager that is reusable. Only a recording one can be entered inside itself: torch's own would then
-        stay on, so nest two.
-
-    Raises:
-        TypeError: The arguments are neither a policy and a device, nor those of torch.autocast; or a model is given
-            without `record`.
     """
     if model is not None and not record:
         raise TypeError("model= names the modules of a record: pass record=True too, or leave it out")

@@ -86,18 +86,11 @@ class Context:
 
 
 def control_store(context: Context, prefix: str) -> Store | None:
-    """Return a separate connection to the ranks' rendezvous store; None for a single process.
+    """Return a separate connection to the ranks' rendezvous store, with a prefix; None for a single process.
 
     A background thread uses it in place of collectives, which belong to the main thread, as those of two threads
     could deadlock across ranks. The group's own store is locked while the main thread waits on it. Drop the
-    connection before the process ends.
-
-    Args:
-        context: The context of this process.
-        prefix: The prefix of the keys, the same on all ranks.
-
-    Raises:
-        ConnectError: If the process group does not exist or has been destroyed.
+    connection before the process ends. The prefix is the same on all ranks.
     """
     if context.topology.world_size == 1:
         return None

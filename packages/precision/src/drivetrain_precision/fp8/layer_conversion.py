@@ -105,10 +105,7 @@ def restore_model(
 ) -> tuple[str, ...]:
     """Give a model its plain layers back, in place, with equal weights, and return the names of those layers.
 
-    Args:
-        model: The model to restore.
-        recipe: The recipe that layers compute in, or its name.
-        kept: Modules that stay converted, such as those that another model shares.
+    Modules that are kept, such as those that another model shares, stay converted.
     """
     recipe = as_recipe(recipe)
     names = tuple(name for name, module in _converted(model, recipe) if module not in kept)

@@ -80,7 +80,15 @@ def choose_recipe(
     if given is not None:
         _check_agrees(given, settings)
     elif settings.fp8_recipe == "auto":
-        return _best(device, settings)
+        supports = _supports(device)
+        for name in _best_first(supports):
+            return RecipeChoice(
+                _with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}"
+            )
+        shown = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
+        return RecipeChoice(
+            None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'"
+        )
     recipe = given or _with_settings(load_recipe(settings.fp8_recipe), settings)
     support = recipe.support(device)
     if support.level != "none":
@@ -94,15 +102,6 @@ def choose_recipe(
         None,
         f"recipe {recipe.name!r}: {support.reason}; {nearest}; fp8_fallback='bf16' trains in bf16 instead",
     )
-
-
-def _best(device: torch.device, settings: PrecisionSettings) -> RecipeChoice:
-    """Choose the best recipe that a device can run."""
-    supports = _supports(device)
-    for name in _best_first(supports):
-        return RecipeChoice(_with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}")
-    shown = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
-    return RecipeChoice(None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'")
 
 
 def _supports(device: torch.device) -> dict[str, Support]:

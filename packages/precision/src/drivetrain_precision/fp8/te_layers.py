@@ -43,10 +43,6 @@ def _linear_arguments(layer: Any) -> dict[str, Any]:
     return {"in_features": layer.in_features, "out_features": layer.out_features, "bias": has_bias}
 
 
-def _norm_arguments(layer: Any) -> dict[str, Any]:
-    return {"normalized_shape": layer.weight.shape, "eps": layer.eps}
-
-
 _LINEAR = _Kind(
     plain=nn.Linear,
     arguments=_linear_arguments,
@@ -64,7 +60,7 @@ _LINEAR = _Kind(
 _NORMS = tuple(
     _Kind(
         plain=plain,
-        arguments=_norm_arguments,
+        arguments=lambda layer: {"normalized_shape": layer.weight.shape, "eps": layer.eps},
         dtype="dtype",
         needed=needed,
         plain_values={"zero_centered_gamma": False},

@@ -29,24 +29,16 @@ def cross_entropy(
 
     The result is that of `torch.nn.functional.cross_entropy(logits.float(), labels)`, without the copies of all
     logits in fp32 that it makes in forward and backward: chunks of tokens are converted one at a time. Where the
-    model's head can be left out, `chunked_cross_entropy` saves the logits as well. There are no gradients of
-    gradients.
+    model's head can be left out, `chunked_cross_entropy` saves the logits as well: options, result and errors are as
+    there.
 
     Args:
         logits: Shape (..., words): the words come last, also where torch's function has them second.
         labels: The word of each token, integers of shape (...). They are not shifted.
         ignore_index: The label of tokens without a loss.
-        reduction: "mean" over the tokens that are not ignored (nan where there are none, as in torch), "sum" or
-            "none".
+        reduction: "mean", "sum" or "none".
         label_smoothing: The share of the target that is spread over all words, from 0 to 1.
         chunk_tokens: The number of tokens of a chunk. By default as many as have 256 MiB of logits in fp32.
-
-    Returns:
-        The loss in fp32 (fp64 for logits in fp64), of shape (), or of the shape of `labels` for "none".
-
-    Raises:
-        TypeError: The labels are not integers, or the logits are sharded.
-        ValueError: Shapes do not fit, or a value is outside its range.
     """
     refuse_parts(logits, "logits", "for words split by tensor parallelism, use torch's loss_parallel")
     if logits.dim() < 1:

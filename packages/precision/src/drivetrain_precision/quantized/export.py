@@ -75,11 +75,8 @@ def export_quantized(model: nn.Module, folder: Path | str) -> Path:
 def load_quantized(model: nn.Module, folder: Path | str) -> None:
     """Load an export into a plain model, whose linear layers then hold torchao's tensors and compute with them.
 
-    Its parameters are frozen.
-
-    Args:
-        model: A model as it was built before `prepare_qat`; on the meta device it need not have memory.
-        folder: The folder that `export_quantized` wrote.
+    The model is as it was built before `prepare_qat`; on the meta device it need not have memory. Its parameters are
+    frozen.
 
     Raises:
         PrecisionError: Its layers round their weights in training or compute in fp8, a weight has another shape, or

@@ -17,15 +17,11 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """The loss scale of one training run.
+    """The loss scale of one training run, on the device of the gradients.
 
     A step is: `scale` the loss, run backward, `unscale` the gradients (once for each parameter group), check
     `overflowed`, step or skip, then `update` before scaling the first loss of the next accumulation window. The scale
     never falls below the settings' `min_scale`; `SkippedSteps` ends a run that overflows there.
-
-    Args:
-        device: The device of the gradients, which holds the scale.
-        settings: The settings of the scale; the defaults if None.
     """
 
     def __init__(self, device: torch.device, settings: PrecisionSettings | None = None) -> None:

@@ -19,16 +19,11 @@ _MOST_ROWS = 20  # of a logged table
 
 
 class SkippedSteps:
-    """The steps of some models that were skipped since the last one that was not.
+    """The steps of models that step together that were skipped since the last one that was not.
 
     The layer that overflows is found by hooks (`GradientWatch`). They are attached once two steps one after another
     were skipped, or the next skipped one would be an error: a step without trouble pays nothing for them. A run
     whose loss scale is at its floor from the start therefore has one more step before its error, with hooks.
-
-    Args:
-        models: The models that step together.
-        settings: The limits; the defaults if None.
-        scaler: The loss scale, for fp16.
 
     Attributes:
         num_skipped: The number of steps skipped one after another.
@@ -60,11 +55,8 @@ class SkippedSteps:
     def skipped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
         """Record a step that is skipped because a gradient is not finite. Called on all ranks.
 
-        With a `gather` of one rank alone it may be called on that rank only.
-
-        Args:
-            stepper: The optimizer that would have stepped, where several share the gradients.
-            gather: The gathering function, as for `GradientWatch.first_nonfinite`.
+        With a `gather` of one rank alone it may be called on that rank only. The stepper is the optimizer that would
+        have stepped, where several share the gradients.
 
         Raises:
             SkippedStepsError: The gradients overflow at the smallest loss scale, or in as many steps one after

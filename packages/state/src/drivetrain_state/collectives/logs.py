@@ -16,12 +16,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that logs on rank 0 only, unless a call says otherwise.
 
     Each call takes two more arguments: `main_process_only=False` logs on every rank; `in_order=True` logs on every
-    rank in rank order, and must be called on all ranks. These lines start with the rank.
-
-    Args:
-        logger: The logger that writes the lines.
-        context: The context with ranks and group; without one, each call reads them from the process group or the
-            launcher's environment.
+    rank in rank order, and must be called on all ranks. These lines start with the rank. Without a context, each call
+    reads the ranks from the process group or the launcher's environment.
     """
 
     prefix = "[rank {}] "  # begins each line that several ranks log
@@ -85,16 +81,13 @@ def get_logger(
 ) -> RankLogger:
     """Return the rank-aware logger `name`. It may be created before the ranks connect, as at import.
 
-    Adds no handler, and sets no level unless one is given: both are up to the program.
+    Adds no handler, and sets no level unless one is given, such as "INFO": both are up to the program.
 
     Args:
         name: The logger's name, as for `logging.getLogger`.
         context: The context with ranks and group. Without one, each call reads them from the process group, else
             from the launcher's environment, else assumes a single process.
-        log_level: The level to set, such as "INFO".
-
-    Raises:
-        TypeError: If `context` is not a `Context`.
+        log_level: The level to set.
     """
     if not isinstance(context, Context | None):  # pyright: ignore[reportUnnecessaryIsInstance] Accelerate's order
         raise TypeError(

@@ -175,9 +175,18 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
         _check_reducible(tensor.dtype, op)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
+
+    def reduce_bucket(bucket: Bucket) -> Iterator[Tensor]:
+        mine = pack(tensors, bucket)
+        staged = mine.to(_staging_dtype(mine.dtype, op))
+        real = torch.view_as_real(staged) if staged.is_complex() else staged
+        dist.all_reduce(real, _TORCH_OPS[op], group=context.group)
+        if op == "mean":
+            staged /= context.topology.world_size
+        return unpack(staged.to(mine.dtype), tensors, bucket)
+
     context.progress.mark(ProgressMark.REDUCE)
-    results = map_buckets(tensors, lambda bucket: _reduce_bucket(context, tensors, bucket, op))
-    reduced = rebuild(data, results)
+    reduced = rebuild(data, map_buckets(tensors, reduce_bucket))
     context.progress.mark(ProgressMark.REDUCE_DONE)
     return reduced
 
@@ -192,19 +201,6 @@ def _check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
         )
     if op in ("max", "min") and dtype.is_complex:
         raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce .abs() instead")
-
-
-def _reduce_bucket(
-    context: Context, tensors: Sequence[Tensor], bucket: Bucket, op: ReduceOp
-) -> Iterator[Tensor]:
-    mine = pack(tensors, bucket)
-    staged = mine.to(_staging_dtype(mine.dtype, op))
-    dist.all_reduce(
-        torch.view_as_real(staged) if staged.is_complex() else staged, _TORCH_OPS[op], group=context.group
-    )
-    if op == "mean":
-        staged /= context.topology.world_size
-    return unpack(staged.to(mine.dtype), tensors, bucket)
 
 
 def _staging_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
@@ -236,19 +232,16 @@ def broadcast(context: Context, data: Data, src: int = 0) -> Data:
     tensors = tensors_in(data)
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
+
+    def broadcast_bucket(bucket: Bucket) -> Iterator[Tensor]:
+        buffer = pack(tensors, bucket)
+        dist.broadcast(as_bytes(buffer), src=src, group=context.group)
+        return unpack(buffer, tensors, bucket)
+
     context.progress.mark(ProgressMark.BROADCAST)
-    results = map_buckets(tensors, lambda bucket: _broadcast_bucket(context, tensors, bucket, src))
-    received = rebuild(data, results)
+    received = rebuild(data, map_buckets(tensors, broadcast_bucket))
     context.progress.mark(ProgressMark.BROADCAST_DONE)
     return received
-
-
-def _broadcast_bucket(
-    context: Context, tensors: Sequence[Tensor], bucket: Bucket, src: int
-) -> Iterator[Tensor]:
-    buffer = pack(tensors, bucket)
-    dist.broadcast(as_bytes(buffer), src=src, group=context.group)
-    return unpack(buffer, tensors, bucket)
 
 
 @torch.no_grad()

@@ -38,8 +38,18 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
         raise plan
     whole = tensors_in(data) if is_source else None
     parts = tensors_in(plan)
-    results = map_buckets(parts, lambda bucket: _scatter_bucket(context, parts, whole, bucket, src))
-    received = rebuild(cast("Data", plan), results)
+
+    def scatter_bucket(bucket: Bucket) -> Iterator[Tensor]:
+        total = sum(parts[position].numel() for run in bucket for position in run)
+        mine = torch.empty(total, dtype=parts[bucket[0][0]].dtype, device=context.device)
+        rows = None
+        if whole is not None:
+            shares = [tensor.to(context.device).tensor_split(context.topology.world_size) for tensor in whole]
+            rows = [as_bytes(pack(of_rank, bucket)) for of_rank in zip(*shares, strict=True)]
+        dist.scatter(as_bytes(mine), rows, src=src, group=context.group)
+        return unpack(mine, parts, bucket)
+
+    received = rebuild(cast("Data", plan), map_buckets(parts, scatter_bucket))
     context.progress.mark(ProgressMark.SCATTER_DONE)
     return received
 
@@ -59,16 +69,3 @@ def _scatter_plan(data: Nested, world_size: int) -> Nested | Exception:
                 "ranks: its first size must be a multiple of it"
             )
     return rebuild(data, (tensor.to("meta").tensor_split(world_size)[0] for tensor in tensors))
-
-
-def _scatter_bucket(
-    context: Context, parts: list[Tensor], whole: list[Tensor] | None, bucket: Bucket, src: int
-) -> Iterator[Tensor]:
-    total = sum(parts[position].numel() for run in bucket for position in run)
-    mine = torch.empty(total, dtype=parts[bucket[0][0]].dtype, device=context.device)
-    rows = None
-    if whole is not None:
-        shares = [tensor.to(context.device).tensor_split(context.topology.world_size) for tensor in whole]
-        rows = [as_bytes(pack(of_rank, bucket)) for of_rank in zip(*shares, strict=True)]
-    dist.scatter(as_bytes(mine), rows, src=src, group=context.group)
-    return unpack(mine, parts, bucket)

@@ -126,31 +126,22 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
         random.setstate((int(of_python["version"]), tuple(of_python["words"].tolist()), of_python["gauss"]))
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
-    if "numpy" in state:
-        _load_numpy_state(state["numpy"])
-    if "accelerator" in state:
-        _load_accelerator_state(state["accelerator"])
-
-
-def _load_numpy_state(saved: Mapping[str, Any]) -> None:
-    numpy = _numpy()
-    if numpy is None:
+    numpy, accelerator = _numpy(), torch.accelerator.current_accelerator(check_available=True)
+    if "numpy" in state and numpy is None:
         logger.warning("the state holds NumPy's generator, but NumPy is not imported here: it is left out")
-        return
-    key = numpy.array(saved["key"].tolist(), dtype=numpy.uint32)
-    numpy.random.set_state(
-        (saved["bit_generator"], key, saved["position"], saved["has_gauss"], saved["gauss"])
-    )
-
-
-def _load_accelerator_state(saved: Mapping[str, Any]) -> None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    here = accelerator.type if accelerator is not None else "none"
-    if accelerator is None or here != saved["kind"]:
-        skipped = "the state holds the generator of %s, but the accelerator here is %s: it is left out"
-        logger.warning(skipped, saved["kind"], here)
-        return
-    torch.get_device_module(accelerator).set_rng_state(saved["state"].cpu())
+    elif "numpy" in state:
+        saved = state["numpy"]
+        key = numpy.array(saved["key"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state(
+            (saved["bit_generator"], key, saved["position"], saved["has_gauss"], saved["gauss"])
+        )
+    if "accelerator" in state:
+        saved, here = state["accelerator"], accelerator.type if accelerator is not None else "none"
+        if accelerator is not None and here == saved["kind"]:
+            torch.get_device_module(accelerator).set_rng_state(saved["state"].cpu())
+        else:
+            skipped = "the state holds the generator of %s, but the accelerator here is %s: it is left out"
+            logger.warning(skipped, saved["kind"], here)
 
 
 def synchronize_rng_states(

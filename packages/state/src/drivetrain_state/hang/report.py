@@ -160,20 +160,15 @@ def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
         groups: dict[str, list[int]] = {}
         for answer in waiting:
             groups.setdefault(of(answer), []).append(answer.rank)
-        if len(groups) > 1:
-            return [_minority(groups, differ, tie)]
+        if len(groups) == 1:
+            continue
+        (most, members), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+        shown = [f"{rank_names(ranks)} {what}" for what, ranks in [(most, members), *others][:_SHOWN_GROUPS]]
+        is_tie = len(others[0][1]) == len(members)
+        ranks = [rank for _, group in others for rank in group] + (members if is_tie else [])
+        reason = f"{tie if is_tie else differ} ({'; '.join(shown)})"
+        return [Suspect(ranks=tuple(sorted(ranks)), reason=reason)]
     return []
-
-
-def _minority(groups: Mapping[str, list[int]], differ: str, tie: str) -> Suspect:
-    """Return the ranks of all groups but the largest, or of all groups if two are as large, and what each does."""
-    (most, members), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
-    shown = "; ".join(
-        f"{rank_names(ranks)} {what}" for what, ranks in [(most, members), *others][:_SHOWN_GROUPS]
-    )
-    is_tie = len(others[0][1]) == len(members)
-    ranks = [rank for _, group in others for rank in group] + (members if is_tie else [])
-    return Suspect(ranks=tuple(sorted(ranks)), reason=f"{tie if is_tie else differ} ({shown})")
 
 
 def _row(rank: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> tuple[str, str, str]:
