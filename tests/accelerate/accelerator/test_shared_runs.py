@@ -19,7 +19,6 @@ from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs, InitProcessGroupKwargs
-from drivetrain_accelerate.plugins.megatron_plugin import MegatronLMPlugin
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
@@ -253,8 +252,8 @@ def test_ranks_keep_replicas_that_the_dimensions_say(run_ranks: Any) -> None:
     [
         ({"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)}, "tp_size=2"),
         (
-            {"megatron_lm_plugin": MegatronLMPlugin()},
-            r"^megatron_lm_plugin=MegatronLMPlugin\(...\): drivetrain has no Megatron backend yet; train by FSDP",
+            {"megatron_lm_plugin": object()},
+            "^megatron_lm_plugin=: drivetrain has no Megatron backend yet; train by FSDP",
         ),
         ({"parallelism_config": ParallelismConfig(tp_size=2)}, "splits matrices"),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 2, and there are 1 processes"),

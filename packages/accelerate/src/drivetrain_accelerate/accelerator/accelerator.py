@@ -21,7 +21,6 @@ from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
-from drivetrain_accelerate.plugins.megatron_plugin import INSTEAD
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
@@ -341,4 +340,7 @@ def _check_unsupported(torch_tp_plugin: TorchTensorParallelPlugin | None, megatr
     if torch_tp_plugin is not None:
         check_tensor_parallel(torch_tp_plugin)
     if megatron_lm_plugin is not None:
-        raise NotImplementedError(f"megatron_lm_plugin={type(megatron_lm_plugin).__name__}(...): {INSTEAD}")
+        raise NotImplementedError(
+            "megatron_lm_plugin=: drivetrain has no Megatron backend yet; train by FSDP "
+            "(FullyShardedDataParallelPlugin(fsdp_version=2)), which shards models of the same sizes"
+        )

@@ -10,8 +10,9 @@ class _Refusing(type):
 
     refusal: str
 
-    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise NotProvidedError(cls.refusal)
+    def __call__(cls, *_: Any, **given: Any) -> NoReturn:
+        named = f" (given: {', '.join(given)})" if given else ""
+        raise NotProvidedError(f"{cls.refusal}{named}")
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):  # what Python and inspect look for
