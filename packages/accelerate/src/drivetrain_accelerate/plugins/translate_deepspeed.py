@@ -1,48 +1,42 @@
 """The `deepspeed` section for a DeepSpeed plugin, and the loss scale that its configuration says."""
 
-from collections.abc import Mapping
 from copy import deepcopy
-from types import MappingProxyType
 from typing import Any
 
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
-from drivetrain_accelerate.plugins.translation import Fields, TranslationError, refusal
+from drivetrain_accelerate.plugins.translation import Fields, TranslationError
 
 DEEPSPEED_FIELDS = Fields(
-    translated=MappingProxyType(
-        {
-            "hf_ds_config": "deepspeed.config",
-            "gradient_accumulation_steps": "run.gradient_accumulation_steps",
-            "gradient_clipping": "deepspeed.config: gradient_clipping",
-            "zero_stage": "deepspeed.config: zero_optimization.stage",
-            "offload_optimizer_device": "deepspeed.config: zero_optimization.offload_optimizer",
-            "offload_param_device": "deepspeed.config: zero_optimization.offload_param",
-            "offload_optimizer_nvme_path": "deepspeed.config: zero_optimization.offload_optimizer",
-            "offload_param_nvme_path": "deepspeed.config: zero_optimization.offload_param",
-        }
-    ),
-    refused=frozenset({"enable_msamp"}),
-    without_effect=MappingProxyType(
-        {
-            "is_train_batch_min": "DeepSpeed's micro-batch size is for its own reports; windows are drivetrain's",
-            "zero3_init_flag": "read by the plugin's own zero3_init_context_manager and by transformers",
-            "zero3_save_16bit_model": "saves hold whole weights in every stage",
-            "transformer_moe_cls_names": "read by the plugin's own set_moe_leaf_modules",
-            "msamp_opt_level": "of enable_msamp alone, which is refused",
-        }
-    ),
+    owner="DeepSpeedPlugin",
+    translated={
+        "hf_ds_config": "deepspeed.config",
+        "gradient_accumulation_steps": "run.gradient_accumulation_steps",
+        "gradient_clipping": "deepspeed.config: gradient_clipping",
+        "zero_stage": "deepspeed.config: zero_optimization.stage",
+        "offload_optimizer_device": "deepspeed.config: zero_optimization.offload_optimizer",
+        "offload_param_device": "deepspeed.config: zero_optimization.offload_param",
+        "offload_optimizer_nvme_path": "deepspeed.config: zero_optimization.offload_optimizer",
+        "offload_param_nvme_path": "deepspeed.config: zero_optimization.offload_param",
+    },
+    refused={
+        "enable_msamp": (
+            "run.mixed_precision",
+            "MS-AMP is not trained with; say mixed_precision='fp8', which torchao or Transformer Engine compute",
+        )
+    },
+    without_effect={
+        "is_train_batch_min": "DeepSpeed's micro-batch size is for its own reports; windows are drivetrain's",
+        "zero3_init_flag": "read by the plugin's own zero3_init_context_manager and by transformers",
+        "zero3_save_16bit_model": "saves hold whole weights in every stage",
+        "transformer_moe_cls_names": "read by the plugin's own set_moe_leaf_modules",
+        "msamp_opt_level": "of enable_msamp alone, which is refused",
+    },
 )
-_OWNER = "DeepSpeedPlugin"
-_OFFLOADS = ("offload_optimizer", "offload_param")
-# Objects of the program here: `deepspeed_stand_ins` makes them.
-_OWN = ("optimizer", "scheduler")
-_SCALE = MappingProxyType(
-    {
-        "initial_scale_power": "initial_scale",
-        "loss_scale_window": "growth_interval",
-        "min_loss_scale": "min_scale",
-    }
-)
+_SCALE = {
+    "initial_scale_power": "initial_scale",
+    "loss_scale_window": "growth_interval",
+    "min_loss_scale": "min_scale",
+}
 # The scale falls at each overflow, not after several; a scale that is too high costs steps, and changes no result.
 _SCALE_WITHOUT_EFFECT = ("hysteresis", "consecutive_hysteresis")
 
@@ -50,32 +44,27 @@ _SCALE_WITHOUT_EFFECT = ("hysteresis", "consecutive_hysteresis")
 def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
     """Return the fields of the `deepspeed` section: the plugin's configuration, with what its fields add.
 
-    Values of "auto" stay: the run fills them. The loss scale is in `deepspeed_precision_sections`; the optimizer and
-    the schedule that a configuration describes are made by `deepspeed_stand_ins`, as objects of the program's.
+    Values of "auto" stay: the run fills them.
 
     Raises:
         TranslationError: A field contradicts the configuration, or cannot be honoured.
     """
     if plugin.enable_msamp or "msamp" in plugin.deepspeed_config:
-        raise refusal(
-            _OWNER,
-            "enable_msamp",
-            True,
-            "run.mixed_precision",
-            "MS-AMP is not trained with; say mixed_precision='fp8', which torchao or Transformer Engine compute",
-        )
+        raise DEEPSPEED_FIELDS.refusal("enable_msamp", True)
     config = deepcopy(plugin.deepspeed_config)
     zero = config.setdefault("zero_optimization", {})
     _agree(zero, "stage", "zero_stage", plugin.zero_stage)
-    for place in _OFFLOADS:
+    for place in ("offload_optimizer", "offload_param"):
         _add_offload(plugin, zero, place)
     if plugin.gradient_clipping not in (None, "auto"):
         _agree(config, "gradient_clipping", "gradient_clipping", plugin.gradient_clipping)
-    for name in _OWN:
+    for name in ("optimizer", "scheduler"):  # objects of the program, which `deepspeed_objects` makes
         config.pop(name, None)
     if config.get("steps_per_print") == float("inf"):
         del config["steps_per_print"]  # drivetrain's DeepSpeed prints nothing by itself
-    _without_scale(config)
+    # The loss scale is in `deepspeed_precision_sections`, and autocast casts.
+    for name in ("loss_scale", "auto_cast", *_SCALE, *_SCALE_WITHOUT_EFFECT):
+        config.get("fp16", {}).pop(name, None)
     return {"config": config}
 
 
@@ -113,13 +102,8 @@ def _add_offload(plugin: DeepSpeedPlugin, zero: dict[str, Any], place: str) -> N
         if _is_said(path) and device == "nvme":
             _agree(zero[place], "nvme_path", f"{place}_nvme_path", path)
     elif _is_said(path) and zero.get(place, {}).get("device") != "nvme":
-        raise refusal(
-            _OWNER,
-            f"{place}_nvme_path",
-            path,
-            f"deepspeed.{place}",
-            f"is for {place}_device='nvme'; say that, or leave it out",
-        )
+        instead = f"is for {place}_device='nvme'; say that, or leave it out"
+        raise DEEPSPEED_FIELDS.refusal(f"{place}_nvme_path", path, instead)
     if zero.get(place, {}).get("nvme_path", "") in (None, "none"):
         del zero[place]["nvme_path"]
 
@@ -134,18 +118,5 @@ def _agree(section: dict[str, Any], name: str, field: str, value: object) -> Non
     if given in (None, "auto", "none") or given == value:
         section[name] = value
         return
-    raise refusal(
-        _OWNER,
-        field,
-        value,
-        "deepspeed.config",
-        f"contradicts {name}={given!r} of the configuration; keep one of the two",
-    )
-
-
-def _without_scale(config: dict[str, Any]) -> None:
-    """Take out what `deepspeed_precision_sections` says, what has no effect, and casts that autocast does."""
-    fp16: Mapping[str, Any] = config.get("fp16", {})
-    gone = {"loss_scale", "auto_cast", *_SCALE, *_SCALE_WITHOUT_EFFECT}
-    if fp16:
-        config["fp16"] = {name: value for name, value in fp16.items() if name not in gone}
+    instead = f"contradicts {name}={given!r} of the configuration; keep one of the two"
+    raise DEEPSPEED_FIELDS.refusal(field, value, instead)

@@ -1,7 +1,6 @@
 """Drivetrain's recipes for the options of training in fp8."""
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from drivetrain_accelerate.plugins.fp8_recipes import (
@@ -10,61 +9,34 @@ from drivetrain_accelerate.plugins.fp8_recipes import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
-from drivetrain_accelerate.plugins.translation import Fields, TranslationError, refusal
+from drivetrain_accelerate.plugins.translation import Fields, TranslationError
 from drivetrain_precision import Fp8Recipe, LayerFilter, TorchaoRecipe, TransformerEngineRecipe
 
 AO_FIELDS = Fields(
-    translated=MappingProxyType(
-        {
-            "config": "TorchaoRecipe(scaling=, round_scales=, all_gather=)",
-            "module_filter_func": "LayerFilter(accept=)",
-            "enable_fsdp_float8_all_gather": "TorchaoRecipe(all_gather=)",
-        }
-    ),
-    refused=frozenset(),
-    without_effect=MappingProxyType(
-        {
-            "pad_inner_dim": "layers whose sizes are no multiple of 16 stay in bf16, as by Accelerate's own filter"
-        }
-    ),
+    owner="AORecipeKwargs",
+    translated={
+        "config": "TorchaoRecipe(scaling=, round_scales=, all_gather=)",
+        "module_filter_func": "LayerFilter(accept=)",
+        "enable_fsdp_float8_all_gather": "TorchaoRecipe(all_gather=)",
+    },
+    without_effect={
+        "pad_inner_dim": "layers whose sizes are no multiple of 16 stay in bf16, as by Accelerate's own filter"
+    },
 )
+_TE_OPTIONS = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "override_linear_precision")
 TE_FIELDS = Fields(
-    translated=MappingProxyType(
-        {
-            name: f"TransformerEngineRecipe(options={{{name!r}: ...}})"
-            for name in (
-                "margin",
-                "fp8_format",
-                "amax_history_len",
-                "amax_compute_algo",
-                "override_linear_precision",
-            )
-        }
-        | {"use_mxfp8_block_scaling": "TransformerEngineRecipe(scaling='mxfp8')"}
-    ),
-    refused=frozenset(),
-    without_effect=MappingProxyType(
-        {
-            "interval": "Transformer Engine computes scales in every step, and ignores it",
-            "use_autocast_during_eval": "evaluation computes in the same formats as training",
-        }
-    ),
-)
-MSAMP_FIELDS = Fields(
-    translated=MappingProxyType({}), refused=frozenset({"opt_level"}), without_effect=MappingProxyType({})
+    owner="TERecipeKwargs",
+    translated={name: f"TransformerEngineRecipe(options={{{name!r}: ...}})" for name in _TE_OPTIONS}
+    | {"use_mxfp8_block_scaling": "TransformerEngineRecipe(scaling='mxfp8')"},
+    without_effect={
+        "interval": "Transformer Engine computes scales in every step, and ignores it",
+        "use_autocast_during_eval": "evaluation computes in the same formats as training",
+    },
 )
 
 
 def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
-    """Refuse options of fp8 for a run in another precision, as Accelerate does.
-
-    Args:
-        handler: The options; None if the program gives none.
-        mixed_precision: The precision of the run.
-
-    Raises:
-        ValueError: The run does not compute in fp8.
-    """
+    """Refuse options of fp8, if a program gives any, for a run in another precision, as Accelerate does."""
     if handler is not None and mixed_precision != "fp8":
         raise ValueError(
             f"{type(handler).__name__} with mixed_precision={mixed_precision or 'no'!r}: options of fp8 have no "
@@ -85,19 +57,32 @@ def fp8_recipe(
         TranslationError: No recipe computes so.
     """
     if isinstance(handler, AORecipeKwargs):
-        return _torchao(handler, is_sharded=is_sharded)
-    is_msamp = handler.backend == "MSAMP" if isinstance(handler, FP8RecipeKwargs) else False
+        return _torchao_recipe(handler, is_sharded=is_sharded)
+    is_msamp = isinstance(handler, FP8RecipeKwargs) and handler.backend == "MSAMP"
     if is_msamp or not isinstance(handler, TERecipeKwargs):
         raise TranslationError(
             f"{type(handler).__name__}: MS-AMP (drivetrain: fp8 recipes) is not trained with, nor maintained; "
             "give AORecipeKwargs() or TERecipeKwargs()"
         )
-    return _transformer_engine(handler)
+    every = LayerFilter(skip_first=False, skip_last=False)
+    options: dict[str, object] = {"margin": handler.margin, "fp8_format": str(handler.fp8_format).lower()}
+    if handler.use_mxfp8_block_scaling:
+        return TransformerEngineRecipe(scaling="mxfp8", options=options, layers=every)
+    options["amax_history_len"] = handler.amax_history_len
+    options["amax_compute_algo"] = handler.amax_compute_algo
+    if any(handler.override_linear_precision or ()):
+        options["override_linear_precision"] = handler.override_linear_precision
+    return TransformerEngineRecipe(scaling="delayed", options=options, layers=every)
 
 
-def _torchao(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoRecipe:
+def _torchao_recipe(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoRecipe:
     from torchao.float8 import Float8LinearConfig
 
+    layers = LayerFilter()  # all but the first and the last, as by Accelerate's own filter
+    if (accepts := handler.module_filter_func) is not None:
+        layers = LayerFilter(
+            skip_first=False, skip_last=False, accept=lambda name, module: bool(accepts(module, name))
+        )
     config: Any = handler.config
     plain = replace(
         config,
@@ -109,39 +94,14 @@ def _torchao(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoRecipe:
     )
     for scaling in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         known: Any = Float8LinearConfig.from_recipe_name(scaling)
-        if plain != replace(known, round_scales_to_power_of_2=False):
-            continue
-        return TorchaoRecipe(
-            scaling=scaling,
-            round_scales=config.round_scales_to_power_of_2 and scaling == "tensorwise",
-            all_gather=is_sharded and config.enable_fsdp_float8_all_gather,
-            layers=_layers(handler),
-        )
-    raise refusal(
-        "AORecipeKwargs",
-        "config",
-        config,
-        "TorchaoRecipe(scaling=)",
-        "the recipes are those of Float8LinearConfig.from_recipe_name: tensorwise, rowwise and rowwise_with_gw_hp",
+        if plain == replace(known, round_scales_to_power_of_2=False):
+            return TorchaoRecipe(
+                scaling=scaling,
+                round_scales=config.round_scales_to_power_of_2 and scaling == "tensorwise",
+                all_gather=is_sharded and config.enable_fsdp_float8_all_gather,
+                layers=layers,
+            )
+    instead = (
+        "the recipes are Float8LinearConfig.from_recipe_name's: tensorwise, rowwise and rowwise_with_gw_hp"
     )
-
-
-def _layers(handler: AORecipeKwargs) -> LayerFilter:
-    function = handler.module_filter_func
-    if function is None:
-        return LayerFilter()  # all but the first and the last, as by Accelerate's own filter
-    return LayerFilter(
-        skip_first=False, skip_last=False, accept=lambda name, module: bool(function(module, name))
-    )
-
-
-def _transformer_engine(handler: TERecipeKwargs) -> TransformerEngineRecipe:
-    every = LayerFilter(skip_first=False, skip_last=False)
-    options: dict[str, object] = {"margin": handler.margin, "fp8_format": str(handler.fp8_format).lower()}
-    if handler.use_mxfp8_block_scaling:
-        return TransformerEngineRecipe(scaling="mxfp8", options=options, layers=every)
-    options["amax_history_len"] = handler.amax_history_len
-    options["amax_compute_algo"] = handler.amax_compute_algo
-    if any(handler.override_linear_precision or ()):
-        options["override_linear_precision"] = handler.override_linear_precision
-    return TransformerEngineRecipe(scaling="delayed", options=options, layers=every)
+    raise AO_FIELDS.refusal("config", config, instead, ours="TorchaoRecipe(scaling=)")

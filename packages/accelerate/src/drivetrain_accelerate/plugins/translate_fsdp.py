@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
 )
@@ -23,44 +20,55 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from drivetrain_accelerate.environment_variables import truth
 from drivetrain_accelerate.plugins.compat import either_policy, wrapped_classes
-from drivetrain_accelerate.plugins.environment_words import truth
 from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin, make_room
 from drivetrain_accelerate.plugins.fsdp_words import strategy_of
-from drivetrain_accelerate.plugins.translation import Fields, TranslationError, refusal
+from drivetrain_accelerate.plugins.translation import Fields, TranslationError
 
 FSDP_FIELDS = Fields(
-    translated=MappingProxyType(
-        {
-            "sharding_strategy": "fsdp.strategy",
-            "reshard_after_forward": "fsdp.strategy",
-            "auto_wrap_policy": "fsdp.wrap or fsdp.min_num_params",
-            "transformer_cls_names_to_wrap": "fsdp.wrap",
-            "min_num_params": "fsdp.min_num_params",
-            "cpu_offload": "fsdp.offload, fsdp.pin_memory",
-            "forward_prefetch": "fsdp.prefetch",
-            "activation_checkpointing": "fsdp.activation_checkpointing",
-            "mixed_precision_policy": "run.mixed_precision, precision.reduce_dtype, .buffer_dtype, .output_dtype",
-        }
-    ),
-    refused=frozenset(
-        {"ignored_modules", "param_init_fn", "activation_checkpointing_offload", "backward_prefetch"}
-    ),
-    without_effect=MappingProxyType(
-        {
-            "fsdp_version": "FSDP2 runs either version's options, with the same results",
-            "state_dict_type": "saves hold whole tensors by name, which load on any number of ranks",
-            "state_dict_config": "as state_dict_type",
-            "optim_state_dict_config": "as state_dict_type",
-            "limit_all_gathers": "FSDP2 always limits how much is gathered ahead",
-            "use_orig_params": "FSDP2 always keeps the model's own parameters",
-            "sync_module_states": "all ranks always start from rank 0's values",
-            "cpu_ram_efficient_loading": "transformers reads it while it loads; ranks with models on meta are filled "
-            "from rank 0 in any case",
-        }
-    ),
+    owner="FullyShardedDataParallelPlugin",
+    translated={
+        "sharding_strategy": "fsdp.strategy",
+        "reshard_after_forward": "fsdp.strategy",
+        "auto_wrap_policy": "fsdp.wrap or fsdp.min_num_params",
+        "transformer_cls_names_to_wrap": "fsdp.wrap",
+        "min_num_params": "fsdp.min_num_params",
+        "cpu_offload": "fsdp.offload, fsdp.pin_memory",
+        "forward_prefetch": "fsdp.prefetch",
+        "activation_checkpointing": "fsdp.activation_checkpointing",
+        "mixed_precision_policy": "run.mixed_precision, precision.reduce_dtype, .buffer_dtype, .output_dtype",
+    },
+    refused={
+        "ignored_modules": (
+            "backend fsdp",
+            "every parameter of a prepared model is sharded; leave these modules out of the model, or leave it out",
+        ),
+        "param_init_fn": (
+            "building()",
+            "models on meta get rank 0's values, or those of reset_parameters(); leave it out",
+        ),
+        "activation_checkpointing_offload": (
+            "fsdp.activation_checkpointing",
+            "activations are not offloaded; activation_checkpointing=True alone saves most",
+        ),
+        "backward_prefetch": (
+            "fsdp.prefetch",
+            "FSDP2 gathers the next block before this one's gradients are computed, or none; leave it out",
+        ),
+    },
+    without_effect={
+        "fsdp_version": "FSDP2 runs either version's options, with the same results",
+        "state_dict_type": "saves hold whole tensors by name, which load on any number of ranks",
+        "state_dict_config": "as state_dict_type",
+        "optim_state_dict_config": "as state_dict_type",
+        "limit_all_gathers": "FSDP2 always limits how much is gathered ahead",
+        "use_orig_params": "FSDP2 always keeps the model's own parameters",
+        "sync_module_states": "all ranks always start from rank 0's values",
+        "cpu_ram_efficient_loading": "transformers reads it while it loads; ranks with models on meta are filled "
+        "from rank 0 in any case",
+    },
 )
-_OWNER = "FullyShardedDataParallelPlugin"
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",
     ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
@@ -84,12 +92,25 @@ def fsdp_sections(
     Raises:
         TranslationError: A field cannot be honoured.
     """
-    _check(plugin)
-    section: dict[str, object] = {
-        "strategy": _strategy(plugin),
-        **_wrapping(plugin, models),
-        **_offload(plugin),
-    }
+    # Of a refused field, the values that mean nothing else than its default.
+    for name, allowed in (
+        ("backward_prefetch", (None, BackwardPrefetch.BACKWARD_PRE)),
+        ("ignored_modules", (None,)),
+        ("param_init_fn", (None, make_room)),
+        ("activation_checkpointing_offload", (None, False)),
+    ):
+        if (value := getattr(plugin, name)) not in allowed:
+            raise FSDP_FIELDS.refusal(name, value)
+    if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        instead = "saves hold whole tensors by name, never a rank's own layout; say FULL_STATE_DICT"
+        raise FSDP_FIELDS.refusal("state_dict_type", "LOCAL_STATE_DICT", instead, ours="checkpoint")
+    section: dict[str, object] = {"strategy": _strategy(plugin), **_wrapping(plugin, models)}
+    held = plugin.cpu_offload
+    section["offload"] = (
+        held.offload_params if isinstance(held, CPUOffload) else isinstance(held, CPUOffloadPolicy)
+    )
+    if isinstance(held, CPUOffloadPolicy) and not held.pin_memory:
+        section["pin_memory"] = False
     if plugin.forward_prefetch:
         section["prefetch"] = 1
     if truth(plugin.activation_checkpointing or False, of="activation_checkpointing"):
@@ -120,62 +141,20 @@ def fsdp_precision_sections(
         mixed_precision
     ]
     if policy.param_dtype not in (compute, torch.float32 if compute is None else compute):
-        raise refusal(
-            _OWNER,
-            "mixed_precision_policy",
-            policy,
-            "run.mixed_precision",
-            f"it computes in {policy.param_dtype}, the run in mixed_precision={mixed_precision!r}; make them equal",
-        )
-    _check_casts(policy)
+        instead = f"it computes in {policy.param_dtype}, the run in {mixed_precision=}; make them equal"
+        raise FSDP_FIELDS.refusal("mixed_precision_policy", policy, instead, ours="run.mixed_precision")
+    default = type(policy)()
+    for name in ("cast_forward_inputs", "keep_low_precision_grads", "cast_root_forward_inputs"):
+        if (given := getattr(policy, name, None)) != getattr(default, name, None):
+            raise TranslationError(
+                f"mixed_precision_policy: {name}={given} (drivetrain: backend fsdp): inputs are cast to the dtype "
+                "that a block computes in, and gradients are held in the parameters' own; leave it out"
+            )
     return {
         name: _NAMES[dtype]
         for name in ("reduce_dtype", "buffer_dtype", "output_dtype")
         if (dtype := getattr(policy, name, None)) is not None
     }
-
-
-def _check(plugin: FullyShardedDataParallelPlugin) -> None:
-    if plugin.backward_prefetch == BackwardPrefetch.BACKWARD_POST:
-        raise refusal(
-            _OWNER,
-            "backward_prefetch",
-            "BACKWARD_POST",
-            "fsdp.prefetch",
-            "FSDP2 gathers the next block before this one's gradients are computed, or none; leave it out",
-        )
-    if plugin.ignored_modules is not None:
-        raise refusal(
-            _OWNER,
-            "ignored_modules",
-            plugin.ignored_modules,
-            "backend fsdp",
-            "every parameter of a prepared model is sharded; leave these modules out of the model, or leave it out",
-        )
-    if plugin.param_init_fn not in (None, make_room):
-        raise refusal(
-            _OWNER,
-            "param_init_fn",
-            plugin.param_init_fn,
-            "building()",
-            "models on meta get rank 0's values, or those of reset_parameters(); leave it out",
-        )
-    if plugin.activation_checkpointing_offload:
-        raise refusal(
-            _OWNER,
-            "activation_checkpointing_offload",
-            True,
-            "fsdp.activation_checkpointing",
-            "activations are not offloaded; activation_checkpointing=True alone saves most",
-        )
-    if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
-        raise refusal(
-            _OWNER,
-            "state_dict_type",
-            "LOCAL_STATE_DICT",
-            "checkpoint",
-            "saves hold whole tensors by name, never a rank's own layout; say FULL_STATE_DICT",
-        )
 
 
 def _strategy(plugin: FullyShardedDataParallelPlugin) -> str:
@@ -188,22 +167,14 @@ def _strategy(plugin: FullyShardedDataParallelPlugin) -> str:
         strategy,
         ShardingStrategy.FULL_SHARD,  # what stands there if it is not said
     ):
-        raise refusal(
-            _OWNER,
-            "sharding_strategy",
-            older,
-            "fsdp.strategy",
-            f"contradicts reshard_after_forward={plugin.reshard_after_forward}; keep one of the two",
-        )
+        instead = f"contradicts reshard_after_forward={plugin.reshard_after_forward}; keep one of the two"
+        raise FSDP_FIELDS.refusal("sharding_strategy", older, instead)
     if strategy not in _STRATEGIES:
-        raise refusal(
-            _OWNER,
-            "sharding_strategy",
-            strategy.name.lstrip("_"),
-            "fsdp.strategy",
+        instead = (
             "nothing here shards within a node and keeps parameters gathered; HYBRID_SHARD lets them go, "
-            "SHARD_GRAD_OP shards over all ranks",
+            "SHARD_GRAD_OP shards over all ranks"
         )
+        raise FSDP_FIELDS.refusal("sharding_strategy", strategy.name.lstrip("_"), instead)
     return _STRATEGIES[strategy]
 
 
@@ -216,13 +187,8 @@ def _wrapping(plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module
     else:
         found = _of_policy(policy, plugin, models)
     if len(found) > 1 or (least and "min_num_params" not in found):
-        raise refusal(
-            _OWNER,
-            "min_num_params",
-            least,
-            "fsdp.min_num_params",
-            f"goes with size_based_wrap, not with {names or policy!r}; leave one of the two out",
-        )
+        instead = f"goes with size_based_wrap, not with {names or policy!r}; leave one of the two out"
+        raise FSDP_FIELDS.refusal("min_num_params", least, instead)
     return found
 
 
@@ -248,14 +214,11 @@ def _of_policy(
         known = [part for part in options["policies"] if _function(part) is not lambda_auto_wrap_policy]
         if len(known) == 1:
             return _of_policy(known[0], plugin, models)
-    raise refusal(
-        _OWNER,
-        "auto_wrap_policy",
-        policy,
-        "fsdp.wrap",
+    instead = (
         "blocks are chosen by class or by size: say auto_wrap_policy='transformer_based_wrap' with "
-        "transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params",
+        "transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params"
     )
+    raise FSDP_FIELDS.refusal("auto_wrap_policy", policy, instead)
 
 
 def _names(classes: Iterable[type[nn.Module]], models: Sequence[nn.Module]) -> list[str]:
@@ -266,26 +229,3 @@ def _names(classes: Iterable[type[nn.Module]], models: Sequence[nn.Module]) -> l
 
 def _function(policy: Any) -> Any:
     return policy.func if isinstance(policy, partial) else policy
-
-
-def _offload(plugin: FullyShardedDataParallelPlugin) -> dict[str, object]:
-    held = plugin.cpu_offload
-    if isinstance(held, CPUOffload):
-        return {"offload": held.offload_params}
-    if isinstance(held, CPUOffloadPolicy):
-        return {"offload": True} if held.pin_memory else {"offload": True, "pin_memory": False}
-    return {"offload": False}
-
-
-def _check_casts(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
-    """Refuse what a policy says about casts, beside dtypes, that is not the default."""
-    default = MixedPrecision() if isinstance(policy, MixedPrecision) else MixedPrecisionPolicy()
-    names = ["cast_forward_inputs"]
-    if isinstance(policy, MixedPrecision):
-        names += ["keep_low_precision_grads", "cast_root_forward_inputs"]
-    for name in names:
-        if getattr(policy, name) != getattr(default, name):
-            raise TranslationError(
-                f"mixed_precision_policy: {name}={getattr(policy, name)} (drivetrain: backend fsdp): inputs are cast "
-                "to the dtype that a block computes in, and gradients are held in the parameters' own; leave it out"
-            )

@@ -3,10 +3,31 @@
 from typing import TYPE_CHECKING
 
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
-from drivetrain_accelerate.plugins.translation import refusal
+from drivetrain_accelerate.plugins.translation import Fields
 
 if TYPE_CHECKING:  # it imports torch's device meshes, which takes seconds
     from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
+
+_PARALLELISM = "parallelism=ParallelDims(...)"
+_DIMENSIONS = Fields(
+    owner="ParallelismConfig",
+    refused={
+        f"{name}_size": (
+            _PARALLELISM,
+            f"no backend of drivetrain's splits {what} over ranks yet; use dp_shard_size instead",
+        )
+        for name, what in (("tp", "matrices"), ("cp", "sequences"), ("sp", "sequences"))
+    },
+)
+_TENSORS = Fields(
+    owner="TorchTensorParallelPlugin",
+    refused={
+        "tp_size": (
+            _PARALLELISM,
+            "no backend of drivetrain's splits matrices over ranks yet; use FSDP for models that do not fit",
+        )
+    },
+)
 
 
 def parallelism_sections(configuration: "ParallelismConfig") -> dict[str, object]:
@@ -15,15 +36,9 @@ def parallelism_sections(configuration: "ParallelismConfig") -> dict[str, object
     Raises:
         TranslationError: Matrices or sequences are split.
     """
-    for name, what in (("tp", "matrices"), ("cp", "sequences"), ("sp", "sequences")):
-        if (size := getattr(configuration, f"{name}_size")) > 1:
-            raise refusal(
-                "ParallelismConfig",
-                f"{name}_size",
-                size,
-                "parallelism=ParallelDims(...)",
-                f"no backend of drivetrain's splits {what} over ranks yet; use dp_shard_size instead",
-            )
+    for name in _DIMENSIONS.refused:
+        if (size := getattr(configuration, name)) > 1:
+            raise _DIMENSIONS.refusal(name, size)
     if configuration.dp_shard_size == 1:
         return {"strategy": "no_shard"} if configuration.dp_replicate_size > 1 else {}
     if configuration.dp_replicate_size == 1:
@@ -50,33 +65,13 @@ def check_dimensions(configuration: "ParallelismConfig", *, num_processes: int) 
 
 
 def check_engine_dimensions(configuration: "ParallelismConfig | None") -> None:
-    """Refuse sizes of data parallelism under DeepSpeed, which partitions over all ranks.
-
-    Raises:
-        TranslationError: Ranks are divided into replicas and shards.
-    """
+    """Refuse replicas and shards under DeepSpeed, which partitions over all ranks."""
     for name in ("dp_replicate_size", "dp_shard_size"):
         if configuration is not None and (size := getattr(configuration, name)) > 1:
-            raise refusal(
-                "ParallelismConfig",
-                name,
-                size,
-                "deepspeed.stage",
-                "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed",
-            )
+            instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
+            raise _DIMENSIONS.refusal(name, size, instead, ours="deepspeed.stage")
 
 
 def check_tensor_parallel(plugin: TorchTensorParallelPlugin) -> None:
-    """Refuse tensor parallelism.
-
-    Raises:
-        TranslationError: Matrices are split.
-    """
-    if plugin.tp_size > 1:
-        raise refusal(
-            "TorchTensorParallelPlugin",
-            "tp_size",
-            plugin.tp_size,
-            "parallelism=ParallelDims(...)",
-            "no backend of drivetrain's splits matrices over ranks yet; use FSDP for models that do not fit",
-        )
+    """Refuse tensor parallelism."""
+    _TENSORS.check(plugin)

@@ -1,40 +1,57 @@
-"""The parts that translations of plugins to our settings share: errors, and what is not translated and why."""
+"""What becomes of each field of Accelerate's options: a setting of drivetrain's, an error, or nothing."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fields:
-    """The fate of each field of a class of options.
-
-    Attributes:
-        translated: The fields that become settings, with the settings' names; some of their values are refused.
-        refused: The fields of which any value but the default is refused.
-        without_effect: The fields that change nothing here, with the reason.
-    """
-
-    translated: Mapping[str, str]
-    refused: frozenset[str]
-    without_effect: Mapping[str, str]
-
-    def all(self) -> set[str]:
-        """Return the names of all fields."""
-        return {*self.translated, *self.refused, *self.without_effect}
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 class TranslationError(ValueError):
     """A value of Accelerate's options that drivetrain cannot honour."""
 
 
-def refusal(owner: str, field: str, value: object, ours: str, instead: str) -> TranslationError:
-    """Return the error for a value that cannot be honoured.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """What becomes of each field of a class of options.
 
-    Args:
-        owner: The class of the options.
-        field: The name of the field.
-        value: The value that was given.
-        ours: The setting or part of drivetrain's that it would concern, such as "fsdp.prefetch".
-        instead: The reason why not, and what to do.
+    Attributes:
+        owner: The class.
+        translated: The fields that become settings, with the settings' names; some of their values are refused.
+        refused: The fields of which any value but the default is refused, with the part of drivetrain that it would
+            concern, and what to do instead.
+        without_effect: The fields that change nothing here, with the reason.
     """
-    return TranslationError(f"{owner}({field}={value!r}) (drivetrain: {ours}): {instead}")
+
+    owner: str
+    translated: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    without_effect: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def all(self) -> set[str]:
+        """Return the names of all fields."""
+        return {*self.translated, *self.refused, *self.without_effect}
+
+    def refusal(self, name: str, value: object, instead: str = "", *, ours: str = "") -> TranslationError:
+        """Return the error for a value that cannot be honoured.
+
+        Args:
+            name: The field.
+            value: The value that was given.
+            instead: The reason and the way out; by default those of the table.
+            ours: The part of drivetrain that it would concern; by default the table's.
+        """
+        of_table, way_out = self.refused.get(name, (self.translated.get(name, ""), ""))
+        return TranslationError(
+            f"{self.owner}({name}={value!r}) (drivetrain: {ours or of_table}): {instead or way_out}"
+        )
+
+    def check(self, options: Any) -> None:
+        """Refuse options of which a refused field has another value than its default.
+
+        A field that is None by default may be False: a plugin fills it so.
+        """
+        for each in fields(options):
+            if each.name not in self.refused:
+                continue
+            value = getattr(options, each.name)
+            if value != each.default and not (each.default is None and value is False):
+                raise self.refusal(each.name, value)
