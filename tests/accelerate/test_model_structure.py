@@ -9,6 +9,7 @@ from torch import nn
 from drivetrain_accelerate import model_structure as ours
 
 real: Any = pytest.importorskip("accelerate.utils.other")
+dataclasses: Any = pytest.importorskip("accelerate.utils.dataclasses")
 
 
 class Blocks(nn.Module):
@@ -37,6 +38,12 @@ MODULES = {
     "compiled": torch.compile(nested(), backend="eager"),
     "compiled inside": nn.Sequential(torch.compile(nn.Linear(1, 1), backend="eager")),
 }
+
+
+def test_a_class_is_found_by_its_name() -> None:
+    for name in ("ReLU", "Sequential", "Other"):
+        found = [module.get_module_class_from_name(nested(), name) for module in (ours, dataclasses)]
+        assert found[0] is found[1]
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES.keys())

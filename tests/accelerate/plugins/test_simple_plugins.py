@@ -1,18 +1,14 @@
-"""The plugins of compilation, fp8, parallelism, quantisation and Megatron, held against the installed ones."""
+"""The plugins of compilation, fp8, parallelism and quantisation, held against the installed ones."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from drivetrain_accelerate.errors import NotProvidedError
 from drivetrain_accelerate.plugins import (
     compilation,
     fp8_recipes,
-    megatron_plugin,
-    model_parts,
     parallelism_config,
     parallelism_handlers,
     quantization_config,
@@ -80,24 +76,6 @@ QUANTISED: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"load_in_8bit": True, "keep_in_fp32_modules": "x"},
     )
 ]
-MEGATRON: list[tuple[dict[str, Any], dict[str, str]]] = [
-    ({}, {}),
-    ({"tp_degree": 2, "other_megatron_args": {"a": 1}, "tensorboard_dir": "/x"}, {}),
-    *(
-        ({}, {f"MEGATRON_LM_{name}": text})
-        for names, text in (
-            (("TP_DEGREE", "PP_DEGREE", "NUM_MICRO_BATCHES", "CONTEXT_PARALLEL_SIZE"), "3"),
-            (("RECOMPUTE_NUM_LAYERS", "DECODER_LAST_PIPELINE_NUM_LAYERS"), "4"),
-            (("EXPERT_MODEL_PARALLEL_SIZE", "EXPERT_TENSOR_PARALLEL_SIZE"), "5"),
-            (("GRADIENT_CLIPPING", "ATTENTION_DROPOUT", "HIDDEN_DROPOUT"), "0.5"),
-            (("RECOMPUTE_GRANULARITY", "RECOMPUTE_METHOD"), "block"),
-            (("USE_CUSTOM_FSDP", "NO_LOAD_OPTIM", "EOD_MASK_LOSS", "USE_DISTRIBUTED_OPTIMIZER"), "true"),
-            (("SEQUENCE_PARALLELISM", "RECOMPUTE_ACTIVATIONS", "OPTIMIZER_CPU_OFFLOAD"), "true"),
-            (("ATTENTION_BACKEND", "CALCULATE_PER_TOKEN_LOSS", "ATTENTION_SOFTMAX_IN_FP32"), "false"),
-        )
-        for name in names
-    ),
-]
 CASES = [
     (ours, getattr(real, ours.__name__), fields, variables)
     for ours, cases in (
@@ -107,7 +85,6 @@ CASES = [
         (parallelism_handlers.TorchContextParallelConfig, CONTEXT),
         (parallelism_handlers.DeepSpeedSequenceParallelConfig, SEQUENCE),
         (quantization_config.BnbQuantizationConfig, QUANTISED),
-        (megatron_plugin.MegatronLMPlugin, MEGATRON),
         (
             fp8_recipes.MSAMPRecipeKwargs,
             [({}, {}), ({"opt_level": "O3"}, {}), ({}, {"ACCELERATE_FP8_OPT_LEVEL": "O1"})],
@@ -239,28 +216,6 @@ def test_transformer_engines_options_are_filled_and_checked() -> None:
     for wrong in ({"fp8_format": "bad"}, {"amax_compute_algo": "bad"}, {"backend": "AO"}):
         with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be one of"):
             fp8_recipes.FP8RecipeKwargs(**wrong)  # pyright: ignore[reportArgumentType]
-
-
-def test_megatron_is_refused_where_it_would_run() -> None:
-    plugin = megatron_plugin.MegatronLMPlugin()
-    for call in (
-        lambda: plugin.set_network_size_args(nn.Linear(1, 1)),
-        lambda: plugin.set_mixed_precision("bf16"),
-        lambda: plugin.set_training_args(1, 1),
-        lambda: plugin.set_optimizer_type(None),
-        lambda: plugin.set_scheduler_args(None),
-        plugin.set_tensorboard_logging_options,
-    ):
-        with pytest.raises(NotProvidedError, match="drivetrain has no Megatron backend yet; train by FSDP"):
-            call()
-
-
-def test_a_class_is_found_by_its_name() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
-    for name in ("ReLU", "Sequential", "Other"):
-        assert model_parts.get_module_class_from_name(model, name) is real.get_module_class_from_name(
-            model, name
-        )
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ TABLES: list[tuple[Any, Any]] = [
     (GradientAccumulationPlugin, translate_kwargs.ACCUMULATION_FIELDS),
     (AORecipeKwargs, translate_fp8.AO_FIELDS),
     (TERecipeKwargs, translate_fp8.TE_FIELDS),
-    (MSAMPRecipeKwargs, translate_fp8.MSAMP_FIELDS),
 ]
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import isclass
 from logging import getLogger
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from drivetrain_config import environ
 
@@ -16,6 +16,55 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 _UNSAFE = (";", "\n", "<", ">", " ")  # a launcher on the other host would read them as syntax
 _PREFIX = "ACCELERATE_"
 
+Value = TypeVar("Value", bound=str | bool | int | float)
+
+
+def truth(value: object, *, of: str) -> bool:
+    """Return the truth value that a bool, a number or a word in any case means.
+
+    Args:
+        value: What to read.
+        of: The name of the field or variable, for the message.
+
+    Raises:
+        ValueError: The word means neither.
+    """
+    word = str(value).lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(
+            f"{of}={value!r}: invalid truth value; say one of {', '.join(_TRUE)} or {', '.join(_FALSE)}"
+        )
+    return word in _TRUE
+
+
+def value_from(name: str, default: Value) -> Value:
+    """Return a variable's value, of the type of the default; without the variable, the default.
+
+    Raises:
+        ValueError: The text is none of this type.
+    """
+    text = environ.read(name)
+    if text is None:
+        return default
+    kind: Any = type(default)
+    if kind is bool:
+        return cast("Any", truth(text, of=name))
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the environment: must be of type {kind.__name__}") from None
+
+
+def fill_unsaid(options: object, prefix: str, **defaults: str | bool | int | float) -> None:
+    """Set each field that is None to the variable of its name behind a prefix, or else to its default.
+
+    Raises:
+        ValueError: A variable's text is none of the default's type.
+    """
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value_from(f"{prefix}{name.upper()}", default))
+
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Return whether a word means yes, as 1 or 0, or as a bool with `to_bool`.
@@ -23,10 +72,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ValueError: The word means neither.
     """
-    word = value.lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(f"invalid truth value {value}: say one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
-    found = word in _TRUE
+    found = truth(value, of="value")
     return found if to_bool else int(found)
 
 
@@ -55,14 +101,12 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     Raises:
         ValueError: The word means neither yes nor no.
     """
-    text = environ.read(key)
-    return default if text is None else bool(str_to_bool(text))
+    return value_from(key, default)
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
     """Return a variable's text."""
-    text = environ.read(key)
-    return str(default) if text is None else text
+    return value_from(key, str(default))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
@@ -110,19 +154,13 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        before = _of_accelerate()
+        before = environ.child_environment()
         try:
             return function(*args, **kwargs)
         finally:
-            kept = {
-                name: text
-                for name, text in environ.child_environment().items()
-                if not name.startswith(_PREFIX)
-            }
-            environ.replace({**kept, **before})
+            after = environ.child_environment()
+            kept = {name: text for name, text in after.items() if not name.startswith(_PREFIX)}
+            restored = {name: text for name, text in before.items() if name.startswith(_PREFIX)}
+            environ.replace({**kept, **restored})
 
     return wrapper
-
-
-def _of_accelerate() -> dict[str, str]:
-    return {name: text for name, text in environ.child_environment().items() if name.startswith(_PREFIX)}

@@ -33,6 +33,11 @@ def has_repeated_blocks(module: nn.Module) -> bool:
     return any(map(is_repeated_blocks, module.modules()))
 
 
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of this name among a module and those inside of it; None if there is none."""
+    return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+
+
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
     """Return the modules of a model, each after those that it holds.
 

@@ -2,7 +2,6 @@
 
 import errno
 from base64 import urlsafe_b64decode
-from binascii import Error as Base64Error
 from collections.abc import Mapping
 from copy import deepcopy
 from os import PathLike
@@ -32,12 +31,12 @@ class HfDeepSpeedConfig:
     def set_stage_and_offload(self) -> None:
         """Read the stage, and whether anything is offloaded, from the configuration as it is now."""
         self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = (
+        devices = [
             self.get_value(f"zero_optimization.{name}.device")
             for name in ("offload_optimizer", "offload_param")
-        )
-        self._offload = self.is_zero2() or self.is_zero3()
-        self._offload = self._offload and any(device in ("cpu", "nvme") for device in devices)
+        ]
+        is_divided = self.is_zero2() or self.is_zero3()
+        self._offload = is_divided and any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the mapping that a value is in, None if there is none, and the value's name there."""
@@ -94,29 +93,27 @@ def _read(given: Any) -> dict[str, Any]:
         raise TypeError(
             f"a DeepSpeed configuration is a mapping, a JSON file or JSON in base64, not {type(given).__name__}"
         )
-    text = _text(cast("str | PathLike[str]", given))
+    path = Path(cast("str | PathLike[str]", given))
     try:
-        read = parse_json(Path(given), text, object_pairs_hook=_without_repeats)
+        text = read_text(path)
+    except OSError as error:
+        # What names no file may be base64, which is longer than names of files may be.
+        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+            raise ValueError(f"{given}: {error.strerror}") from error
+        try:
+            text = urlsafe_b64decode(str(given)).decode("utf-8")
+        except ValueError:  # of either decoder
+            raise ValueError(
+                f"hf_ds_config={given!r}: must be a dict, the path of a JSON file that exists, or a dict's JSON in "
+                "base64"
+            ) from None
+    try:
+        read = parse_json(path, text, object_pairs_hook=_without_repeats)
     except ValueError as error:
         raise ValueError(f"{given}: is no JSON that can be used ({error})") from error
     if not isinstance(read, dict):
         raise ValueError(f"{given}: must hold a JSON object, not a {type(read).__name__}")
     return cast("dict[str, Any]", read)
-
-
-def _text(given: "str | PathLike[str]") -> str:
-    try:
-        return read_text(Path(given))
-    except OSError as error:
-        # What names no file may be base64, which is longer than names of files may be.
-        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
-            raise ValueError(f"{given}: {error.strerror}") from error
-    try:
-        return urlsafe_b64decode(str(given)).decode("utf-8")
-    except (Base64Error, UnicodeDecodeError, ValueError):
-        raise ValueError(
-            f"hf_ds_config={given!r}: must be a dict, the path of a JSON file that exists, or a dict's JSON in base64"
-        ) from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

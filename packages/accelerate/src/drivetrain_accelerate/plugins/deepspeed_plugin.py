@@ -4,7 +4,6 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -12,29 +11,27 @@ from warnings import warn
 
 from torch import nn
 
+from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
+from drivetrain_accelerate.model_structure import get_module_class_from_name
 from drivetrain_accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
-from drivetrain_accelerate.plugins.deepspeed_filling import fill_auto, fill_tree
-from drivetrain_accelerate.plugins.environment_words import word_from
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
-from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
+from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_config import environ
 
-_ENV = "ACCELERATE_DEEPSPEED"
-_IN_FILE = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-    "mixed_precision",
-)
+_ENV = "ACCELERATE_DEEPSPEED_"
+# The fields that a configuration says, by the names that it has for them.
+_IN_CONFIG = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
 
 
-@with_known_fields
-@dataclass
+@options
 class DeepSpeedPlugin:
     """Options of DeepSpeed; those not given come from the environment, and all of them end in `deepspeed_config`.
 
@@ -80,7 +77,7 @@ class DeepSpeedPlugin:
         self._selected = False
         self._fill_from_environment()
         if self.hf_ds_config is None:
-            self.hf_ds_config = word_from(f"{_ENV}_CONFIG_FILE", "none")
+            self.hf_ds_config = value_from(f"{_ENV}CONFIG_FILE", "none")
         if isinstance(self.hf_ds_config, (dict, HfDeepSpeedConfig, Path)) or self.hf_ds_config != "none":
             self._read_config()
         else:
@@ -89,9 +86,7 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
         if self.zero3_init_flag is None:
-            self.zero3_init_flag = (
-                word_from(f"{_ENV}_ZERO3_INIT", str(self.zero_stage == 3)).lower() == "true"
-            )
+            self.zero3_init_flag = value_from(f"{_ENV}ZERO3_INIT", self.zero_stage == 3)
         if self.zero3_init_flag and self.zero_stage != 3:
             warn("zero3_init_flag is of stage 3 alone: it is set to False", stacklevel=3)
             self.zero3_init_flag = False
@@ -144,7 +139,19 @@ class DeepSpeedPlugin:
         Raises:
             ValueError: The value is "auto", and the run has none.
         """
-        fill_auto(self.hf_ds_config, ds_key_long, kwargs, mismatches if must_match else None)
+        node, key = self.hf_ds_config.find_config_node(ds_key_long)
+        given = None if node is None else node.get(key)
+        if node is None or given is None:
+            return
+        if given == "auto":
+            if ds_key_long not in kwargs:
+                raise ValueError(
+                    f"the DeepSpeed configuration leaves {ds_key_long} to the program ('auto'), which does not say "
+                    "it: write a value into the configuration"
+                )
+            node[key] = kwargs[ds_key_long]
+        elif must_match and mismatches is not None and given != kwargs.get(ds_key_long, given):
+            mismatches.append(f"- ds {ds_key_long}={given} vs arg {ds_key_long}={kwargs[ds_key_long]}")
 
     def deepspeed_config_process(
         self,
@@ -160,8 +167,11 @@ class DeepSpeedPlugin:
             ValueError: A value is "auto", and the run has none; or values differ. The message lists them.
         """
         found = [] if mismatches is None else mismatches
-        section = self.deepspeed_config if config is None else config
-        fill_tree(self.hf_ds_config, section, prefix, kwargs, found if must_match else None)
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
         if found and not prefix:
             listed = "\n".join(found)
             raise ValueError(
@@ -226,7 +236,7 @@ class DeepSpeedPlugin:
             ValueError: The model has no module of a class that is named.
         """
         if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = environ.read(f"{_ENV}_MOE_LAYER_CLS_NAMES")
+            self.transformer_moe_cls_names = environ.read(f"{_ENV}MOE_LAYER_CLS_NAMES")
         if self.transformer_moe_cls_names is None:
             return
         from deepspeed.utils import set_z3_leaf_modules
@@ -242,33 +252,42 @@ class DeepSpeedPlugin:
 
     def _fill_from_environment(self) -> None:
         if self.gradient_accumulation_steps is None:
-            text = word_from("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+            text = value_from("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
             self.gradient_accumulation_steps = int(text) if text.isdigit() else text
         if self.gradient_clipping is None:
-            text = word_from("ACCELERATE_GRADIENT_CLIPPING", "auto")
+            text = value_from("ACCELERATE_GRADIENT_CLIPPING", "auto")
             self.gradient_clipping = (
                 None if text.lower() == "none" else text if text == "auto" else float(text)
             )
-        if self.zero_stage is None:
-            self.zero_stage = int(word_from(f"{_ENV}_ZERO_STAGE", "2"))
-        for name in (
-            *("offload_optimizer_device", "offload_param_device"),
-            *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
-        ):
-            if getattr(self, name) is None:
-                setattr(self, name, word_from(f"{_ENV}_{name.upper()}", "none"))
-        if self.zero3_save_16bit_model is None:
-            self.zero3_save_16bit_model = (
-                word_from(f"{_ENV}_ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
-            )
+        fill_unsaid(
+            self,
+            _ENV,
+            zero_stage=2,
+            offload_optimizer_device="none",
+            offload_param_device="none",
+            offload_optimizer_nvme_path="none",
+            offload_param_nvme_path="none",
+            zero3_save_16bit_model=False,
+        )
         if self.enable_msamp is None:
-            self.enable_msamp = word_from("ACCELERATE_FP8_BACKEND", "none").upper() == "MSAMP"
+            self.enable_msamp = value_from("ACCELERATE_FP8_BACKEND", "none").upper() == "MSAMP"
         if self.msamp_opt_level is None:
-            self.msamp_opt_level = word_from("ACCELERATE_FP8_OPT_LEVEL", "O1")  # pyright: ignore[reportAttributeAccessIssue]
+            level: Any = value_from("ACCELERATE_FP8_OPT_LEVEL", "O1")
+            self.msamp_opt_level = level
 
     def _read_config(self) -> None:
-        """Take a given configuration: what it says comes before the fields, which fill its "auto" values."""
-        self._check_launcher()
+        """Take a given configuration: what it says comes before the fields, which fill its "auto" values.
+
+        Raises:
+            ValueError: It has no `zero_optimization`, or a launcher's file says fields beside it, which would not be
+                heard.
+        """
+        said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
+        if unheard := [name for name in (*_IN_CONFIG, "mixed_precision") if name in said]:
+            raise ValueError(
+                f"{', '.join(unheard)}: said by the launcher's file beside a DeepSpeed configuration, which does not "
+                "hear them: write them into the configuration, and take them out of the launcher's file"
+            )
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
@@ -278,50 +297,28 @@ class DeepSpeedPlugin:
                 '{"zero_optimization": {"stage": 2}}'
             )
         config.setdefault("gradient_accumulation_steps", 1)
-        fields = {
-            "gradient_accumulation_steps": "gradient_accumulation_steps",
-            "gradient_clipping": "gradient_clipping",
-            "zero_optimization.stage": "zero_stage",
-            "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
-            "zero_optimization.offload_param.device": "offload_param_device",
-            "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
-            "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
-        }
-        values = {name: getattr(self, field) for name, field in fields.items()}
-        for name, field in fields.items():
-            fill_auto(self.hf_ds_config, name, values, None)
-            setattr(self, field, self.hf_ds_config.get_value(name, values[name]))
+        for field, name in _IN_CONFIG.items():
+            value = getattr(self, field)
+            self.fill_match(name, **{name: value})
+            setattr(self, field, self.get_value(name, value))
         self.hf_ds_config.set_stage_and_offload()
         self.deepspeed_config = config
 
     def _make_config(self) -> None:
+        zero: dict[str, Any] = {
+            "stage": self.zero_stage,
+            "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+        }
+        for name in ("offload_optimizer", "offload_param"):
+            device, path = getattr(self, f"{name}_device"), getattr(self, f"{name}_nvme_path")
+            zero[name] = {"device": device, "nvme_path": path if device == "nvme" else None}
         config: dict[str, Any] = {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "zero_optimization": {
-                "stage": self.zero_stage,
-                **{
-                    name: {"device": getattr(self, f"{name}_device"), "nvme_path": self._nvme_path(name)}
-                    for name in ("offload_optimizer", "offload_param")
-                },
-                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
-            },
+            "zero_optimization": zero,
         }
         if self.gradient_clipping:
             config["gradient_clipping"] = self.gradient_clipping
         self.hf_ds_config = HfDeepSpeedConfig(config)
         self.deepspeed_config = self.hf_ds_config.config
-
-    def _nvme_path(self, name: str) -> str | None:
-        return getattr(self, f"{name}_nvme_path") if getattr(self, f"{name}_device") == "nvme" else None
-
-    def _check_launcher(self) -> None:
-        """Refuse fields that a launcher's file says beside a configuration, which would not be heard."""
-        said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
-        if unheard := [name for name in _IN_FILE if name in said]:
-            raise ValueError(
-                f"{', '.join(unheard)}: said by the launcher's file beside a DeepSpeed configuration, which does not "
-                "hear them: write them into the configuration, and take them out of the launcher's file"
-            )

@@ -1,22 +1,19 @@
 """The options of training in fp8, by the library that computes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain_accelerate.plugins.environment_words import integer_from, truth_from, word_from
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
+from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-_FORMATS = ("HYBRID", "E4M3", "E5M2")
-_AMAX_ALGORITHMS = ("max", "most_recent")
+_ENV = "ACCELERATE_FP8_"
 
 
-@with_known_fields
-@dataclass
+@options
 class AORecipeKwargs(KwargsHandler):
     """Options of fp8 by torchao.
 
@@ -46,18 +43,15 @@ class AORecipeKwargs(KwargsHandler):
             ) from error
         if self.config is not None:
             return
-        if self.pad_inner_dim is None:
-            self.pad_inner_dim = truth_from("ACCELERATE_FP8_PAD_INNER_DIM", default=True)
-        if self.enable_fsdp_float8_all_gather is None:
-            variable = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
-            self.enable_fsdp_float8_all_gather = truth_from(variable, default=True)
+        fill_unsaid(self, _ENV, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
+        chosen: Any = self  # its two truth values are filled
         self.config = Float8LinearConfig(
-            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+            pad_inner_dim=chosen.pad_inner_dim,
+            enable_fsdp_float8_all_gather=chosen.enable_fsdp_float8_all_gather,
         )
 
 
-@with_known_fields
-@dataclass
+@options
 class TERecipeKwargs(KwargsHandler):
     """Options of fp8 by Transformer Engine; those not given come from the environment.
 
@@ -88,30 +82,29 @@ class TERecipeKwargs(KwargsHandler):
         Raises:
             ValueError: A word is unknown.
         """
-        prefix = "ACCELERATE_FP8"
-        if self.use_autocast_during_eval is None:
-            self.use_autocast_during_eval = truth_from(f"{prefix}_USE_AUTOCAST_DURING_EVAL")
-        if self.margin is None:
-            self.margin = integer_from(f"{prefix}_MARGIN", 0)
-        if self.interval is None:
-            self.interval = integer_from(f"{prefix}_INTERVAL", 1)
-        form = (self.fp8_format or word_from(f"{prefix}_FORMAT", "HYBRID")).upper()
-        self.fp8_format = cast("Any", _one_of("fp8_format", form, _FORMATS))
-        algorithm = self.amax_compute_algo or word_from(f"{prefix}_AMAX_COMPUTE_ALGO", "most_recent")
-        self.amax_compute_algo = cast("Any", _one_of("amax_compute_algo", algorithm, _AMAX_ALGORITHMS))
-        if self.amax_history_len is None:
-            self.amax_history_len = integer_from(f"{prefix}_AMAX_HISTORY_LEN", 1024)
+        fill_unsaid(
+            self,
+            _ENV,
+            use_autocast_during_eval=False,
+            margin=0,
+            interval=1,
+            amax_history_len=1024,
+            amax_compute_algo="most_recent",
+            use_mxfp8_block_scaling=False,
+        )
+        fill_unsaid(self, "ACCELERATE_", fp8_format="HYBRID")
+        in_capitals: Any = str(self.fp8_format).upper()
+        self.fp8_format = in_capitals
+        _check_one_of(self, "fp8_format", "HYBRID", "E4M3", "E5M2")
+        _check_one_of(self, "amax_compute_algo", "max", "most_recent")
         if self.override_linear_precision is None:
             forward, data, weight = (
-                truth_from(f"{prefix}_OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
+                value_from(f"{_ENV}OVERRIDE_{name}", False) for name in ("FPROP", "DGRAD", "WGRAD")
             )
             self.override_linear_precision = (forward, data, weight)
-        if self.use_mxfp8_block_scaling is None:
-            self.use_mxfp8_block_scaling = truth_from(f"{prefix}_USE_MXFP8_BLOCK_SCALING")
 
 
-@with_known_fields
-@dataclass
+@options
 class MSAMPRecipeKwargs(KwargsHandler):
     """Options of fp8 by MS-AMP, which drivetrain does not train with."""
 
@@ -123,12 +116,11 @@ class MSAMPRecipeKwargs(KwargsHandler):
         Raises:
             ValueError: The level is unknown.
         """
-        level = self.opt_level or word_from("ACCELERATE_FP8_OPT_LEVEL", "O2")
-        self.opt_level = cast("Any", _one_of("opt_level", level, ("O1", "O2")))
+        fill_unsaid(self, _ENV, opt_level="O2")
+        _check_one_of(self, "opt_level", "O1", "O2")
 
 
-@with_known_fields
-@dataclass
+@options
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Options of fp8 from before there was a class for each library."""
 
@@ -141,14 +133,15 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             ValueError: The library is unknown, or one of the fields.
         """
         # Accelerate takes MS-AMP if neither is said, and then fails where it is not installed.
-        library = (self.backend or word_from("ACCELERATE_FP8_BACKEND", "TE")).upper()
-        self.backend = cast("Any", _one_of("backend", library, ("MSAMP", "TE")))
+        fill_unsaid(self, _ENV, backend="TE")
+        in_capitals: Any = str(self.backend).upper()
+        self.backend = in_capitals
+        _check_one_of(self, "backend", "MSAMP", "TE")
         TERecipeKwargs.__post_init__(self)
         if self.backend == "MSAMP":
             MSAMPRecipeKwargs.__post_init__(self)
 
 
-def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
+def _check_one_of(options: object, field: str, *allowed: str) -> None:
+    if (value := getattr(options, field)) not in allowed:
         raise ValueError(f"{field}={value!r}: `{field}` must be one of {' or '.join(allowed)}")
-    return value

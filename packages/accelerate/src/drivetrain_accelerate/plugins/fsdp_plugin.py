@@ -1,7 +1,6 @@
 """The options of FSDP."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -23,27 +22,38 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from drivetrain_accelerate.plugins.environment_words import integer_from, truth, truth_from, word_from
+from drivetrain_accelerate.environment_variables import fill_unsaid, truth, value_from
+from drivetrain_accelerate.model_structure import get_module_class_from_name
 from drivetrain_accelerate.plugins.fsdp_words import (
     mixed_precision_of,
-    no_offload,
-    offload,
+    offload_of,
     prefetch_of,
     state_dict_type_of,
     strategy_of,
     wrap_policy_of,
 )
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
-from drivetrain_accelerate.plugins.model_parts import get_module_class_from_name
+from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_config import environ
 from drivetrain_state import RankLogger
 
 _logger = RankLogger(getLogger(__name__))
-_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_ENV = "FSDP_"
+# For each form of state dicts, the classes of its options for models and optimizers, and Accelerate's values.
+_STATE_DICT_OPTIONS: dict[StateDictType, tuple[Any, Any, dict[str, bool]]] = {
+    StateDictType.FULL_STATE_DICT: (
+        FullStateDictConfig,
+        FullOptimStateDictConfig,
+        {"offload_to_cpu": True, "rank0_only": True},
+    ),
+    StateDictType.SHARDED_STATE_DICT: (
+        ShardedStateDictConfig,
+        ShardedOptimStateDictConfig,
+        {"offload_to_cpu": True},
+    ),
+}
 
 
-@with_known_fields
-@dataclass
+@options
 class FullyShardedDataParallelPlugin:
     """Options of FSDP; those not given come from the environment.
 
@@ -101,28 +111,41 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError: A word is unknown, or a field is not one of this version.
         """
-        self.fsdp_version = _version(self.fsdp_version)
+        version = value_from(f"{_ENV}VERSION", "1") if self.fsdp_version is None else self.fsdp_version
+        if str(version) not in ("1", "2"):
+            raise ValueError(f"fsdp_version={version!r}: must be 1 or 2")
+        self.fsdp_version = int(str(version))
         (self._read_first_version if self.fsdp_version == 1 else self._read_second_version)()
         if self.cpu_offload is None:
-            self.cpu_offload = truth_from("FSDP_OFFLOAD_PARAMS")
+            self.cpu_offload = value_from(f"{_ENV}OFFLOAD_PARAMS", False)
         self.set_cpu_offload()
         self.validate_cpu_offload()
         self._read_wrap_policy()
         self.set_state_dict_type()
-        for name in ("activation_checkpointing", "activation_checkpointing_offload"):
-            self._read_truth(name)
-        self._check_checkpointing()
+        self._read_truths(
+            "activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"
+        )
+        if self.activation_checkpointing_offload:
+            for name, needed in (("activation_checkpointing", True), ("fsdp_version", 2)):
+                if getattr(self, name) != needed:
+                    raise ValueError(f"`activation_checkpointing_offload=True` requires `{name}={needed}`.")
         if self.ignored_modules is None:
-            self.ignored_modules = environ.read("FSDP_IGNORED_MODULES")
+            self.ignored_modules = environ.read(f"{_ENV}IGNORED_MODULES")
+        if isinstance(self.mixed_precision_policy, str | dict):
+            self.mixed_precision_policy = mixed_precision_of(self.mixed_precision_policy, self.fsdp_version)
         if self.mixed_precision_policy is not None:
-            if isinstance(self.mixed_precision_policy, str):
-                self.set_mixed_precision(self.mixed_precision_policy, override=True)
-            elif isinstance(self.mixed_precision_policy, dict):
-                self.mixed_precision_policy = mixed_precision_of(
-                    self.mixed_precision_policy, self.fsdp_version
-                )
             self.validate_mixed_precision_policy()
-        self._read_loading()
+        if self.fsdp_version == 1:
+            if self.cpu_ram_efficient_loading and not self.sync_module_states:
+                warn(
+                    "sync_module_states cannot be False with cpu_ram_efficient_loading: it is set to True",
+                    stacklevel=3,
+                )
+                self.sync_module_states = True
+            if self.sync_module_states and self.param_init_fn is None:
+                self.param_init_fn = make_room
+        # transformers reads it while it loads a model.
+        environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING=str(self.cpu_ram_efficient_loading))
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set the form of state dicts, and its options where there are none yet.
@@ -136,23 +159,17 @@ class FullyShardedDataParallelPlugin:
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         given = self.state_dict_type if state_dict_type is None else state_dict_type
         self.state_dict_type = state_dict_type_of(
-            word_from("FSDP_STATE_DICT_TYPE", default) if given is None else given
+            value_from(f"{_ENV}STATE_DICT_TYPE", default) if given is None else given
         )
-        if self.fsdp_version == 2 and self.state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        if self.state_dict_type in _STATE_DICT_OPTIONS:
+            of_models, of_optimizers, values = _STATE_DICT_OPTIONS[self.state_dict_type]
+            self.state_dict_config = self.state_dict_config or of_models(**values)
+            self.optim_state_dict_config = self.optim_state_dict_config or of_optimizers(**values)
+        elif self.fsdp_version == 2:
             raise ValueError(
                 "state_dict_type='LOCAL_STATE_DICT': FSDP2 has no such form; say SHARDED_STATE_DICT or "
                 "FULL_STATE_DICT"
             )
-        is_full = self.state_dict_type == StateDictType.FULL_STATE_DICT
-        if is_full and self.state_dict_config is None:
-            self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        if is_full and self.optim_state_dict_config is None:
-            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        is_sharded = self.state_dict_type == StateDictType.SHARDED_STATE_DICT
-        if is_sharded and self.state_dict_config is None:
-            self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
-        if is_sharded and self.optim_state_dict_config is None:
-            self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Make the wrap policy one for this model, with its classes or the least size.
@@ -163,7 +180,14 @@ class FullyShardedDataParallelPlugin:
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
-            classes = {self._class_in(model, name) for name in self.transformer_cls_names_to_wrap}
+            classes: set[type[nn.Module]] = set()
+            for name in self.transformer_cls_names_to_wrap:
+                if (kind := get_module_class_from_name(model, name)) is None:
+                    raise ValueError(
+                        f"transformer_cls_names_to_wrap: {name!r} is the class of no module of "
+                        f"{type(model).__name__}"
+                    )
+                classes.add(kind)
             self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is size_based_auto_wrap_policy:
             least = self.min_num_params
@@ -208,7 +232,7 @@ class FullyShardedDataParallelPlugin:
     def set_cpu_offload(self) -> None:
         """Turn a truth value into the class of this version."""
         if isinstance(self.cpu_offload, bool):
-            self.cpu_offload = (offload if self.cpu_offload else no_offload)(self.fsdp_version)
+            self.cpu_offload = offload_of(self.cpu_offload, self.fsdp_version)
 
     def validate_cpu_offload(self) -> None:
         """Check that the offload is of the class of this version.
@@ -226,35 +250,30 @@ class FullyShardedDataParallelPlugin:
     def _read_first_version(self) -> None:
         if self.sharding_strategy is not None:
             _logger.warning("sharding_strategy is the word of old versions for reshard_after_forward")
-        else:
-            self.sharding_strategy = word_from("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-        self.sharding_strategy = strategy_of(self.sharding_strategy, field="sharding_strategy")
         if isinstance(self.reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward}: with fsdp_version=1 it must be a sharding "
                 "strategy, such as 'FULL_SHARD'; a bool is for fsdp_version=2"
             )
-        if self.reshard_after_forward is not None:
-            self.reshard_after_forward = strategy_of(
-                self.reshard_after_forward, field="reshard_after_forward"
-            )
+        fill_unsaid(self, _ENV, sharding_strategy="FULL_SHARD")
+        for name in ("sharding_strategy", "reshard_after_forward"):
+            if (given := getattr(self, name)) is not None:
+                setattr(self, name, strategy_of(given, field=name))
         if self.backward_prefetch is None:
-            self.backward_prefetch = environ.read("FSDP_BACKWARD_PREFETCH")
+            self.backward_prefetch = environ.read(f"{_ENV}BACKWARD_PREFETCH")
         self.backward_prefetch = prefetch_of(self.backward_prefetch)
-        for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
-            self._read_truth(name)
+        self._read_truths("use_orig_params", "sync_module_states", "forward_prefetch")
 
     def _read_second_version(self) -> None:
-        if self.reshard_after_forward is None:
-            if self.sharding_strategy is not None:
-                raise ValueError(
-                    f"sharding_strategy={self.sharding_strategy!r}: with fsdp_version=2 say "
-                    "reshard_after_forward=True (as FULL_SHARD) or False (as SHARD_GRAD_OP)"
-                )
-            self.reshard_after_forward = truth_from("FSDP_RESHARD_AFTER_FORWARD", default=True)
-        elif isinstance(self.reshard_after_forward, str):
+        if self.reshard_after_forward is None and self.sharding_strategy is not None:
+            raise ValueError(
+                f"sharding_strategy={self.sharding_strategy!r}: with fsdp_version=2 say "
+                "reshard_after_forward=True (as FULL_SHARD) or False (as SHARD_GRAD_OP)"
+            )
+        fill_unsaid(self, _ENV, reshard_after_forward=True)
+        if isinstance(self.reshard_after_forward, str):
             self.reshard_after_forward = truth(self.reshard_after_forward, of="reshard_after_forward")
-        elif not isinstance(self.reshard_after_forward, bool):
+        if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: with fsdp_version=2 it must be a bool"
             )
@@ -274,69 +293,28 @@ class FullyShardedDataParallelPlugin:
     def _read_wrap_policy(self) -> None:
         given = self.auto_wrap_policy
         if given is None:
-            given = word_from("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+            given = value_from(f"{_ENV}AUTO_WRAP_POLICY", "NO_WRAP")
         self.auto_wrap_policy = wrap_policy_of(given) if isinstance(given, str) else given
         if self.auto_wrap_policy is size_based_auto_wrap_policy:
-            if self.min_num_params is None:
-                self.min_num_params = integer_from("FSDP_MIN_NUM_PARAMS", 0)
+            fill_unsaid(self, _ENV, min_num_params=0)
             if not isinstance(self.min_num_params, int):
                 raise ValueError(
                     f"min_num_params={self.min_num_params!r}: `min_num_params` must be an integer"
                 )
         names: Any = self.transformer_cls_names_to_wrap
         if names is None and self.auto_wrap_policy is transformer_auto_wrap_policy:
-            names = environ.read("FSDP_TRANSFORMER_CLS_TO_WRAP") or None
+            names = environ.read(f"{_ENV}TRANSFORMER_CLS_TO_WRAP") or None
         if isinstance(names, str):
             names = [name.strip() for name in names.split(",")]
         self.transformer_cls_names_to_wrap = names
 
-    def _check_checkpointing(self) -> None:
-        if not self.activation_checkpointing_offload:
-            return
-        if not self.activation_checkpointing:
-            raise ValueError(
-                "`activation_checkpointing_offload=True` requires `activation_checkpointing=True`."
-            )
-        if self.fsdp_version != 2:
-            raise ValueError("`activation_checkpointing_offload=True` requires `fsdp_version=2`.")
-
-    def _read_loading(self) -> None:
-        self._read_truth("cpu_ram_efficient_loading", _LOADING)
-        if self.fsdp_version == 1:
-            if self.cpu_ram_efficient_loading and not self.sync_module_states:
-                warn(
-                    "sync_module_states cannot be False with cpu_ram_efficient_loading: it is set to True",
-                    stacklevel=4,
-                )
-                self.sync_module_states = True
-            if self.sync_module_states and self.param_init_fn is None:
-                self.param_init_fn = make_room
-        # transformers reads it while it loads a model.
-        environ.put(**{_LOADING: str(self.cpu_ram_efficient_loading)})
-
-    def _read_truth(self, name: str, variable: str | None = None) -> None:
-        value = getattr(self, name)
-        found = truth_from(variable or f"FSDP_{name.upper()}") if value is None else truth(value, of=name)
-        setattr(self, name, found)
-
-    @staticmethod
-    def _class_in(model: nn.Module, name: str) -> type[nn.Module]:
-        found = get_module_class_from_name(model, name)
-        if found is None:
-            raise ValueError(
-                f"transformer_cls_names_to_wrap: {name!r} is the class of no module of {type(model).__name__}"
-            )
-        return found
+    def _read_truths(self, *names: str) -> None:
+        fill_unsaid(self, _ENV, **dict.fromkeys(names, False))
+        for name in names:
+            setattr(self, name, truth(getattr(self, name), of=name))
 
 
 def make_room(module: nn.Module) -> None:
     """Give the tensors of a module memory, without values, on the device that trains."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=device or torch.device("cpu"), recurse=False)
-
-
-def _version(given: object) -> int:
-    value = word_from("FSDP_VERSION", "1") if given is None else given
-    if str(value) not in ("1", "2"):
-        raise ValueError(f"fsdp_version={value!r}: must be 1 or 2")
-    return int(str(value))

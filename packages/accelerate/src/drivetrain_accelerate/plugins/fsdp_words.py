@@ -62,14 +62,11 @@ def wrap_policy_of(value: str) -> Callable[..., Any] | None:
     return policies[FSDP_AUTO_WRAP_POLICY.index(name)]
 
 
-def offload(version: int) -> CPUOffload | OffloadPolicy:
-    """Return a version's value for parameters on the CPU."""
-    return CPUOffload(offload_params=True) if version == 1 else CPUOffloadPolicy()
-
-
-def no_offload(version: int) -> CPUOffload | OffloadPolicy:
-    """Return a version's value for parameters on the device."""
-    return CPUOffload(offload_params=False) if version == 1 else OffloadPolicy()
+def offload_of(value: bool, version: int) -> CPUOffload | OffloadPolicy:
+    """Return a version's value for parameters on the CPU, or on the device."""
+    if version == 1:
+        return CPUOffload(offload_params=value)
+    return CPUOffloadPolicy() if value else OffloadPolicy()
 
 
 def mixed_precision_of(

@@ -1,9 +1,9 @@
-"""Tell of an argument that a class does not have, by the nearest one that it has."""
+"""Dataclasses of options, whose error for an unknown argument names the nearest one that there is."""
 
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_messages import suggest
@@ -11,12 +11,14 @@ from drivetrain_messages import suggest
 Options = TypeVar("Options")
 
 
-def with_known_fields(kind: type[Options]) -> type[Options]:
-    """Decorate a class, so that an argument which it does not have is an error that says which ones there are.
+@dataclass_transform(field_specifiers=(field,))
+def options(kind: type[Options]) -> type[Options]:
+    """Decorate a class: make it a dataclass whose arguments are checked as in `with_known_fields`."""
+    return with_known_fields(dataclass(kind))
 
-    Raises:
-        TypeError: At the construction of an instance, if a field of a dataclass, or another argument, is unknown.
-    """
+
+def with_known_fields(kind: type[Options]) -> type[Options]:
+    """Decorate a class: an argument that it does not have becomes a TypeError that lists those that it has."""
     construct = kind.__init__
     _, *known = signature(construct).parameters
     what = "field" if is_dataclass(kind) else "argument"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_accelerate.environment_variables import clear_environment
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.plugins.known_fields import options
 
 
 class KwargsHandler:
@@ -29,8 +29,7 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 
-@with_known_fields
-@dataclass
+@options
 class AutocastKwargs(KwargsHandler):
     """Options of `torch.autocast`."""
 
@@ -38,8 +37,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
-@with_known_fields
-@dataclass
+@options
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel`, and of how it communicates gradients."""
 
@@ -93,8 +91,7 @@ _COMPRESSING_WRAPPERS: dict[DDPCommunicationHookType, Any] = {
 }
 
 
-@with_known_fields
-@dataclass
+@options
 class GradScalerKwargs(KwargsHandler):
     """Options of fp16's loss scale."""
 
@@ -105,8 +102,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
-@with_known_fields
-@dataclass
+@options
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of `torch.distributed.init_process_group`."""
 
@@ -115,8 +111,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
 
-@with_known_fields
-@dataclass
+@options
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`."""
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from drivetrain.settings import RunSettings
+from drivetrain_accelerate.environment_variables import value_from
 from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
-from drivetrain_accelerate.plugins.environment_words import truth_from
 from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
 from drivetrain_config import resolve
 
@@ -63,7 +63,7 @@ def launched_plugin() -> dict[str, Any]:
     Raises:
         ValueError: Accelerate's variables ask for two backends.
     """
-    asked = [name for name, each in _MADE.items() if truth_from(each[0])]
+    asked = [name for name, each in _MADE.items() if value_from(each[0], False)]
     backend = settings_backend()
     if backend is None and len(asked) > 1:
         raise ValueError(
@@ -85,7 +85,7 @@ def _check_one(given: Sequence[str], *, is_main: bool) -> None:
             f"{' and '.join(f'{name}_plugin=' for name in given)}: a run has one backend; pass one"
         )
     for name, (variable, _) in _MADE.items():
-        if is_main and name not in given and truth_from(variable):
+        if is_main and name not in given and value_from(variable, False):
             logger.warning(
                 "%s=true gives way to %s_plugin= of the program, which comes first: unset the variable, or leave the "
                 "plugin out",

@@ -1,34 +1,26 @@
 """The sizes of the parallel dimensions of a run, and the mesh that they span."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import prod
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from drivetrain_accelerate.environment_variables import fill_unsaid
 from drivetrain_accelerate.plugins.compat import flatten_mesh
-from drivetrain_accelerate.plugins.environment_words import integer_from, word_from
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_accelerate.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
 
-_DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-_MESH_ORDER = (
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "sp",
-    "tp",
-)  # the last are neighbours, with the fastest links
-_BACKENDS = MappingProxyType({"cp_backend": ("torch",), "sp_backend": ("deepspeed",)})
+_ENV = "PARALLELISM_CONFIG_"
+# In the order of the mesh: the last are neighbours, with the fastest links.
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
-@with_known_fields
-@dataclass(repr=False)
+@options
 class ParallelismConfig:
     """The number of processes along each parallel dimension; those not given come from the environment, or are 1.
 
@@ -64,23 +56,29 @@ class ParallelismConfig:
         Raises:
             ValueError: A size or a library is not allowed, or two sizes exclude each other.
         """
-        for name in _DIMENSIONS:
-            if getattr(self, f"{name}_size") is None:
-                setattr(self, f"{name}_size", integer_from(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1))
-        for name, allowed in _BACKENDS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, word_from(f"PARALLELISM_CONFIG_{name.upper()}", allowed[0]))
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {list(allowed)}, but got {getattr(self, name)}")
-        for name in _DIMENSIONS:
-            self._check_size(name)
+        fill_unsaid(self, _ENV, **{f"{name}_size": 1 for name in _DIMENSIONS})
+        fill_unsaid(self, _ENV, cp_backend="torch", sp_backend="deepspeed")
+        for name, allowed in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if (given := getattr(self, name)) != allowed:
+                raise ValueError(f"{name} must be one of {[allowed]}, but got {given}")
+        for name, size in self._sizes.items():
+            if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+                raise ValueError(f"{name}_size={size!r}: must be an integer of at least 1")
         if self.tp_size > 1 and self.tp_handler is None:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_size > 1 and self.cp_handler is None:
             self.cp_handler = TorchContextParallelConfig()
         if self.sp_size > 1 and self.sp_handler is None:
             self.sp_handler = DeepSpeedSequenceParallelConfig()
-        self._check_together()
+        if self.cp_size > 1 and self.sp_size > 1:
+            raise ValueError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} are mutually exclusive: set one of them to 1"
+            )
+        if (self.tp_size > 1 or self.cp_size > 1) and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size}, cp_size={self.cp_size}: "
+                "tensor and context parallelism take sharded replicas; set dp_shard_size above 1"
+            )
 
     def __repr__(self) -> str:
         lines = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)]
@@ -174,11 +172,11 @@ class ParallelismConfig:
             The mesh; None if no axis has more than one process, or with sequence parallelism, which has groups of
             its own.
         """
-        names = [name for name in _MESH_ORDER if self._sizes[name] > 1]
+        names = self._enabled(*_DIMENSIONS)
         if not names or self.sp_size > 1:
             return None
         mesh = init_device_mesh(
-            device_type, tuple(self._sizes[n] for n in names), mesh_dim_names=tuple(names)
+            device_type, tuple(self._sizes[name] for name in names), mesh_dim_names=tuple(names)
         )
         for joint, parts in (
             ("dp", self.dp_dim_names),
@@ -214,19 +212,3 @@ class ParallelismConfig:
 
     def _enabled(self, *names: str) -> list[str]:
         return [name for name in names if self._sizes[name] > 1]
-
-    def _check_size(self, name: str) -> None:
-        size: object = getattr(self, f"{name}_size")
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}_size={size!r}: must be an integer of at least 1")
-
-    def _check_together(self) -> None:
-        if self.cp_size > 1 and self.sp_size > 1:
-            raise ValueError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} are mutually exclusive: set one of them to 1"
-            )
-        if (self.tp_size > 1 or self.cp_size > 1) and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
-            raise ValueError(
-                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size}, cp_size={self.cp_size}: "
-                "tensor and context parallelism take sharded replicas; set dp_shard_size above 1"
-            )

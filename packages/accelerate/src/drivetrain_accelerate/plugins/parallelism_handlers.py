@@ -1,21 +1,19 @@
 """The options of tensor, context and sequence parallelism."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drivetrain_accelerate.plugins.environment_words import integer_from, truth_from, word_from
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
+from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_config import environ
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
-_ENV = "PARALLELISM_CONFIG"
+_ENV = "PARALLELISM_CONFIG_"
 
 
-@with_known_fields
-@dataclass
+@options
 class TorchTensorParallelPlugin:
     """Options of tensor parallelism, from before `ParallelismConfig`.
 
@@ -28,8 +26,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: "DeviceMesh | None" = None
 
 
-@with_known_fields
-@dataclass
+@options
 class TorchTensorParallelConfig:
     """Options of tensor parallelism.
 
@@ -40,8 +37,7 @@ class TorchTensorParallelConfig:
     enable_async_tp: bool = False
 
 
-@with_known_fields
-@dataclass
+@options
 class TorchContextParallelConfig:
     """Options of context parallelism.
 
@@ -57,14 +53,12 @@ class TorchContextParallelConfig:
         Raises:
             ValueError: It is unknown.
         """
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = word_from(f"{_ENV}_CP_COMM_STRATEGY", "allgather")
+        fill_unsaid(self, _ENV, cp_comm_strategy="allgather")
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r}: must be 'allgather' or 'alltoall'")
 
 
-@with_known_fields
-@dataclass
+@options
 class DeepSpeedSequenceParallelConfig:
     """Options of DeepSpeed's sequence parallelism.
 
@@ -84,24 +78,21 @@ class DeepSpeedSequenceParallelConfig:
         Raises:
             ValueError: The length is missing, or the attention cannot be used.
         """
-        if self.sp_seq_length_is_variable is None:
-            self.sp_seq_length_is_variable = truth_from(f"{_ENV}_SP_SEQ_LENGTH_IS_VARIABLE", default=True)
+        fill_unsaid(self, _ENV, sp_seq_length_is_variable=True)
         if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
-            name = f"{_ENV}_SP_SEQ_LENGTH"
+            name = f"{_ENV}SP_SEQ_LENGTH"
             if environ.read(name) is None:
                 raise ValueError(
                     "sp_seq_length_is_variable=False without sp_seq_length: give the length, in code or as the "
                     f"environment variable {name}"
                 )
-            self.sp_seq_length = integer_from(name, 0)
+            self.sp_seq_length = value_from(name, 0)
         if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = environ.read(f"{_ENV}_SP_ATTN_IMPLEMENTATION")
-        if (name := self.sp_attn_implementation) is not None and not _can_split(name):
+            self.sp_attn_implementation = environ.read(f"{_ENV}SP_ATTN_IMPLEMENTATION")
+        name = self.sp_attn_implementation
+        is_of_hub = name is not None and "/" in name and "flash-attn" in name
+        if name not in (None, *_ATTENTIONS) and not is_of_hub:
             raise ValueError(
                 f"Invalid sp_attn_implementation: {name}. Must be one of {list(_ATTENTIONS)} or a flash attention "
                 "of the hub, such as kernels-community/flash-attn2"
             )
-
-
-def _can_split(attention: str) -> bool:
-    return attention in _ATTENTIONS or ("/" in attention and "flash-attn" in attention)

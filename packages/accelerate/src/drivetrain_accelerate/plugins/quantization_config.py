@@ -1,19 +1,17 @@
 """The options of models whose weights bitsandbytes quantises."""
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from drivetrain_accelerate.plugins.enums import CustomDtype
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.plugins.known_fields import options
 
 _DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 
 
-@with_known_fields
-@dataclass
+@options
 class BnbQuantizationConfig:
     """Options of quantised weights.
 

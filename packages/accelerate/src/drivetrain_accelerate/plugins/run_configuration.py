@@ -1,13 +1,10 @@
 """The dataclasses that say how a run reads its data, where it stores its results, and when it steps."""
 
-from dataclasses import dataclass
-
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
+from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 
 
-@with_known_fields
-@dataclass
+@options
 class DataLoaderConfiguration:
     """Options of how prepared loaders divide their data.
 
@@ -30,8 +27,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
-@with_known_fields
-@dataclass
+@options
 class ProjectConfiguration:
     """Options of where a run stores checkpoints and logs.
 
@@ -62,8 +58,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-@with_known_fields
-@dataclass
+@options
 class GradientAccumulationPlugin(KwargsHandler):
     """Options of gradient accumulation.
 
