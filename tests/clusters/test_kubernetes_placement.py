@@ -90,11 +90,11 @@ def test_other_environments_are_no_place(environment: dict[str, str]) -> None:
             "JOB_COMPLETION_INDEX: not set in this pod, but DRIVETRAIN_KUBERNETES_JOB is",
         ),
         ({"JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX=2: contradicts DRIVETRAIN_KUBERNETES_NODES=2"),
-        ({"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX='-1': must be a number"),
-        ({"DRIVETRAIN_KUBERNETES_NODES": "two"}, "DRIVETRAIN_KUBERNETES_NODES='two': must be a number"),
+        ({"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX='-1': must be an integer"),
+        ({"DRIVETRAIN_KUBERNETES_NODES": "two"}, "DRIVETRAIN_KUBERNETES_NODES='two': must be an integer"),
         ({"DRIVETRAIN_KUBERNETES_PORT": "70000"}, "must be a port"),
         ({"DRIVETRAIN_KUBERNETES_MASTER": ""}, "DRIVETRAIN_KUBERNETES_MASTER is empty"),
-        ({"DRIVETRAIN_KUBERNETES_RESTARTS": "x"}, "DRIVETRAIN_KUBERNETES_RESTARTS='x': must be a number"),
+        ({"DRIVETRAIN_KUBERNETES_RESTARTS": "x"}, "DRIVETRAIN_KUBERNETES_RESTARTS='x': must be an integer"),
     ],
 )
 def test_variables_of_our_manifest_that_contradict(changes: dict[str, str | None], message: str) -> None:

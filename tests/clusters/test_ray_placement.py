@@ -41,7 +41,7 @@ def test_another_environment_is_no_place() -> None:
     [
         ({"DRIVETRAIN_RAY_NODES": None}, "DRIVETRAIN_RAY_NODES: not set, but DRIVETRAIN_RAY_ID is"),
         ({"DRIVETRAIN_RAY_NODE_RANK": "2"}, "DRIVETRAIN_RAY_NODE_RANK=2: contradicts DRIVETRAIN_RAY_NODES=2"),
-        ({"DRIVETRAIN_RAY_NODES": "two"}, "DRIVETRAIN_RAY_NODES='two': must be a number of at least 1"),
+        ({"DRIVETRAIN_RAY_NODES": "two"}, "DRIVETRAIN_RAY_NODES='two': must be an integer of at least 1"),
         ({"DRIVETRAIN_RAY_PORT": "70000"}, "DRIVETRAIN_RAY_PORT=70000: must be a port"),
     ],
 )

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.memory_size import memory_bytes
 from drivetrain_clusters.protocol import JobRequest, Submission
+from drivetrain_clusters.request_values import memory_bytes
 from drivetrain_clusters.slurm.script import plan_slurm
 
 REQUEST = JobRequest(name="train", command=("drivetrain", "launch", "train.py"), folder=Path("/data/run"))

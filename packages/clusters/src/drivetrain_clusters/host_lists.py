@@ -2,6 +2,7 @@
 
 import re
 from itertools import product
+from math import prod
 
 # A job has fewer nodes than this; a longer list is a mistake, and would fill the memory.
 MOST_HOSTS = 1_000_000
@@ -21,11 +22,14 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     """
     hosts: list[str] = []
     for word in _split(text):
-        parts = _parts(word, text)
-        size = 1
-        for part in parts:
-            size *= len(part)
-        if len(hosts) + size > MOST_HOSTS:
+        # The choices for each part: a plain one has one, a bracket several.
+        parts: list[list[str]] = []
+        for plain, bracket in _PIECE.findall(word):
+            parts += [[plain]] if plain else []
+            parts += (
+                [[name for each in bracket.split(",") for name in _numbers(each, text)]] if bracket else []
+            )
+        if len(hosts) + prod(map(len, parts)) > MOST_HOSTS:
             raise ValueError(f"{_short(text)}: stands for more than {MOST_HOSTS} hosts")
         hosts += ["".join(each) for each in product(*parts)]
     return tuple(hosts)
@@ -59,31 +63,19 @@ def _split(text: str) -> list[str]:
         if character == "," and depth == 0:
             words.append(text[start:place])
             start = place + 1
+    words.append(text[start:])
     if depth:
         raise ValueError(f"{_short(text)}: a bracket is not closed")
-    words.append(text[start:])
     if not all(words):
         raise ValueError(f"{_short(text)}: a host name is empty")
-    return words
-
-
-def _parts(word: str, text: str) -> list[tuple[str, ...]]:
-    """Return the choices for each part of a name: its plain parts have one, its brackets several."""
-    parts: list[tuple[str, ...]] = []
-    for plain, bracket in _PIECE.findall(word):
-        if plain:
-            parts.append((plain,))
-        if bracket:
-            parts.append(tuple(name for each in bracket.split(",") for name in _numbers(each, text)))
-    if "[]" in word:
+    if "[]" in text:
         raise ValueError(f"{_short(text)}: a bracket is empty")
-    return parts
+    return words
 
 
 def _numbers(word: str, text: str) -> list[str]:
     first, dash, last = word.partition("-")
-    ends = (first, last) if dash else (first,)
-    if not all(end.isascii() and end.isdecimal() for end in ends):
+    if not all(end.isascii() and end.isdecimal() for end in ((first, last) if dash else (first,))):
         raise ValueError(f"{_short(text)}: {word!r} in brackets is no number or range, such as 3 or 001-007")
     if not dash:
         return [first]

@@ -12,6 +12,12 @@ from drivetrain_messages import list_some
 _FIRST_PORT = 10000
 _NUM_PORTS = 19391
 _STEPS_APART = 13
+_VISIBILITY = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
 
 
 class JobVariables:
@@ -84,12 +90,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], st
 
     A variable that is set but empty, or that says "NoDevFiles" as Slurm does, binds the task to no accelerator.
     """
-    for name in (
-        "CUDA_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "ZE_AFFINITY_MASK",
-        "ASCEND_RT_VISIBLE_DEVICES",
-    ):
+    for name in _VISIBILITY:
         if name in environment:
             text = environment[name]
             found = () if text in ("NoDevFiles", "-1") else tuple(each.strip() for each in text.split(","))
@@ -98,7 +99,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], st
 
 
 def place_node(
-    environment: Mapping[str, str],
+    read: JobVariables,
     *,
     cluster: str,
     job_id: str,
@@ -109,26 +110,23 @@ def place_node(
     """Return the place of a task that is the only one on its node.
 
     Args:
-        environment: The variables of the task.
+        read: The variables of the task.
         cluster: The name of the cluster plug-in.
         job_id: The job, as the cluster names it.
-        names: The variables of num_nodes, node_rank, master_addr and master_port; all of them are set.
+        names: The variables of num_nodes, node_rank, master_addr and master_port.
         restart_count: The number of times that the job has started again.
         devices: The accelerators that the task was bound to; None if it was bound to none.
-
-    Raises:
-        ClusterError: A variable is no such number, or the rank of the node contradicts their number.
     """
-    num_nodes = read_number(environment, names["num_nodes"], least=1)
-    node_rank = read_number(environment, names["node_rank"])
+    num_nodes, nodes_from = read.integer(names["num_nodes"], least=1)
+    node_rank, rank_from = read.integer(names["node_rank"])
     if node_rank >= num_nodes:
         raise ClusterError(
-            f"{names['node_rank']}={node_rank}: contradicts {names['num_nodes']}={num_nodes}; ranks of nodes count "
-            f"from 0 to {num_nodes - 1}"
+            f"{rank_from}={node_rank}: contradicts {nodes_from}={num_nodes}; ranks of nodes count from 0 to "
+            f"{num_nodes - 1}"
         )
-    port = read_number(environment, names["master_port"], least=1)
+    port, port_from = read.integer(names["master_port"], least=1)
     if port > 65535:
-        raise ClusterError(f"{names['master_port']}={port}: must be a port, from 1 to 65535")
+        raise ClusterError(f"{port_from}={port}: must be a port, from 1 to 65535")
     return JobPlacement(
         cluster=cluster,
         job_id=job_id,
@@ -138,21 +136,9 @@ def place_node(
         local_task=0,
         num_tasks=num_nodes,
         task_rank=node_rank,
-        master_addr=environment[names["master_addr"]],
+        master_addr=read.text(names["master_addr"])[0],
         master_port=port,
         devices=devices,
         restart_count=restart_count,
         sources=dict(names),
     )
-
-
-def read_number(environment: Mapping[str, str], name: str, *, least: int = 0) -> int:
-    """Return the number that a variable holds.
-
-    Raises:
-        ClusterError: The text is no number, or less than `least`.
-    """
-    text = environment[name]
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ClusterError(f"{name}={text!r}: must be a number of at least {least}")
-    return int(text)

@@ -5,11 +5,7 @@ from pathlib import Path
 
 
 class OutputTail:
-    """A file whose new text is read bit by bit; it may not exist yet.
-
-    Args:
-        path: The file to read.
-    """
+    """A file whose new text is read bit by bit; it may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

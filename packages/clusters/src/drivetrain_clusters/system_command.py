@@ -16,21 +16,15 @@ _PATIENCE_SECONDS = 60.0
 _ASK_SECONDS = 2.0
 
 
-# The hints of a command whose errors need none.
 _NO_HINTS: Mapping[str, str] = {}
 
 
 def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str] = _NO_HINTS) -> str:
-    """Run a command to its end, and return its output.
-
-    Args:
-        words: The program and its arguments.
-        folder: The folder to run it in; None for that of this process.
-        hints: The advice on an error, by a part of the program's message in lower case.
+    """Run a command to its end, in a folder or that of this process, and return its output.
 
     Raises:
         ClusterError: The program is not installed, does not end within two minutes, or fails; the message holds what
-            it said.
+            it said, and the hint for it.
     """
     import subprocess  # takes tens of milliseconds, which a launcher that only looks for a cluster saves
 
@@ -66,17 +60,17 @@ def patiently(question: Callable[[], Answer]) -> Answer:
         ClusterError: The question failed for a minute.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    is_told = False
+    try:
+        return question()
+    except ClusterError as error:
+        say(f"{error}; asking again for {_PATIENCE_SECONDS:g} s")
     while True:
+        time.sleep(_ASK_SECONDS)
         try:
             return question()
-        except ClusterError as error:
+        except ClusterError:
             if time.monotonic() > deadline:
                 raise
-            if not is_told:
-                say(f"{error}; asking again for {_PATIENCE_SECONDS:g} s")
-                is_told = True
-        time.sleep(_ASK_SECONDS)
 
 
 def in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -87,10 +81,5 @@ def in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def hint_for(message: str, hints: Mapping[str, str]) -> str:
-    """Return "; " and what to do about a program's message; empty if no hint fits.
-
-    Args:
-        message: The message of a program.
-        hints: The advice, by a part of the message in lower case.
-    """
+    """Return "; " and what to do about a program's message, by a part of it in lower case; empty if no hint fits."""
     return next((f"; {hint}" for part, hint in hints.items() if part in message.lower()), "")

@@ -18,13 +18,7 @@ _ENDING = ".job.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A submitted job.
-
-    Attributes:
-        cluster: The name of the cluster.
-        job_id: The job, as the cluster names it.
-        request: The request that it was planned from.
-    """
+    """A submitted job: its cluster, the cluster's name for it, and the request that it was planned from."""
 
     cluster: str
     job_id: str
@@ -47,11 +41,7 @@ def write_record(record: JobRecord) -> Path:
 
 
 def find_record(job_id: str, log_dir: Path) -> JobRecord:
-    """Return the record of a job.
-
-    Args:
-        job_id: The job, as the cluster names it.
-        log_dir: The folder of the job's output, as it was at submission.
+    """Return the record of a job in its folder of logs.
 
     Raises:
         ClusterError: There is no record of the job; the message gives the nearest id and lists those that there are.

@@ -19,16 +19,7 @@ def describe(submission: Submission) -> str:
 
 
 def submit_job(cluster: Cluster, name: str, submission: Submission) -> JobRecord:
-    """Write the files of a submission, submit it, and record the job.
-
-    Args:
-        cluster: The cluster to submit to.
-        name: The name of the cluster.
-        submission: The plan of the cluster.
-
-    Raises:
-        ClusterError: The cluster's command or library is not installed, or the cluster refused the job.
-    """
+    """Write the files of a submission, submit it to the cluster of that name, and record the job."""
     for path, text in submission.files.items():
         try:
             write_private(path, text)

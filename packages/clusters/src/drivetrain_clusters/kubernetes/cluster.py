@@ -17,11 +17,7 @@ class Kubernetes:
     """
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of this pod, from the variables of our manifest or of Kubeflow; None outside such a job.
-
-        Raises:
-            ClusterError: Variables are missing or contradict each other.
-        """
+        """Return the place of this pod in a job of our manifest or of Kubeflow; None outside such a job."""
         return kubernetes_placement(environment)
 
     def requeue(self, placement: JobPlacement) -> bool:
@@ -30,11 +26,7 @@ class Kubernetes:
         return False
 
     def plan(self, request: JobRequest) -> Submission:
-        """Return the manifest and the command that creates the JobSet. Pure.
-
-        Raises:
-            ClusterError: An option is unknown or invalid, or the job's name cannot be that of a Kubernetes object.
-        """
+        """Return the manifest and the command that creates the JobSet. Pure."""
         from drivetrain_clusters.kubernetes.kubectl import KUBECTL
         from drivetrain_clusters.kubernetes.manifest import jobset_manifest
         from drivetrain_clusters.kubernetes.options import read_kubernetes_options
@@ -56,34 +48,21 @@ class Kubernetes:
         )
 
     def submit(self, submission: Submission) -> str:
-        """Create the JobSet, and return its namespace and name.
-
-        Raises:
-            ClusterError: kubectl is not installed, or the cluster refused the JobSet.
-        """
+        """Create the JobSet, and return its namespace and name."""
         from drivetrain_clusters.kubernetes.kubectl import ObjectName, read_objects
 
-        made = read_objects(submission.command[1:])
-        found = ObjectName(namespace=made["metadata"]["namespace"], name=made["metadata"]["name"])
-        return str(found)
+        made = read_objects(submission.command[1:])["metadata"]
+        return str(ObjectName(namespace=made["namespace"], name=made["name"]))
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
-        """Write the output of all nodes until the JobSet ends; return the exit code of the node that failed first.
-
-        Raises:
-            ClusterError: kubectl is not installed, or the cluster does not know the job.
-        """
+        """Write the output of all nodes until the JobSet ends; return the exit code of the node that failed first."""
         from drivetrain_clusters.kubernetes.jobset_output import JobSetOutput
         from drivetrain_clusters.kubernetes.kubectl import ObjectName
 
         return JobSetOutput(ObjectName.parse(job_id), submission.request.num_nodes, write).follow()
 
     def cancel(self, job_id: str) -> None:
-        """Delete the JobSet; its pods have time to save.
-
-        Raises:
-            ClusterError: kubectl is not installed, or the cluster does not know the job.
-        """
+        """Delete the JobSet; its pods have time to save."""
         from drivetrain_clusters.kubernetes.kubectl import ObjectName, run_kubectl
 
         job = ObjectName.parse(job_id)

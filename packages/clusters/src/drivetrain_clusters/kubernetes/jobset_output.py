@@ -26,13 +26,7 @@ _LINE = re.compile(r"\[pod/(?P<pod>[^/\]]+)/[^\]]*\] (?P<time>\S+) ?(?P<text>.*)
 
 
 class JobSetOutput:
-    """The output of a JobSet, of which each line is written once.
-
-    Args:
-        job: The name of the JobSet.
-        num_nodes: The number of its pods.
-        write: Takes the output.
-    """
+    """The output of a JobSet with `num_nodes` pods, of which each line is written once."""
 
     def __init__(self, job: ObjectName, num_nodes: int, write: Callable[[str], None]) -> None:
         self._job = job
@@ -68,7 +62,9 @@ class JobSetOutput:
                 self._tell(f"job {self._job} {state.end.lower()}: {state.message}" if state.message else "")
                 return exit_code_of(state, pods)
             else:
-                self._tell_waiting(pods)
+                waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]
+                if waiting:
+                    self._tell(f"waiting for {list_some(waiting, most=3)}")
                 time.sleep(_POLL_SECONDS)
 
     def _state_and_pods(self) -> tuple[JobSetState, tuple[PodState, ...]]:
@@ -89,24 +85,11 @@ class JobSetOutput:
             say(text)
         self._told = text
 
-    def _tell_waiting(self, pods: tuple[PodState, ...]) -> None:
-        waiting = [f"node {pod.node_rank} ({pod.waits_for})" for pod in pods if not pod.has_started]
-        if waiting:
-            self._tell(f"waiting for {list_some(waiting, most=3)}")
-
     def _stream(self, attempt: int, pods: tuple[PodState, ...]) -> None:
         """Write the output of all pods until they end, or the connection does."""
-        words = [
-            "logs",
-            "--follow",
-            "--prefix",
-            "--timestamps",
-            "--tail=-1",
-            f"--namespace={self._job.namespace}",
-            f"--selector={self._selector(attempt)}",
-            f"--container={CONTAINER}",
-            f"--max-log-requests={max(self._num_nodes, 5)}",
-        ]
+        words = ["logs", "--follow", "--prefix", "--timestamps", "--tail=-1", f"--container={CONTAINER}"]
+        words += [f"--namespace={self._job.namespace}", f"--selector={self._selector(attempt)}"]
+        words += [f"--max-log-requests={max(self._num_nodes, 5)}"]
         seen = [self._newest[pod.name] for pod in pods if pod.name in self._newest]
         if len(seen) == len(pods):
             words.append(f"--since-time={min(seen)}")

@@ -9,13 +9,11 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodState:
-    """The state of a pod.
+    """The state of a pod and its one container.
 
     Attributes:
-        name: The name of the pod.
         node_rank: The rank of its node.
         has_started: Whether its container runs or has run.
-        is_running: Whether its container runs.
         exit_code: The exit code of its container; None while it has none.
         ended_at: When its container ended, as the cluster writes times; empty while it has not.
         waits_for: The reason why it has not started; empty if it has.
@@ -32,13 +30,7 @@ class PodState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSetState:
-    """The state of a JobSet.
-
-    Attributes:
-        end: The kind of its end; None while it has not ended.
-        message: The sentence of the cluster about its end.
-        restarts: The number of times that it has started again.
-    """
+    """The state of a JobSet: its end, None while it goes on, the cluster's sentence about it, and its restarts."""
 
     end: Literal["Completed", "Failed"] | None
     message: str

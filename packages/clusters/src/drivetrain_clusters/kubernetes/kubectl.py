@@ -29,12 +29,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectName:
-    """The name of a JobSet.
-
-    Attributes:
-        namespace: The namespace that it is in.
-        name: The name in that namespace.
-    """
+    """The name of a JobSet in its namespace."""
 
     namespace: str
     name: str

@@ -3,8 +3,8 @@
 from typing import Any
 
 from drivetrain_clusters.kubernetes.options import REPLICATED_JOB, KubernetesOptions, object_name
-from drivetrain_clusters.memory_size import memory_bytes
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest
+from drivetrain_clusters.request_values import memory_bytes
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 CONTAINER = "launcher"
@@ -12,14 +12,7 @@ CONTAINER = "launcher"
 _MARGIN_SECONDS = 30
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _RESTARTS = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
-_SUFFIXES = (
-    (2**40, "Ti"),
-    (10**12, "T"),
-    (2**30, "Gi"),
-    (10**9, "G"),
-    (2**20, "Mi"),
-    (10**6, "M"),
-)
+_SUFFIXES = {2**40: "Ti", 10**12: "T", 2**30: "Gi", 10**9: "G", 2**20: "Mi", 10**6: "M"}
 
 Manifest = dict[str, Any]
 
@@ -35,93 +28,99 @@ def jobset_manifest(request: JobRequest, options: KubernetesOptions) -> Manifest
         ClusterError: The name of the job is not possible on Kubernetes.
     """
     name = object_name(request.name, request.num_nodes)
-    metadata: Manifest = {"name": name}
-    if options.namespace is not None:
-        metadata["namespace"] = options.namespace
-    if options.queue is not None:
-        metadata["labels"] = {_QUEUE_LABEL: options.queue}
-    failure: Manifest = {"maxRestarts": request.max_requeues}
-    if not options.restart_failures:
-        failure["rules"] = [
-            {"name": "failed", "action": "FailJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]}
-        ]
-    spec: Manifest = {
-        "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-        "successPolicy": {"operator": "All"},
-        "failurePolicy": failure,
-        "replicatedJobs": [
-            {"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": _job_spec(name, request, options)}}
-        ],
+    rules = [{"name": "failed", "action": "FailJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]}]
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "JobSet",
+        "metadata": _given(
+            name=name,
+            namespace=options.namespace,
+            labels=None if options.queue is None else {_QUEUE_LABEL: options.queue},
+        ),
+        "spec": _given(
+            network={"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            successPolicy={"operator": "All"},
+            failurePolicy=_given(
+                maxRestarts=request.max_requeues, rules=None if options.restart_failures else rules
+            ),
+            replicatedJobs=[
+                {
+                    "name": REPLICATED_JOB,
+                    "replicas": 1,
+                    "template": {"spec": _job_spec(name, request, options)},
+                }
+            ],
+            ttlSecondsAfterFinished=options.ttl_seconds,
+        ),
     }
-    if options.ttl_seconds is not None:
-        spec["ttlSecondsAfterFinished"] = options.ttl_seconds
-    return {"apiVersion": API_VERSION, "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def _given(**fields: Any) -> Manifest:
+    """Return the fields of an object that have a value; Kubernetes has defaults for the others."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Manifest:
-    spec: Manifest = {
-        "completionMode": "Indexed",
-        "parallelism": request.num_nodes,
-        "completions": request.num_nodes,
-        "backoffLimit": 0,
-    }
-    if request.time_limit_seconds is not None:
+    limit, on_disruption = request.time_limit_seconds, {"type": "DisruptionTarget", "status": "True"}
+    on_save = {"containerName": CONTAINER, "operator": "In", "values": [RESUME_EXIT_CODE]}
+    return _given(
+        completionMode="Indexed",
+        parallelism=request.num_nodes,
+        completions=request.num_nodes,
+        backoffLimit=0,
         # The pods get SIGTERM then, and have the time to save behind it.
-        spec["activeDeadlineSeconds"] = request.time_limit_seconds - request.save_seconds
-    spec["podFailurePolicy"] = {
-        "rules": [
-            {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {
-                "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [RESUME_EXIT_CODE]},
-            },
-        ]
-    }
-    spec["template"] = {"spec": _pod_spec(name, request, options)}
-    return spec
+        activeDeadlineSeconds=None if limit is None else limit - request.save_seconds,
+        podFailurePolicy={
+            "rules": [
+                {"action": "FailJob", "onPodConditions": [on_disruption]},
+                {"action": "FailJob", "onExitCodes": on_save},
+            ]
+        },
+        template={"spec": _pod_spec(name, request, options)},
+    )
 
 
 def _pod_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Manifest:
-    spec: Manifest = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": request.save_seconds + _MARGIN_SECONDS,
+    return _given(
+        restartPolicy="Never",
+        terminationGracePeriodSeconds=request.save_seconds + _MARGIN_SECONDS,
         # Else the launcher is process 1, for which Linux ignores SIGTERM unless a handler is there.
-        "shareProcessNamespace": True,
-        "containers": [_container(name, request, options)],
-        "volumes": _volumes(options),
-    }
-    if options.service_account is not None:
-        spec["serviceAccountName"] = options.service_account
-    if options.priority_class is not None:
-        spec["priorityClassName"] = options.priority_class
-    if options.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": secret} for secret in options.pull_secrets]
-    if options.node_selector:
-        spec["nodeSelector"] = dict(pair.split("=", 1) for pair in options.node_selector)
-    if options.tolerations:
-        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in options.tolerations]
-    return spec
+        shareProcessNamespace=True,
+        containers=[_container(name, request, options)],
+        volumes=_volumes(options),
+        serviceAccountName=options.service_account,
+        priorityClassName=options.priority_class,
+        imagePullSecrets=[{"name": secret} for secret in options.pull_secrets] or None,
+        nodeSelector=dict(pair.split("=", 1) for pair in options.node_selector) or None,
+        tolerations=[{"key": key, "operator": "Exists"} for key in options.tolerations] or None,
+    )
 
 
 def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Manifest:
-    container: Manifest = {"name": CONTAINER, "image": options.image}
-    if options.pull_policy is not None:
-        container["imagePullPolicy"] = options.pull_policy
-    container["command"] = [literal(word) for word in request.command]
-    container["workingDir"] = str(request.folder)
-    container["env"] = _variables(name, request, options)
-    if options.secrets:
-        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in options.secrets]
-    if limits := _limits(request, options):
-        container["resources"] = {"limits": limits}
-    container["volumeMounts"] = [
-        {"name": "shm", "mountPath": "/dev/shm"},
-        *(
-            {"name": f"claim-{i}", "mountPath": mount.path, "readOnly": mount.read_only}
-            for i, mount in enumerate(options.volumes)
-        ),
-    ]
-    return container
+    cpus, memory, accelerators = request.cpus_per_node, request.memory_per_node, request.accelerators_per_node
+    # Without requests of their own, the limits are also what is requested.
+    limits = _given(
+        cpu=None if cpus is None else str(cpus),
+        memory=None if memory is None else quantity(memory_bytes(memory)),
+        **{options.accelerator: str(accelerators) if accelerators else None},
+    )
+    return _given(
+        name=CONTAINER,
+        image=options.image,
+        imagePullPolicy=options.pull_policy,
+        command=[literal(word) for word in request.command],
+        workingDir=str(request.folder),
+        env=_variables(name, request, options),
+        envFrom=[{"secretRef": {"name": secret}} for secret in options.secrets] or None,
+        resources={"limits": limits} if limits else None,
+        volumeMounts=[
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *(
+                {"name": f"claim-{i}", "mountPath": mount.path, "readOnly": mount.read_only}
+                for i, mount in enumerate(options.volumes)
+            ),
+        ],
+    )
 
 
 def _variables(name: str, request: JobRequest, options: KubernetesOptions) -> list[Manifest]:
@@ -140,23 +139,11 @@ def _variables(name: str, request: JobRequest, options: KubernetesOptions) -> li
     ]
 
 
-def _limits(request: JobRequest, options: KubernetesOptions) -> Manifest:
-    """Return the limits of a container; without requests of their own, they are also what is requested."""
-    limits: Manifest = {}
-    if request.cpus_per_node is not None:
-        limits["cpu"] = str(request.cpus_per_node)
-    if request.memory_per_node is not None:
-        limits["memory"] = quantity(memory_bytes(request.memory_per_node))
-    if request.accelerators_per_node:
-        limits[options.accelerator] = str(request.accelerators_per_node)
-    return limits
-
-
 def _volumes(options: KubernetesOptions) -> list[Manifest]:
     # Kubernetes gives 64 MB by default, too little for the batches of several loader workers.
-    shm: Manifest = {"medium": "Memory"}
-    if options.shm_bytes is not None:
-        shm["sizeLimit"] = quantity(options.shm_bytes)
+    shm = _given(
+        medium="Memory", sizeLimit=None if options.shm_bytes is None else quantity(options.shm_bytes)
+    )
     claims = (
         {
             "name": f"claim-{i}",
@@ -174,7 +161,7 @@ def literal(text: str) -> str:
 
 def quantity(size_bytes: int) -> str:
     """Return a size as Kubernetes writes it: with the largest unit of which it is a whole number."""
-    for unit, suffix in _SUFFIXES:
+    for unit, suffix in _SUFFIXES.items():
         if size_bytes % unit == 0:
             return f"{size_bytes // unit}{suffix}"
     return str(size_bytes)

@@ -1,12 +1,11 @@
 """The options of a job on Kubernetes, and the names that it accepts."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.memory_size import memory_bytes
-from drivetrain_clusters.option_reader import OptionReader, check_known
 from drivetrain_clusters.protocol import JobRequest
+from drivetrain_clusters.request_values import OptionReader, check_known, memory_bytes
 
 # The service of the job needs a name that begins with a letter (RFC 1035); most other objects do not.
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -27,13 +26,7 @@ _MOST = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimMount:
-    """A persistent volume claim in the pods.
-
-    Attributes:
-        claim: The name of the claim.
-        path: The folder at which the pods see it.
-        read_only: Whether the pods may only read it.
-    """
+    """A persistent volume claim, and the folder at which the pods see it."""
 
     claim: str
     path: str
@@ -42,7 +35,7 @@ class ClaimMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesOptions:
-    """The options of a job on Kubernetes.
+    """The options of a job on Kubernetes; None stands for Kubernetes' own default, or for nothing.
 
     Attributes:
         image: The image of the pods, which holds drivetrain and, unless a volume does, the script.
@@ -50,13 +43,9 @@ class KubernetesOptions:
         accelerator: The resource that stands for one accelerator.
         port: The port at which the nodes meet.
         shm_bytes: The size of /dev/shm; None for as much as the memory of the pod.
-        pull_policy: When the image is pulled; None for Kubernetes' default.
         pull_secrets: The secrets for the image's registry.
         secrets: The secrets whose keys become variables of the job.
-        service_account: The service account of the pods.
-        priority_class: The priority class of the pods.
         queue: The queue of Kueue that admits the job.
-        volumes: Persistent volume claims to mount.
         node_selector: Labels, as "key=value", that a node must have.
         tolerations: Keys of the taints that the pods tolerate.
         ttl_seconds: The time after which a finished job is deleted; None for never.
@@ -75,29 +64,15 @@ class KubernetesOptions:
     priority_class: str | None = None
     queue: str | None = None
     volumes: tuple[ClaimMount, ...] = ()
-    node_selector: tuple[str, ...] = field(default=())
+    node_selector: tuple[str, ...] = ()
     tolerations: tuple[str, ...] = ()
     ttl_seconds: int | None = None
     restart_failures: bool = False
 
 
-OPTION_NAMES = (
-    "accelerator",
-    "image",
-    "namespace",
-    "node-selector",
-    "port",
-    "priority-class",
-    "pull-policy",
-    "pull-secrets",
-    "queue",
-    "restart-failures",
-    "secrets",
-    "service-account",
-    "shm",
-    "tolerations",
-    "ttl-seconds",
-    "volumes",
+# The option of each field, as users say it.
+OPTION_NAMES = tuple(
+    sorted(each.name.removesuffix("_bytes").replace("_", "-") for each in fields(KubernetesOptions))
 )
 
 

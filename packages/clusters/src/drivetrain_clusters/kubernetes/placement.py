@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.job_variables import place_node, read_number
+from drivetrain_clusters.job_variables import JobVariables, place_node
 from drivetrain_clusters.protocol import JobPlacement
 
 _CLUSTER = "kubernetes"
@@ -61,7 +61,7 @@ def _of_old_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
     is_rank = any(name in environment for name in ("LOCAL_RANK", "GROUP_RANK"))
     if replica is None or is_rank or any(name not in environment for name in _OLD_KUBEFLOW.values()):
         return None
-    return _place(environment, job_id=replica[1], names=_OLD_KUBEFLOW, restarts=0)
+    return _place(environment, job_id=replica[1], names=_OLD_KUBEFLOW)
 
 
 def _of_manifest(environment: Mapping[str, str]) -> JobPlacement:
@@ -69,13 +69,7 @@ def _of_manifest(environment: Mapping[str, str]) -> JobPlacement:
     if missing := [name for name in needed if name not in environment]:
         given = next(name for name in environment if name.startswith(_PREFIX))
         raise ClusterError(f"{', '.join(missing)}: not set in this pod, but {given} is; {_MANIFEST}")
-    restarts = _OURS["restart_count"]
-    return _place(
-        environment,
-        job_id=environment[_OURS["job_id"]],
-        names=_OURS,
-        restarts=read_number(environment, restarts) if environment.get(restarts) else 0,
-    )
+    return _place(environment, job_id=environment[_OURS["job_id"]], names=_OURS)
 
 
 def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
@@ -90,26 +84,21 @@ def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
                 "Kubeflow sets both"
             )
         names[field] = given[0]
-        for other in given[1:]:
+        alike = [*given, *([_INDEX] if field == "node_rank" and _INDEX in environment else [])]
+        for other in alike[1:]:
             if environment[other] != environment[given[0]]:
-                raise _contradiction(environment, given[0], other)
-    if _INDEX in environment and environment[_INDEX] != environment["PET_NODE_RANK"]:
-        raise _contradiction(environment, "PET_NODE_RANK", _INDEX)
+                raise ClusterError(
+                    f"{given[0]}={environment[given[0]]} contradicts {other}={environment[other]}; unset one of them"
+                )
     job_id = _FOLLOWING.sub("", environment[names["master_addr"]])
-    return _place(environment, job_id=job_id, names=names, restarts=0)
+    return _place(environment, job_id=job_id, names=names)
 
 
-def _place(
-    environment: Mapping[str, str], *, job_id: str, names: Mapping[str, str], restarts: int
-) -> JobPlacement:
-    place = place_node(environment, cluster=_CLUSTER, job_id=job_id, names=names, restart_count=restarts)
-    if not place.master_addr:
+def _place(environment: Mapping[str, str], *, job_id: str, names: Mapping[str, str]) -> JobPlacement:
+    if not environment[names["master_addr"]]:
         raise ClusterError(f"{names['master_addr']} is empty; it must name the pod of node 0")
+    read = JobVariables(_CLUSTER, environment)
+    restarts = read.optional_integer(names["restart_count"]) if "restart_count" in names else None
+    place = place_node(read, cluster=_CLUSTER, job_id=job_id, names=names, restart_count=restarts or 0)
     # A pod of one node needs no name, which its cluster may not resolve for itself.
     return replace(place, master_addr="127.0.0.1") if place.num_nodes == 1 else place
-
-
-def _contradiction(environment: Mapping[str, str], one: str, other: str) -> ClusterError:
-    return ClusterError(
-        f"{one}={environment[one]} contradicts {other}={environment[other]}; unset one of them"
-    )

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
@@ -29,11 +30,7 @@ class Local:
     """The cluster `local`: one node, one task, no queue."""
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of a job that `submit` has started here; None in any other process.
-
-        Raises:
-            ClusterError: The variables of the job are no numbers.
-        """
+        """Return the place of a job that `submit` has started here; None in any other process."""
         if JOB_VARIABLE not in environment:
             return None
         read = JobVariables("local", environment)
@@ -66,19 +63,11 @@ class Local:
         return False
 
     def plan(self, request: JobRequest) -> Submission:
-        """Return the script of a job on this machine, and the command that starts it in the background.
-
-        Raises:
-            ClusterError: The request asks for what this machine does not divide: nodes, memory, options.
-        """
+        """Return the script of a job on this machine, and the command that starts it in the background."""
         return plan_local(request)
 
     def submit(self, submission: Submission) -> str:
-        """Start the job in the background and return its id, the process id of its shell.
-
-        Raises:
-            ClusterError: There is no shell, or the job's folder does not exist.
-        """
+        """Start the job in the background and return its id, the process id of its shell."""
         return run_command(*submission.command, folder=submission.request.folder).strip()
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
@@ -99,11 +88,7 @@ class Local:
             time.sleep(_LOOK_SECONDS)
 
     def cancel(self, job_id: str) -> None:
-        """End the job: its ranks save, and are not started again.
-
-        Raises:
-            ClusterError: There is no such process, or it is another user's.
-        """
+        """End the job: its ranks save, and are not started again."""
         if not _runs(job_id) or _is_another_program(job_id):
             raise ClusterError(f"local: job {job_id}: no job of this machine has this number; it has ended")
         os.kill(int(job_id), _SIGTERM)
@@ -118,16 +103,12 @@ def _runs(job_id: str) -> bool:
         return False
     except PermissionError:
         raise ClusterError(f"local: job {job_id}: the process is another user's") from None
-    return _state(job_id) not in ("Z", "X")  # ended, but nobody has waited for it
-
-
-def _state(job_id: str) -> str:
-    """Return the letter of a process's state; empty if the system does not tell."""
     try:
         # The name in parentheses may hold anything.
-        return Path("/proc", job_id, "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        state = Path("/proc", job_id, "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # a system without /proc does not tell
+        return True
+    return state not in ("Z", "X")  # ended, but nobody has waited for it
 
 
 def _is_another_program(job_id: str) -> bool:
@@ -141,12 +122,10 @@ def _is_another_program(job_id: str) -> bool:
             time.sleep(0.01)
     except OSError:  # a system without /proc does not tell
         return False
-    return not any(word.endswith(b".sh") and _is_of_job(Path(os.fsdecode(word))) for word in words)
-
-
-def _is_of_job(script: Path) -> bool:
-    """Return whether `submit` has written a script."""
-    try:
-        return script.read_text(errors="replace").startswith(SCRIPT_BEGIN)
-    except OSError:  # removed since
-        return False
+    for word in words:
+        with suppress(OSError):  # removed since
+            if word.endswith(b".sh") and Path(os.fsdecode(word)).read_text(errors="replace").startswith(
+                SCRIPT_BEGIN
+            ):
+                return False
+    return True

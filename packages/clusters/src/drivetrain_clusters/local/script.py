@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest, Submission
-from drivetrain_clusters.request_checks import check_words
+from drivetrain_clusters.request_values import check_words
 from drivetrain_clusters.system_command import in_this_python
 
 JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
@@ -35,19 +35,19 @@ exit "$code"
 
 
 def plan_local(request: JobRequest) -> Submission:
-    """Return the script of a job on this machine, and the command that starts it in the background.
-
-    Raises:
-        ClusterError: The request asks for what this machine does not divide: nodes, memory, options.
-    """
+    """Return the script of a job on this machine, and the command that starts it in the background."""
     _check(request)
+    environment = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
+    if request.processes_per_node is not None:
+        environment["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
+    environment |= request.environment
     slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
     folder = request.log_dir.absolute()  # the job runs in another one
     path = folder / f"{slug}.sh"
     script = SCRIPT_BEGIN + _SCRIPT.format(
         folder=shlex.quote(str(request.folder.absolute())),
         stem=shlex.quote(str(folder / slug)),
-        exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in _environment(request).items()),
+        exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in environment.items()),
         job=JOB_VARIABLE,
         restarts=RESTARTS_VARIABLE,
         command=shlex.join((*_limit(request), *in_this_python(request.command))),
@@ -68,13 +68,6 @@ def job_file(submission: Submission, job_id: str, ending: str) -> Path:
     return script.with_name(f"{script.stem}-{job_id}{ending}")
 
 
-def _environment(request: JobRequest) -> dict[str, str]:
-    added = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
-    if request.processes_per_node is not None:
-        added["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
-    return {**added, **request.environment}
-
-
 def _limit(request: JobRequest) -> tuple[str, ...]:
     if request.time_limit_seconds is None:
         return ()
@@ -82,28 +75,21 @@ def _limit(request: JobRequest) -> tuple[str, ...]:
     if seconds <= 0:
         raise ClusterError(
             f"local: time_limit_seconds={request.time_limit_seconds}: leaves no time to train, since the job "
-            "is told to "
-            f"save save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
+            f"is told to save save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer "
+            "seconds to save"
         )
-    return (
-        "timeout",
-        "--foreground",
-        "--preserve-status",
-        f"--kill-after={request.save_seconds}",
-        str(seconds),
-    )
+    kill_after = f"--kill-after={request.save_seconds}"
+    return ("timeout", "--foreground", "--preserve-status", kill_after, str(seconds))
 
 
 def _check(request: JobRequest) -> None:
     check_words("local", request)
     if request.num_nodes != 1:
         raise ClusterError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
-    for what, value in (
-        ("cpus_per_node", request.cpus_per_node),
-        ("memory_per_node", request.memory_per_node),
-        ("options", ", ".join(request.options)),
-    ):
+    for what in ("cpus_per_node", "memory_per_node", "options"):
+        value = getattr(request, what)
         if value:
+            shown = ", ".join(value) if what == "options" else value
             raise ClusterError(
-                f"local: {what}={value}: this machine is not divided between jobs; leave it out"
+                f"local: {what}={shown}: this machine is not divided between jobs; leave it out"
             )

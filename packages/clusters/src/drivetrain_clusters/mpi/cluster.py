@@ -12,11 +12,7 @@ class Mpi:
     """The cluster `mpi`: ranks that mpirun starts now, without a queue."""
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of a rank that mpirun started; None in any other process.
-
-        Raises:
-            ClusterError: Variables are missing or contradict each other.
-        """
+        """Return the place of a rank that mpirun started; None in any other process."""
         return mpi_placement(environment)
 
     def requeue(self, placement: JobPlacement) -> bool:

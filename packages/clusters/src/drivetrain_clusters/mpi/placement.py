@@ -1,17 +1,66 @@
 """The place of a rank in an MPI job, from the variables that mpirun and mpiexec set."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.host_lists import expand_hosts
 from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
-from drivetrain_clusters.mpi.starters import MpiStarter, find_starter
 from drivetrain_clusters.protocol import JobPlacement
 
 # Batch systems in whose jobs mpirun may run; the number of their job distinguishes jobs that share a node.
 _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 # Open MPI up to version 4 tells each rank where mpirun listens.
 _MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiStarter:
+    """The variables of one family of MPI starters, which alone sets them; the first of `job` that is set counts."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    num_nodes: str = ""
+    job: tuple[str, ...] = ()
+
+
+OPEN_MPI = MpiStarter(
+    name="Open MPI",
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    num_nodes="OMPI_MCA_orte_num_nodes",  # up to version 4; version 5 has no such variable
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+# MPICH, Intel MPI and MVAPICH.
+HYDRA = MpiStarter(
+    name="Hydra",
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+    job=("I_MPI_HYDRA_UUID",),
+)
+
+
+def find_starter(environment: Mapping[str, str]) -> MpiStarter | None:
+    """Return the starter of this process; None if no MPI starter has started it.
+
+    Slurm's own PMI sets PMI_RANK and PMIX_RANK too, but neither of the variables of a rank on its node.
+    """
+    for starter in (OPEN_MPI, HYDRA):
+        if starter.rank in environment and (starter is OPEN_MPI or starter.local_rank in environment):
+            return starter
+    return None
+
+
+def is_started_by_mpi(environment: Mapping[str, str]) -> bool:
+    """Return whether an MPI starter started this process, even inside the job of another cluster."""
+    return find_starter(environment) is not None
 
 
 def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
@@ -27,7 +76,12 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     """
     starter = find_starter(environment)
     if starter is None:
-        _refuse_bare_pmix(environment)
+        if {"PMIX_RANK", "PMIX_NAMESPACE"} <= environment.keys() and "SLURM_STEP_ID" not in environment:
+            raise ClusterError(
+                f"mpi: PMIX_RANK={environment['PMIX_RANK']} was set by a PMIx starter, such as prterun, but no "
+                "variable says how many ranks there are; start with mpirun or srun, or say --cluster none and give "
+                "the ranks with --node-rank"
+            )
         return None
     read = JobVariables("mpi", environment)
     num_tasks, _ = read.integer(starter.size, least=1)
@@ -35,7 +89,9 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     tasks_per_node, _ = read.integer(starter.local_size, least=1)
     local_task, _ = read.integer(starter.local_rank)
     num_nodes, nodes_from = _nodes(read, starter, task_rank, num_tasks, local_task, tasks_per_node)
-    job_id, job_from = _job(environment, starter)
+    job_from = next((name for name in (*starter.job, *_BATCH_JOBS) if environment.get(name)), None)
+    job_id = environment[job_from] if job_from else "mpi"
+    job_from = job_from or f"no variable: {starter.name} does not name its jobs"
     port = read.optional_integer("MASTER_PORT")
     master_addr, addr_from = _master(environment, num_nodes)
     devices = visible_devices(environment)
@@ -66,15 +122,6 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     )
 
 
-def _refuse_bare_pmix(environment: Mapping[str, str]) -> None:
-    if "PMIX_RANK" in environment and "PMIX_NAMESPACE" in environment and "SLURM_STEP_ID" not in environment:
-        raise ClusterError(
-            f"mpi: PMIX_RANK={environment['PMIX_RANK']} was set by a PMIx starter, such as prterun, but no variable "
-            "says how many ranks there are; start with mpirun or srun, or say --cluster none and give the ranks with "
-            "--node-rank"
-        )
-
-
 def _nodes(
     read: JobVariables, starter: MpiStarter, rank: int, size: int, local_rank: int, local_size: int
 ) -> tuple[int, str]:
@@ -99,13 +146,6 @@ def _nodes(
             "place consecutive ranks on a node, as mpirun does with --map-by slot and without --rank-by node"
         )
     return size // local_size, " and ".join(names)
-
-
-def _job(environment: Mapping[str, str], starter: MpiStarter) -> tuple[str, str]:
-    for name in (*starter.job, *_BATCH_JOBS):
-        if environment.get(name):
-            return environment[name], name
-    return "mpi", f"no variable: {starter.name} does not name its jobs"
 
 
 def _master(environment: Mapping[str, str], num_nodes: int) -> tuple[str, str]:

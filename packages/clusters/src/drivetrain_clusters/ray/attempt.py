@@ -30,13 +30,7 @@ _MARGIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """The end of a start.
-
-    Attributes:
-        exit_code: The exit code of the node that failed first; 0 if none failed.
-        lost: The sentence about the node that was lost first; empty if none was.
-        has_saved: Whether ranks have saved and want to be started again.
-    """
+    """The end of a start: of the node that failed or was lost first, and whether ranks want to be started again."""
 
     exit_code: int
     lost: str = ""
@@ -44,14 +38,7 @@ class AttemptEnd:
 
 
 class Attempt:
-    """The nodes of one start of a job.
-
-    Args:
-        job: The job to start.
-        number: The number of earlier starts.
-        write: Takes the output of all nodes.
-        cancelled: Set once the job is cancelled; the nodes are then told to save.
-    """
+    """The nodes of one start of a job, after `number` earlier ones; once `cancelled`, they are told to save."""
 
     def __init__(self, job: RayJob, number: int, write: Callable[[str], None], cancelled: Event) -> None:
         self._job = job
@@ -129,22 +116,18 @@ class Attempt:
             return
         address, port, _ = places[0]
         for rank, (node, place) in enumerate(zip(self._nodes, places, strict=True)):
-            variables = self._variables(rank, address, port, place[2])
+            variables = ray_variables(
+                job_id=job.job_id,
+                num_nodes=job.num_nodes,
+                node_rank=rank,
+                master_addr=address,
+                master_port=port,
+                restart_count=self._number,
+                devices=place[2],
+            )
             folder = None if job.folder is None else str(job.folder)
             run = node.run.options(num_returns="streaming")
-            self._streams[rank] = run.remote(job.command, folder, variables)
-
-    def _variables(self, rank: int, address: str, port: int, devices: tuple[str, ...]) -> dict[str, str]:
-        place = ray_variables(
-            job_id=self._job.job_id,
-            num_nodes=self._job.num_nodes,
-            node_rank=rank,
-            master_addr=address,
-            master_port=port,
-            restart_count=self._number,
-            devices=devices,
-        )
-        return {**self._job.environment, **place}
+            self._streams[rank] = run.remote(job.command, folder, {**job.environment, **variables})
 
     def _drain(self, deadline: float) -> None:
         """Write the output of all nodes until they end; tell them to stop at the deadline, or once one has failed."""
@@ -158,15 +141,15 @@ class Attempt:
                 self._stop_at = time.monotonic()
                 for rank in self._streams:
                     self._nodes[rank].stop.remote()
-            if now > self._stop_at + _MARGIN_SECONDS + (0 if self._has_failed() else self._job.save_seconds):
+            # If a node failed, no other can save: its collectives wait for the one that is gone.
+            has_failed = any(
+                code not in (0, RESUME_EXIT_CODE, _STOPPED_EXIT_CODE) for code in self._codes.values()
+            )
+            if now > self._stop_at + _MARGIN_SECONDS + (0 if has_failed else self._job.save_seconds):
                 left = ", ".join(map(str, self._streams))
                 self._write(f"drivetrain: node {left} did not end in time and was killed\n")
                 self._streams.clear()
                 self._codes.setdefault(self._job.num_nodes, 1)
-
-    def _has_failed(self) -> bool:
-        """Return whether a node failed, so that no other can save: its collectives wait for the one that is gone."""
-        return any(code not in (0, RESUME_EXIT_CODE, _STOPPED_EXIT_CODE) for code in self._codes.values())
 
     def _take(self, rank: int) -> None:
         """Take the next output of a node."""

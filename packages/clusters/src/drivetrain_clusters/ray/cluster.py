@@ -6,14 +6,11 @@ Every launch asks each cluster for its placement: what submits is imported where
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
 from drivetrain_clusters.ray.placement import ray_placement
-
-if TYPE_CHECKING:
-    from drivetrain_clusters.ray.job import RayPlan
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,199}", re.ASCII)
 
@@ -25,11 +22,7 @@ class Ray:
     """
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of this launcher, from the variables of our driver; None outside such a job.
-
-        Raises:
-            ClusterError: Variables are missing or contradict each other.
-        """
+        """Return the place of this launcher, from the variables of our driver; None outside such a job."""
         return ray_placement(environment)
 
     def requeue(self, placement: JobPlacement) -> bool:
@@ -38,11 +31,7 @@ class Ray:
         return False
 
     def plan(self, request: JobRequest) -> Submission:
-        """Return the description of the job, which is submitted through Ray's library. Pure.
-
-        Raises:
-            ClusterError: An option is unknown or invalid.
-        """
+        """Return the description of the job, which is submitted through Ray's library. Pure."""
         import json
 
         from drivetrain_clusters.ray.job import plan_ray
@@ -51,22 +40,21 @@ class Ray:
         planned = plan_ray(request)
         safe = re.sub(r"[^A-Za-z0-9-]+", "-", request.name).strip("-") or "job"
         text = json.dumps(plain(planned), indent=2) + "\n"
+        where = f"all nodes must see {planned.job.folder}; --option upload=true copies it to them instead"
+        if planned.upload is not None:
+            where = (
+                f"{planned.upload} is copied to the nodes for each start; write checkpoints to a folder that all "
+                "nodes share, named from its root"
+            )
         return Submission(
             files={request.log_dir / f"{safe}.ray.json": text},
             command=(),
             request=request,
-            notes=(
-                _where(planned),
-                f"Ray runs `{planned.entrypoint}` on the head node, which starts the nodes",
-            ),
+            notes=(where, f"Ray runs `{planned.entrypoint}` on the head node, which starts the nodes"),
         )
 
     def submit(self, submission: Submission) -> str:
-        """Submit the job through Ray's Jobs API, and return its id.
-
-        Raises:
-            ClusterError: Ray is not installed, cannot be reached, or refused the job.
-        """
+        """Submit the job through Ray's Jobs API, and return its id."""
         from uuid import uuid4
 
         from drivetrain_clusters.ray.job import JOB_VARIABLE, plan_ray
@@ -85,11 +73,7 @@ class Ray:
         return job.job_id if planned.address is None else f"{job.job_id}@{planned.address}"
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
-        """Write the output of all nodes until the job ends; return its exit code.
-
-        Raises:
-            ClusterError: Ray is not installed, cannot be reached, or does not know the job.
-        """
+        """Write the output of all nodes until the job ends; return its exit code."""
         from drivetrain_clusters.ray.output import JobOutput
 
         del submission
@@ -97,11 +81,7 @@ class Ray:
         return JobOutput(_client(address), submission_id, write).follow()
 
     def cancel(self, job_id: str) -> None:
-        """Stop the job. Its ranks have 3 seconds to save, or as many as the cluster's RAY_JOB_STOP_WAIT_TIME_S says.
-
-        Raises:
-            ClusterError: Ray is not installed, cannot be reached, or does not know the job.
-        """
+        """Stop the job; its ranks have 3 s to save, or as many as the cluster's RAY_JOB_STOP_WAIT_TIME_S says."""
         submission_id, address = _parse(job_id)
         try:
             is_stopped = _client(address).stop_job(submission_id)
@@ -109,15 +89,6 @@ class Ray:
             raise ClusterError(f"job {job_id}: Ray does not know it: {error}") from error
         if not is_stopped:
             raise ClusterError(f"job {job_id}: has ended already")
-
-
-def _where(planned: "RayPlan") -> str:
-    if planned.upload is not None:
-        return (
-            f"{planned.upload} is copied to the nodes for each start; write checkpoints to a folder that all nodes "
-            "share, named from its root"
-        )
-    return f"all nodes must see {planned.job.folder}; --option upload=true copies it to them instead"
 
 
 def _parse(job_id: str) -> tuple[str, str | None]:

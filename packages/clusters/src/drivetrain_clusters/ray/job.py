@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.memory_size import memory_bytes
-from drivetrain_clusters.option_reader import OptionReader, check_known
 from drivetrain_clusters.protocol import JobRequest
+from drivetrain_clusters.request_values import OptionReader, check_known, memory_bytes
 from drivetrain_config.values.conversion import ConversionError, convert
 from drivetrain_config.values.kinds import plain
 
@@ -27,24 +26,15 @@ _RESOURCE = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,100}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayJob:
-    """A job on Ray.
+    """A job on Ray; what the fields of a `JobRequest` have in common with it is named as there.
 
     Attributes:
-        name: The name of the job.
         job_id: The job, as Ray's Jobs API names it; empty before it is submitted.
-        command: The command that each node runs.
         folder: The working directory; None for the uploaded copy of it.
-        num_nodes: The number of nodes.
-        cpus_per_node: The number of CPU cores to reserve on each node.
-        memory_bytes_per_node: The memory to reserve on each node; 0 for none.
-        accelerators_per_node: The number of accelerators to reserve on each node.
         accelerator: Ray's name of the resource that stands for one accelerator.
         strategy: The strategy of the placement group; "auto" for STRICT_SPREAD where there are enough nodes.
         wait_seconds: The time to wait for the resources; None for any time.
         time_limit_seconds: The time after which the job is told to save and starts again; None for none.
-        save_seconds: The time that the job has to save.
-        max_requeues: The number of times that a preempted or timed-out job starts again.
-        environment: The variables to add to the environment of each node.
     """
 
     name: str
@@ -107,7 +97,6 @@ class RayPlan:
     """A job, and how it is handed to Ray.
 
     Attributes:
-        job: The job itself.
         address: The address of the cluster's dashboard; None for the one that Ray finds by itself.
         python: The Python in which the job's driver runs, on the cluster's head node.
         upload: The folder to copy to all nodes; None if they share it.

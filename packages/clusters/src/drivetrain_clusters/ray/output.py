@@ -11,13 +11,7 @@ _POLL_SECONDS = 1.0
 
 
 class JobOutput:
-    """The output of a job, of which each character is written once.
-
-    Args:
-        client: Ray's client of the Jobs API.
-        job_id: The job, as the Jobs API names it.
-        write: Takes the output.
-    """
+    """The output of a job, of which each character is written once; `client` is Ray's of the Jobs API."""
 
     def __init__(self, client: Any, job_id: str, write: Callable[[str], None]) -> None:
         self._client = client

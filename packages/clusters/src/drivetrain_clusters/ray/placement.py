@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.job_variables import place_node, read_number
+from drivetrain_clusters.job_variables import JobVariables, place_node
 from drivetrain_clusters.protocol import JobPlacement
 
 _NAMES = {
@@ -27,17 +27,7 @@ def ray_variables(
     restart_count: int,
     devices: Sequence[str],
 ) -> dict[str, str]:
-    """Return the variables that tell a launcher its place.
-
-    Args:
-        job_id: The job, as Ray's Jobs API names it.
-        num_nodes: The number of nodes.
-        node_rank: The rank of the node.
-        master_addr: The address of node 0.
-        master_port: A port that was free on node 0.
-        restart_count: The number of times that the job has started again.
-        devices: The accelerators that Ray has bound to the node's task.
-    """
+    """Return the variables that tell a launcher its place, and the accelerators that Ray has bound to its task."""
     place = {
         "job_id": job_id,
         "num_nodes": num_nodes,
@@ -63,12 +53,13 @@ def ray_placement(environment: Mapping[str, str]) -> JobPlacement | None:
         raise ClusterError(
             f"{', '.join(missing)}: not set, but {given[0]} is; `drivetrain submit --on ray` sets all of them"
         )
+    read = JobVariables("ray", environment)
     devices = environment.get(_DEVICES)
     return place_node(
-        environment,
+        read,
         cluster="ray",
         job_id=environment[_NAMES["job_id"]],
         names=_NAMES,
-        restart_count=read_number(environment, _NAMES["restart_count"]),
+        restart_count=read.integer(_NAMES["restart_count"])[0],
         devices=tuple(devices.split(",")) if devices else None,
     )

@@ -37,13 +37,7 @@ _WIDTH = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """The state of a job, as Slurm knows it.
-
-    Attributes:
-        state: The state, such as "RUNNING".
-        may_requeue: Whether Slurm may start the job again.
-        wait_status: The exit code or signal of the job's script, as `wait` returns it.
-    """
+    """The state of a job, such as "RUNNING", and the exit code or signal of its script as `wait` returns it."""
 
     state: str
     may_requeue: bool
@@ -61,11 +55,7 @@ class Slurm:
     """The cluster `slurm`."""
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
-        """Return the place of a task that srun started; None in any other process.
-
-        Raises:
-            ClusterError: Variables are missing or contradict each other.
-        """
+        """Return the place of a task that srun started; None in any other process."""
         return slurm_placement(environment)
 
     def requeue(self, placement: JobPlacement) -> bool:
@@ -74,9 +64,6 @@ class Slurm:
         Returns:
             False if Slurm does so by itself (the job was preempted), if a user has cancelled the job, and if the job
             was submitted with --no-requeue.
-
-        Raises:
-            ClusterError: squeue or scontrol is not installed here, or refused.
         """
         rows = _ask(placement.job_id, states=_MAY_GO_ON)
         if not rows or not rows[0].may_requeue:
@@ -85,19 +72,11 @@ class Slurm:
         return True
 
     def plan(self, request: JobRequest) -> Submission:
-        """Return the script of a job, and the command that submits it.
-
-        Raises:
-            ClusterError: An option is unknown, or a value cannot be given to Slurm.
-        """
+        """Return the script of a job, and the command that submits it."""
         return plan_slurm(request)
 
     def submit(self, submission: Submission) -> str:
-        """Submit the job and return its id.
-
-        Raises:
-            ClusterError: sbatch is not installed, or Slurm refused the job.
-        """
+        """Submit the job and return its id."""
         output = run_command(*submission.command, hints=_HINTS)
         job_id = output.strip().partition(";")[0]
         if not _JOB_ID.fullmatch(job_id):
@@ -109,9 +88,6 @@ class Slurm:
 
         Returns:
             The job's exit code; 128 + the signal's number if a signal ended it; 1 if Slurm ended it otherwise.
-
-        Raises:
-            ClusterError: Slurm does not know the job, or has not answered for a minute.
         """
         output = OutputTail(output_file(submission, job_id))
         _show_job(job_id)  # an unknown one is an error at once
@@ -125,11 +101,7 @@ class Slurm:
                 return job.exit_code
 
     def cancel(self, job_id: str) -> None:
-        """End the job; it is not requeued.
-
-        Raises:
-            ClusterError: Slurm does not know the job, or refused, or the job has ended.
-        """
+        """End the job; it is not requeued."""
         state = _show_job(job_id).state
         if state in _ENDED:
             raise ClusterError(f"slurm: job {job_id}: it has ended already, {state}")
@@ -144,15 +116,10 @@ def _show_job(job_id: str) -> SlurmJob:
 
 
 def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
-    """Ask for a job in columns of fixed width, which no name of a job can imitate.
+    """Return a job if it is in one of some states, from columns of fixed width, which no name of a job can imitate.
 
-    Args:
-        job_id: The number of the job.
-        states: The states to look for. A job that ends is COMPLETING as long as its processes run, whatever ends it,
-            but found by the state that it will have.
-
-    Returns:
-        The job; nothing if it is in no such state.
+    A job that ends is COMPLETING as long as its processes run, whatever ends it, but found by the state that it will
+    have.
     """
     if not _JOB_ID.fullmatch(job_id):
         raise ClusterError(f"slurm: job {job_id!r}: Slurm numbers its jobs")

@@ -6,7 +6,7 @@ from typing import TypeVar
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.host_lists import expand_counts, expand_hosts
 from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
-from drivetrain_clusters.mpi.starters import is_started_by_mpi
+from drivetrain_clusters.mpi.placement import is_started_by_mpi
 from drivetrain_clusters.protocol import JobPlacement
 
 # Slurm numbers the steps that run no tasks of srun from here on: interactive, batch, extern, pending.

@@ -5,71 +5,21 @@ import shlex
 from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.memory_size import memory_bytes
 from drivetrain_clusters.protocol import JobRequest, Submission
-from drivetrain_clusters.request_checks import check_words
+from drivetrain_clusters.request_values import check_words, memory_bytes
 from drivetrain_clusters.system_command import in_this_python
 from drivetrain_messages import suggest
 
 # The options of sbatch that a request may add; the others are set by the request's own fields, or change what a
 # script is.
-OPTIONS = frozenset(
-    [
-        "account",
-        "begin",
-        "comment",
-        "constraint",
-        "contiguous",
-        "core-spec",
-        "cpus-per-gpu",
-        "deadline",
-        "delay-boot",
-        "dependency",
-        "distribution",
-        "exclude",
-        "exclusive",
-        "extra-node-info",
-        "gid",
-        "gpu-bind",
-        "gpu-freq",
-        "gpus-per-task",
-        "gres",
-        "gres-flags",
-        "hint",
-        "ignore-pbs",
-        "kill-on-invalid-dep",
-        "licenses",
-        "mail-type",
-        "mail-user",
-        "mcs-label",
-        "mem-bind",
-        "mem-per-cpu",
-        "mem-per-gpu",
-        "network",
-        "nice",
-        "nodelist",
-        "overcommit",
-        "oversubscribe",
-        "partition",
-        "power",
-        "prefer",
-        "priority",
-        "profile",
-        "propagate",
-        "qos",
-        "reboot",
-        "reservation",
-        "spread-job",
-        "switches",
-        "thread-spec",
-        "threads-per-core",
-        "time-min",
-        "tmp",
-        "uid",
-        "use-min-nodes",
-        "wckey",
-    ]
-)
+_OPTION_NAMES = """
+    account begin comment constraint contiguous core-spec cpus-per-gpu deadline delay-boot dependency
+    distribution exclude exclusive extra-node-info gid gpu-bind gpu-freq gpus-per-task gres gres-flags hint
+    ignore-pbs kill-on-invalid-dep licenses mail-type mail-user mcs-label mem-bind mem-per-cpu mem-per-gpu
+    network nice nodelist overcommit oversubscribe partition power prefer priority profile propagate qos
+    reboot reservation spread-job switches thread-spec threads-per-core time-min tmp uid use-min-nodes wckey
+"""
+OPTIONS = frozenset(_OPTION_NAMES.split())
 # sbatch's option -> the request that sets it.
 _OURS = {
     "job-name": "the job's name",
@@ -99,9 +49,6 @@ def plan_slurm(request: JobRequest) -> Submission:
 
     The launcher's command is one word after another in single quotes. Options with characters that an #SBATCH line
     would need quotes for are arguments of sbatch, which no shell reads.
-
-    Raises:
-        ClusterError: An option is unknown, or a value cannot be given to Slurm.
     """
     _check(request)
     slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
@@ -120,11 +67,17 @@ def plan_slurm(request: JobRequest) -> Submission:
         f"{shlex.join(in_this_python(request.command))}",
         "",
     ]
+    note = "the job is not requeued after a preemption or at its time limit"
+    if request.max_requeues:
+        note = (
+            f"told to save {request.save_seconds} s before the time limit; then it starts again, at most "
+            f"{request.max_requeues} times"
+        )
     return Submission(
         files={path: "\n".join(lines)},
         command=("sbatch", "--parsable", *as_arguments, str(path)),
         request=request,
-        notes=_notes(request),
+        notes=(note,),
     )
 
 
@@ -152,7 +105,9 @@ def _options(request: JobRequest, slug: str) -> list[str]:
     if request.cpus_per_node is not None:
         options.append(f"--cpus-per-task={request.cpus_per_node}")
     if request.memory_per_node is not None:
-        options.append(f"--mem={_memory(request.memory_per_node)}")
+        # Slurm's units are powers of 1024, whatever they are called.
+        mebibytes = -(-memory_bytes(request.memory_per_node) // 2**20)
+        options.append(f"--mem={mebibytes}M" if mebibytes % 1024 else f"--mem={mebibytes // 1024}G")
     if request.time_limit_seconds is not None:
         hours, rest = divmod(request.time_limit_seconds, 3600)
         options.append(f"--time={hours}:{rest // 60:02}:{rest % 60:02}")
@@ -210,18 +165,3 @@ def _check_numbers(request: JobRequest) -> None:
             f"slurm: time_limit_seconds={limit}: leaves no time to train, since the job is told to save "
             f"save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
         )
-
-
-def _memory(text: str) -> str:
-    """Return a size in Slurm's units, which are powers of 1024 whatever they are called, rounded up."""
-    mebibytes = -(-memory_bytes(text) // 2**20)
-    return f"{mebibytes // 1024}G" if mebibytes % 1024 == 0 else f"{mebibytes}M"
-
-
-def _notes(request: JobRequest) -> tuple[str, ...]:
-    if request.max_requeues:
-        return (
-            f"told to save {request.save_seconds} s before the time limit; then it starts again, at most "
-            f"{request.max_requeues} times",
-        )
-    return ("the job is not requeued after a preemption or at its time limit",)

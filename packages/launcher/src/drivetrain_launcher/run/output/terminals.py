@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from drivetrain_clusters.mpi.starters import OPEN_MPI, find_starter
+from drivetrain_clusters.mpi.placement import OPEN_MPI, find_starter
 from drivetrain_launcher.run.output.palette import is_coloured
 
 

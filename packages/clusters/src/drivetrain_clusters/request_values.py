@@ -1,20 +1,18 @@
-"""Read a cluster's own options: each is known, and has the form that it needs."""
+"""Read the values of a job request: a cluster's own options, sizes of memory, and words for a process."""
 
 import re
 from collections.abc import Collection, Mapping
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_messages import suggest
+from drivetrain_clusters.protocol import JobRequest
+from drivetrain_messages import parse_size, suggest
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse an option that the cluster does not have.
-
-    Raises:
-        ClusterError: An option is unknown; the message gives the nearest, and all that there are.
-    """
+    """Refuse an option that the cluster does not have; the message gives the nearest, and all that there are."""
     for name, value in options.items():
         if name not in known:
             raise ClusterError(
@@ -24,11 +22,7 @@ def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]
 
 
 class OptionReader:
-    """The options of a request, read with the form that each needs.
-
-    Args:
-        options: The options by name.
-    """
+    """The options of a request by name, read with the form that each needs."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = options
@@ -65,3 +59,31 @@ class OptionReader:
         if text.lower() not in _TRUTH:
             raise ClusterError(f"--option {name}={text}: say true or false")
         return _TRUTH[text.lower()]
+
+
+def memory_bytes(text: str) -> int:
+    """Return the bytes that a text states, such as 64GB for powers of 1000 or 64GiB for powers of 1024."""
+    try:
+        size = parse_size(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ClusterError(f"memory {text!r}: say a number and a unit, such as 64GB, 64GiB or 512MB")
+    return size
+
+
+def check_words(cluster: str, request: JobRequest) -> None:
+    """Refuse a request without a command, or with words or variables that no process can be given."""
+    if not request.command:
+        raise ClusterError(
+            f"{cluster}: the job has no command: say what each node runs, such as drivetrain launch train.py"
+        )
+    if any("\0" in word for word in (*request.command, *request.environment.values())):
+        raise ClusterError(
+            f"{cluster}: a word of the command or a variable holds a null character, which no command can"
+        )
+    for name in request.environment:
+        if not _VARIABLE.fullmatch(name):
+            raise ClusterError(
+                f"{cluster}: {name!r} is no name of a variable: letters, digits and _ are allowed"
+            )

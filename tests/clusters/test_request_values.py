@@ -1,9 +1,11 @@
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drivetrain_clusters import ClusterError
-from drivetrain_clusters.option_reader import OptionReader, check_known
+from drivetrain_clusters.request_values import OptionReader, check_known, memory_bytes
 
 WORD = re.compile("[a-z]+")
 
@@ -41,3 +43,15 @@ def test_truth_is_said_in_words() -> None:
     assert not OptionReader({}).truth("x")
     with pytest.raises(ClusterError, match="--option x=maybe: say true or false"):
         OptionReader({"x": "maybe"}).truth("x")
+
+
+@pytest.mark.parametrize("text", ["64", "64G", "", "GB", "-1GB", "0GB", "1e3GB", "64GB; rm -rf /", "٣GB"])
+def test_a_size_of_another_form_is_refused_with_the_allowed_one(text: str) -> None:
+    with pytest.raises(ClusterError, match="say a number and a unit, such as 64GB"):
+        memory_bytes(text)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["KB", "mb", "GB", " TB", "kib", "MiB", "GiB", "TiB"]))
+def test_units_are_powers_of_1000_or_1024(count: int, unit: str) -> None:
+    base, prefix = 1024 if "i" in unit else 1000, unit.strip()[0].upper()
+    assert memory_bytes(f"{count}{unit}") == count * base ** ("KMGT".index(prefix) + 1)
