@@ -14,8 +14,7 @@ import torch
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, find_checkpoints, open_export
 from drivetrain_checkpoint.cli import list as listing
 from drivetrain_checkpoint.cli import merge, prune, show, verify
-from drivetrain_checkpoint.cli.printing import age_text, table
-from drivetrain_checkpoint.cli.progress import Progress
+from drivetrain_checkpoint.cli.printing import Progress, age_text, table
 from drivetrain_checkpoint.storage.place import locate, storage_of
 from drivetrain_messages import format_size
 from drivetrain_state import Context

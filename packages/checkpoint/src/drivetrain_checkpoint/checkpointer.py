@@ -13,15 +13,9 @@ from drivetrain_state import Context
 if TYPE_CHECKING:
     from drivetrain_checkpoint.format.state_tree import StateTree
     from drivetrain_checkpoint.loading.collective_load import Like, LoadResult
-    from drivetrain_checkpoint.planning.save_content import Content
     from drivetrain_checkpoint.saving.background import BackgroundSaves
     from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
     from drivetrain_checkpoint.saving.replicas import Replicas
-
-
-def _whole(name: str) -> None:
-    """Return None for every tensor: load it whole."""
-    del name
 
 
 class Checkpointer:
@@ -113,33 +107,17 @@ class Checkpointer:
             Exception: The error of `replicas`, on all ranks: they differ; nothing was saved.
         """
         from drivetrain_checkpoint.planning.save_content import Content
+        from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
+        from drivetrain_checkpoint.saving.transaction import run_save
 
         self.wait()
         content = Content(
             models=models, replicated=replicated, per_rank=per_rank, plan=plan, metrics=metrics or {}
         )
-        in_background = self.settings.background if background is None else background
-        return self._save(
-            step, content, in_background=in_background, changes_in_step=changes_in_step, replicas=replicas
-        )
-
-    def _save(
-        self,
-        step: int,
-        content: "Content",
-        *,
-        in_background: bool,
-        changes_in_step: Callable[[str], bool] | None,
-        replicas: "Replicas | None",
-    ) -> Place:
-        """Agree with the other ranks on the save, then write and commit it, here or in a thread."""
-        from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
-        from drivetrain_checkpoint.saving.transaction import run_save
-
         context = self._context
         self._coordinator = self._coordinator or SaveCoordinator(context, self.directory, self.settings)
         save = self._coordinator.prepare(step, content, continues=self.continues, replicas=replicas)
-        if in_background:
+        if self.settings.background if background is None else background:
             self._background_saves().start(
                 save,
                 on_commit=self._call_back,
@@ -159,7 +137,6 @@ class Checkpointer:
         return self._background
 
     def _call_back(self, folder: Place) -> None:
-        """Call the callbacks for a committed checkpoint."""
         for call in self.after_commit:
             call(folder)
 
@@ -226,7 +203,7 @@ class Checkpointer:
         )
 
         self.wait()
-        how = LoadOptions(like or _whole, self.settings.allow_pickle)
+        how = LoadOptions(like or (lambda _: None), self.settings.allow_pickle)
         folder = self.directory if path is None else locate(path, self.settings.storage_options)
         newest = path is None or holds_checkpoints(self._context, folder)
         loaded = (load_newest if newest else load_from)(self._context, folder, how)

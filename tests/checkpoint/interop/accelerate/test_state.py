@@ -94,6 +94,23 @@ def test_a_pickle_that_could_run_code_is_refused(tmp_path: Path, name: str) -> N
     assert not Path("made").exists()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_arrays_of_numbers_are_read(tmp_path: Path, dtype: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    value = numpy.arange(6).reshape(2, 3).astype(dtype)
+    torch.save({"a": value}, tmp_path / "custom_checkpoint_0.pkl")
+    found = read_accelerate_state(tmp_path).custom[0]["a"]
+    assert found.dtype == value.dtype
+    assert (found == value).all()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"PK\x03\x04 and no more"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "optimizer.bin").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin is no whole file of torch\.save"):
+        read_accelerate_state(tmp_path)
+
+
 def test_an_optimizer_that_is_none_is_refused(tmp_path: Path) -> None:
     torch.save({"lr": 1}, tmp_path / "optimizer.bin")
     with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin does not hold what its name says"):

@@ -63,7 +63,8 @@ def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now
         if one.manifest is not None:
             said = (time_text(one.manifest.saved_at), age_text(one.manifest.saved_at, now))
             held = (str(one.manifest.world_size), ", ".join(one.manifest.models) or "-")
-        state = _state(one) + (", newest" if one is newest else "")
+        state = "valid" if one.is_valid else f"not valid: {one.problem}" if one.committed else "not completed"
+        state += ", newest" if one is newest else ""
         rows.append((str(step_of(one.folder)), *said, format_size(_size_bytes(one)), *held, state))
     return table(_HEADER, rows)
 
@@ -73,9 +74,3 @@ def _size_bytes(one: CheckpointInfo) -> int:
     if one.manifest is not None:
         return one.manifest.size_bytes
     return sum(storage_of(one.folder).sizes_in(one.folder).values())
-
-
-def _state(one: CheckpointInfo) -> str:
-    if one.is_valid:
-        return "valid"
-    return f"not valid: {one.problem}" if one.committed else "not completed"

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, field
 
 from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
-from drivetrain_checkpoint.cli.progress import Progress
+from drivetrain_checkpoint.cli.printing import Progress
 from drivetrain_checkpoint.export.export_plan import parse_shard_size
 from drivetrain_checkpoint.export.merge import choose_model, merge_shards
 from drivetrain_checkpoint.format.layout import model_part

@@ -1,12 +1,18 @@
-"""Format ages and tables for a terminal."""
+"""Format ages and tables for a terminal, and show the progress of long work."""
 
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
+from types import TracebackType
+from typing import Self
 
-from drivetrain_messages import format_table
+from drivetrain_messages import format_size, format_table
 
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_REDRAW_SECONDS = 0.2
+_LINE_SECONDS = 10.0  # where stderr is a file
 
 
 def age_text(saved_at: str, now: datetime) -> str:
@@ -29,3 +35,41 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return metrics for JSON, which has no infinity and no NaN: they become null."""
     return {name: value if isfinite(value) else None for name, value in metrics.items()}
+
+
+class Progress:
+    """Show bytes and rate on stderr: one updated line on a terminal, else periodic lines."""
+
+    def __init__(self, doing: str, total_bytes: int) -> None:
+        self._doing = doing
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._began = self._shown = time.monotonic()
+        self._redraws = sys.stderr.isatty()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes as done, and update the display at intervals."""
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if now - self._shown >= (_REDRAW_SECONDS if self._redraws else _LINE_SECONDS):
+            self._show(now)
+
+    def _show(self, now: float) -> None:
+        self._shown = now
+        rate = int(self._done_bytes / max(now - self._began, 1e-6))
+        done, total, speed = (format_size(size) for size in (self._done_bytes, self._total_bytes, rate))
+        text = f"{self._doing}: {done} of {total}, {speed}/s"
+        # Padding with spaces overwrites the rest of a longer line.
+        sys.stderr.write(f"\r{text:<79}" if self._redraws else f"{text}\n")
+        sys.stderr.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._show(time.monotonic())
+        if self._redraws and self._shown > self._began:
+            sys.stderr.write("\n")

@@ -4,10 +4,10 @@ import sys
 from dataclasses import dataclass, field
 
 from drivetrain_checkpoint.cli.arguments import WRONG, checkpoint_of, directory_of, place_of, report_errors
-from drivetrain_checkpoint.cli.progress import Progress
+from drivetrain_checkpoint.cli.printing import Progress
 from drivetrain_checkpoint.errors import CorruptCheckpointError
 from drivetrain_checkpoint.format.layout import has_manifest, step_of
-from drivetrain_checkpoint.format.manifest import Manifest, read_manifest
+from drivetrain_checkpoint.format.manifest import read_manifest
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.verify import verify_checkpoint
 from drivetrain_checkpoint.storage.place import Place
@@ -48,11 +48,7 @@ def _verify(folder: Place) -> bool:
         damaged = verify_checkpoint(folder, on_bytes=progress.advance)
     for damage in damaged:
         sys.stdout.write(f"{damage}\n")
-    sys.stdout.write(f"{folder.name}: {_verdict(manifest, len(damaged))}\n")
+    good = f"good: {format_count(len(manifest.files), 'file')}, {format_size(manifest.size_bytes)}"
+    verdict = f"damaged in {format_count(len(damaged), 'place')}" if damaged else good
+    sys.stdout.write(f"{folder.name}: {verdict}\n")
     return not damaged
-
-
-def _verdict(manifest: Manifest, num_damaged: int) -> str:
-    if num_damaged:
-        return f"damaged in {format_count(num_damaged, 'place')}"
-    return f"good: {format_count(len(manifest.files), 'file')}, {format_size(manifest.size_bytes)}"

@@ -111,11 +111,9 @@ def plan_export(
             filled = 0
         shards[-1].append(name)
         filled += info.size_bytes
-    return ExportPlan(
-        files={_file_name(i, len(shards)): tuple(names) for i, names in enumerate(shards)},
-        tensors=kept,
-        ties=ties,
-    )
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    files = dict(zip(names if len(shards) > 1 else [SINGLE_FILE], map(tuple, shards), strict=True))
+    return ExportPlan(files=files, tensors=kept, ties=ties)
 
 
 def parse_shard_size(max_shard_size: int | str) -> int:
@@ -159,7 +157,3 @@ def _check_tie(name: str, stored: str, described: Mapping[str, TensorInfo], ties
             f"ties[{name!r}] = {stored!r}: {described[name]} and {described[stored]} cannot be one tensor; leave the "
             "tie out"
         )
-
-
-def _file_name(index: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -137,16 +137,14 @@ def _check_loadable(kind: str, name: str, value: Tensor) -> None:
 def _check_one_value(exported: ExportedTensors, names: Sequence[str], kind: str) -> None:
     """Refuse an export that has different values for names that the model ties: all but one would be lost."""
     for other in names[1:]:
-        is_same = exported.places[other] == exported.places[names[0]]
-        if not is_same and not _is_equal(exported[names[0]], exported[other]):
+        if exported.places[other] == exported.places[names[0]]:
+            continue
+        one, another = exported[names[0]], exported[other]
+        # As bytes, NaNs are equal, and fp8 can be compared.
+        if (one.shape, one.dtype) != (another.shape, another.dtype) or not torch.equal(
+            one.flatten().view(torch.uint8), another.flatten().view(torch.uint8)
+        ):
             raise ValueError(
                 f"{kind}: {names[0]} and {other} are one tensor, and the export has two with different values; "
                 "untie them in the model, or leave one out of the export"
             )
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are bitwise equal: NaNs are equal, and fp8 can be compared."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -58,7 +58,11 @@ def merge_shards(
     manifest = read_manifest(place)
     check_files(place, manifest)
     chosen = choose_model(manifest, model)
-    names = _names_of(place, manifest, chosen)
+    names = names_in(read_tree(place, manifest, model_part(chosen), on_block=lambda: None))
+    if names.others:
+        logger.warning(
+            "left out of the export, which holds only tensors: %s", ", ".join(map(repr, names.others))
+        )
     plan = plan_names(names, manifest.tensors[model_part(chosen)], max_shard_size=max_shard_size)
     write_export(plan, _read(place, manifest, chosen, names.stored, plan, on_bytes), output)
     return plan
@@ -91,31 +95,15 @@ def names_in(tree: Json) -> ModelNames:
     """Return the names of the entries in a model's tagged JSON. Pure."""
     stored: dict[str, str] = {}
     others: list[str] = []
-    for name, value in _entries(tree):
+    content = cast("dict[str, Any]", tree)
+    is_tagged = "$dict" in content  # some keys are no plain strings
+    pairs = [(decode(key, {}), value) for key, value in content["$dict"]] if is_tagged else content.items()
+    for name, value in pairs:
         if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
             stored[name] = cast("str", value["$tensor"])
         else:
             others.append(name)
     return ModelNames(stored=stored, others=tuple(others))
-
-
-def _entries(tree: Json) -> Iterator[tuple[str, Json]]:
-    content = cast("dict[str, Json]", tree)
-    if "$dict" not in content:
-        yield from content.items()
-        return
-    for key, value in cast("list[list[Json]]", content["$dict"]):
-        yield decode(key, {}), value
-
-
-def _names_of(folder: Place, manifest: Manifest, model: str) -> ModelNames:
-    names = names_in(read_tree(folder, manifest, model_part(model), on_block=lambda: None))
-    if names.others:
-        logger.warning(
-            "left out of the export, which holds only tensors: %s",
-            ", ".join(map(repr, names.others)),
-        )
-    return names
 
 
 def plan_names(

@@ -32,11 +32,9 @@ class FileRecord:
     checksums: tuple[str, ...]
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return the record with the fields that JSON holds."""
-        return cls(
-            name=content["name"], size_bytes=content["size_bytes"], checksums=tuple(content["checksums"])
-        )
+    def from_json(cls, name: str, content: Mapping[str, Any]) -> Self:
+        """Return the record of a file with the fields that JSON holds."""
+        return cls(name=name, size_bytes=content["size_bytes"], checksums=tuple(content["checksums"]))
 
 
 class _BlockHash:
@@ -171,7 +169,12 @@ class HashedReader:
             ranges: Pairs of the first byte in the file and a writable buffer of single bytes, ordered by the first
                 byte. The content of the buffers is verified once this returns.
         """
-        for _ in in_threads(self._fill_from_block, _by_block(ranges), most=self._file.num_readers):
+        blocks: dict[int, list[tuple[int, memoryview]]] = {}
+        for at, view in ranges:
+            if len(view):
+                for index in range(at // BLOCK_BYTES, (at + len(view) - 1) // BLOCK_BYTES + 1):
+                    blocks.setdefault(index, []).append((at, view))
+        for _ in in_threads(self._fill_from_block, sorted(blocks.items()), most=self._file.num_readers):
             self._on_block()
 
     def read_all(self) -> bytes:
@@ -184,7 +187,10 @@ class HashedReader:
         index, wanted = block
         start = index * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._record.size_bytes)
-        ranges = [_within(start, end, at, view) for at, view in wanted]
+        ranges: list[tuple[int, memoryview]] = []  # the parts of the ranges in this block
+        for at, view in wanted:
+            first, last = max(at, start), min(at + len(view), end)
+            ranges.append((first, view[first - at : last - at]))
         if len(ranges) <= _MOST_VIEWS and _cover(start, end, ranges):
             self._read_block(index, start, [view for _, view in ranges])
             return
@@ -227,22 +233,6 @@ class HashedReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-def _by_block(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[tuple[int, memoryview]]]]:
-    """Return the ranges that touch each block, by block index in ascending order."""
-    blocks: dict[int, list[tuple[int, memoryview]]] = {}
-    for at, view in ranges:
-        if len(view):
-            for index in range(at // BLOCK_BYTES, (at + len(view) - 1) // BLOCK_BYTES + 1):
-                blocks.setdefault(index, []).append((at, view))
-    return sorted(blocks.items())
-
-
-def _within(start: int, end: int, at: int, view: memoryview) -> tuple[int, memoryview]:
-    """Return the part of a range that lies in a block: its first byte in the file, and its view."""
-    first, last = max(at, start), min(at + len(view), end)
-    return first, view[first - at : last - at]
 
 
 def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bool:

@@ -165,7 +165,19 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
             record.name: {"size_bytes": record.size_bytes, "checksums": list(record.checksums)}
             for record in manifest.files.values()
         },
-        "divisions": [_division_to_json(division) for division in divisions],
+        "divisions": [
+            {
+                "dtype": division.dtype,
+                "item_bytes": division.item_bytes,
+                "shape": list(division.shape),
+                "pieces": [
+                    [rank, list(box.offsets), list(box.sizes)]
+                    for rank, boxes in division.boxes.items()
+                    for box in boxes
+                ],
+            }
+            for division in divisions
+        ],
         "tensors": {
             part: {name: numbers[division] for name, division in tensors.items()}
             for part, tensors in manifest.tensors.items()
@@ -173,19 +185,6 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
         "libraries": dict(manifest.libraries),
         "plan": encode_plan(manifest.plan),
         "metrics": encode_plan(manifest.metrics),
-    }
-
-
-def _division_to_json(division: Division) -> Json:
-    return {
-        "dtype": division.dtype,
-        "item_bytes": division.item_bytes,
-        "shape": list(division.shape),
-        "pieces": [
-            [rank, list(box.offsets), list(box.sizes)]
-            for rank, boxes in division.boxes.items()
-            for box in boxes
-        ],
     }
 
 
@@ -216,7 +215,7 @@ def _from_json(content: dict[str, Any]) -> Manifest:
         **{name: content[name] for name in same},
         models=tuple(content["models"]),
         files={
-            name: FileRecord(name=name, size_bytes=record["size_bytes"], checksums=tuple(record["checksums"]))
+            name: FileRecord.from_json(name, record)
             for name, record in cast("dict[str, Any]", content["files"]).items()
         },
         tensors=tensors,
@@ -245,7 +244,11 @@ def _check(manifest: Manifest) -> None:
                 _check_division(f"{part}: {name!r}", division)
                 checked.add(division)
         for rank, size_bytes in bytes_by_rank(tensors.values()).items():
-            _check_file(tensor_file(part, rank, manifest.attempt), size_bytes, manifest)
+            file = tensor_file(part, rank, manifest.attempt)
+            if file not in manifest.files or size_bytes > manifest.files[file].size_bytes:
+                raise ValueError(
+                    f"{file} is to hold {size_bytes} bytes of tensors, and does not reach so far"
+                )
 
 
 def _check_division(name: str, division: Division) -> None:
@@ -265,12 +268,6 @@ def _check_division(name: str, division: Division) -> None:
     found = sum(box.num_elements for box in pieces)
     if found != prod(division.shape) or len(set(pieces)) != len(pieces):
         raise ValueError(f"{name} of shape {division.shape} has pieces of {found} elements")
-
-
-def _check_file(file: str, size_bytes: int, manifest: Manifest) -> None:
-    """Check that a file is listed and has room for its tensors."""
-    if file not in manifest.files or size_bytes > manifest.files[file].size_bytes:
-        raise ValueError(f"{file} is to hold {size_bytes} bytes of tensors, and does not reach so far")
 
 
 def _checksum(content: Mapping[str, Json], version: object) -> str:

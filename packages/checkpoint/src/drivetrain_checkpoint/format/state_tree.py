@@ -7,6 +7,7 @@ plain strings, or begin with `$`, is `{"$dict": [[key, value], ...]}`.
 
 import base64
 import math
+import pickle
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
-from drivetrain_checkpoint.format import pickles
 from drivetrain_checkpoint.format.shards import Leaf, Replicated, is_flat_shard
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 from drivetrain_weights.tensor_box import is_dtensor
@@ -163,9 +163,11 @@ class _Encoder:
             return {"$tensor": self.name_of(value, path)}
         if (numpy := sys.modules.get("numpy")) is not None:
             if type(value) is numpy.ndarray:
-                return self._array(value, path)
+                name = self.name_of(self._numpy_bytes(value, path), path)
+                return {"$ndarray": {"dtype": value.dtype.str, "shape": list(value.shape), "tensor": name}}
             if isinstance(value, numpy.generic):
-                return self._numpy_scalar(value, path)
+                data = base64.b64encode(bytes(self._numpy_bytes(value, path).tolist())).decode()
+                return {"$numpy_scalar": {"dtype": value.dtype.str, "data": data}}
         return self._pickle(value, path)
 
     def items(self, values: Iterable[StateTree], path: Path) -> list[Json]:
@@ -184,7 +186,13 @@ class _Encoder:
 
     def name_of(self, leaf: Leaf, path: Path) -> str:
         """Record a tensor and return its stored name: the name of an earlier tensor of the same memory, if any."""
-        self._check_leaf(leaf, path)
+        tensor = (
+            leaf.tensor if isinstance(leaf, Replicated) else leaf.to_local() if is_dtensor(leaf) else leaf
+        )
+        if isinstance(tensor, Tensor):
+            self._check_tensor(tensor, path)
+        elif tensor.dtype not in DTYPE_NAMES:
+            raise self._refusal(path, f"safetensors has no {tensor.dtype}; convert it")
         name = self._new_name(path)
         self.leaves[name] = leaf
         stored_as = self._names.setdefault(_memory_of(leaf), name)
@@ -199,15 +207,6 @@ class _Encoder:
             number += 1
             name = f"{wanted}#{number}"
         return name
-
-    def _check_leaf(self, leaf: Leaf, path: Path) -> None:
-        tensor = (
-            leaf.tensor if isinstance(leaf, Replicated) else leaf.to_local() if is_dtensor(leaf) else leaf
-        )
-        if isinstance(tensor, Tensor):
-            self._check_tensor(tensor, path)
-        elif tensor.dtype not in DTYPE_NAMES:
-            raise self._refusal(path, f"safetensors has no {tensor.dtype}; convert it")
 
     def _check_tensor(self, tensor: Tensor, path: Path) -> None:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
@@ -228,14 +227,6 @@ class _Encoder:
                 path, f"safetensors has no {tensor.dtype}; convert it, with torch.view_as_real() for instance"
             )
 
-    def _array(self, value: StateTree, path: Path) -> Json:
-        described: dict[str, Json] = {"dtype": value.dtype.str, "shape": list(value.shape)}
-        return {"$ndarray": {**described, "tensor": self.name_of(self._numpy_bytes(value, path), path)}}
-
-    def _numpy_scalar(self, value: StateTree, path: Path) -> Json:
-        data = bytes(self._numpy_bytes(value, path).tolist())
-        return {"$numpy_scalar": {"dtype": value.dtype.str, "data": base64.b64encode(data).decode()}}
-
     def _numpy_bytes(self, value: StateTree, path: Path) -> Tensor:
         from drivetrain_checkpoint.format.numpy_values import as_bytes_tensor, is_plain
 
@@ -245,9 +236,12 @@ class _Encoder:
 
     def _pickle(self, value: StateTree, path: Path) -> Json:
         if not self.allow_pickle:
-            raise self._refusal(path, _why_refused(value))
+            raise self._refusal(
+                path,
+                f"it is a {_type_name(value)}, which a checkpoint cannot hold without running code at load; {_HINT}",
+            )
         try:
-            return {"$pickle": pickles.to_text(value)}
+            return {"$pickle": base64.b64encode(pickle.dumps(value)).decode()}
         except Exception as error:
             raise self._refusal(
                 path, f"it is a {_type_name(value)}, which cannot be pickled: {error}"
@@ -255,12 +249,6 @@ class _Encoder:
 
     def _refusal(self, path: Path, why: str) -> StateError:
         return StateError(f"{self.root}{''.join(f'[{key!r}]' for key in path)}: {why}")
-
-
-def _why_refused(value: object) -> str:
-    return (
-        f"it is a {_type_name(value)}, which a checkpoint cannot hold without running code at load; {_HINT}"
-    )
 
 
 def _type_name(value: object) -> str:
@@ -321,6 +309,8 @@ _DECODERS: dict[str, Callable[[Any], StateTree]] = {
     "$float": float,
     "$dict": dict,
     "$numpy_scalar": _to_numpy_scalar,
-    "$pickle": pickles.from_text,
+    "$pickle": lambda text: pickle.loads(
+        base64.b64decode(text)
+    ),  # runs code: `decode` refuses it unless allowed
     **{tag: restore for tag, _, restore in _KINDS.values()},
 }

@@ -220,11 +220,10 @@ def _read(context: Context, folder: Place, manifest: Manifest, how: LoadOptions)
         models={name: states[model_part(name)] for name in manifest.models},
         replicated=states[STATE_PART],
         per_rank=states[rank_part(topology.rank)] if same_ranks else None,
-        per_rank_missing=None if same_ranks else _why_missing(manifest.world_size, topology.world_size),
+        per_rank_missing=None
+        if same_ranks
+        else f"{manifest.world_size} ranks saved and {topology.world_size} load: per-rank states can only be loaded "
+        "by as many ranks as saved them",
         saved_world_size=manifest.world_size,
         plan=manifest.plan,
     )
-
-
-def _why_missing(saved: int, now: int) -> str:
-    return f"{saved} ranks saved and {now} load: per-rank states can only be loaded by as many ranks as saved them"

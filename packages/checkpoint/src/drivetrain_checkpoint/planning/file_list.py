@@ -64,7 +64,10 @@ def _file(part: str, rank: int, tensors: Sequence[tuple[str, Division]]) -> Plan
         tensor = TensorName(part, name)
         for box, suffix in zip(division.boxes[rank], suffixes[division], strict=True):
             entries.append(WrittenBox(tensor, box))
-            key = _free(name + suffix, taken) if suffix else name
+            key = name + suffix
+            while suffix and key in taken:  # another tensor may have this name
+                key += "'"
+            taken.add(key)
             described.append(TensorEntry(key, division.dtype, box.sizes))
     return PlannedFile(part, rank, tuple(entries), plan_file(described))
 
@@ -74,11 +77,3 @@ def _suffixes(division: Division, rank: int) -> list[str]:
         "" if box == whole(division.shape) else f"[{', '.join(f'{s.start}:{s.stop}' for s in box.slices())}]"
         for box in division.boxes[rank]
     ]
-
-
-def _free(key: str, taken: set[str]) -> str:
-    """Return the key, lengthened until it is not the name of a tensor."""
-    while key in taken:
-        key += "'"
-    taken.add(key)
-    return key

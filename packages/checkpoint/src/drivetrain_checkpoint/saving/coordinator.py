@@ -127,7 +127,11 @@ class SaveCoordinator:
         folder = step_folder(self._directory, step)
         if not has_manifest(folder):
             storage_of(folder).remove(own_files(folder))
-        sequence = self._next_sequence(folder)
+        # The manifest of each checkpoint is read only once.
+        for one in step_folders(self._directory):
+            if one.name not in self._sequences:
+                self._sequences[one.name] = inspect(one).sequence
+        sequence = self._sequences[folder.name] = 1 + max(self._sequences.values(), default=0)
         attempt, world_size = next_attempt(folder), self._context.topology.world_size
         storage_of(folder).make_folder(folder)
         parts = [*map(model_part, content.models), STATE_PART, *map(rank_part, range(world_size))]
@@ -163,14 +167,6 @@ class SaveCoordinator:
                 names[0],
             )
         return frozenset(names)
-
-    def _next_sequence(self, folder: Place) -> int:
-        """Return the next sequence number of the directory; read the manifest of each checkpoint only once."""
-        for one in step_folders(self._directory):
-            if one.name not in self._sequences:
-                self._sequences[one.name] = inspect(one).sequence
-        self._sequences[folder.name] = 1 + max(self._sequences.values(), default=0)
-        return self._sequences[folder.name]
 
     def _check_visible(self, folder: Place, token: str | None) -> None:
         """Check that this rank sees the folder that rank 0 made."""

@@ -88,7 +88,9 @@ class Overlap:
         copied = [tensor for _, tensor in parts]
         self._read = [*copied, *(replicas.tensors if replicas is not None else ())]
         self._versions = [version_of(tensor) for tensor in self._read]
-        self._streams = {device: _side_stream(device) for device in _accelerators(self._read)}
+        self._streams = {device: torch.Stream(device) for device in _accelerators(self._read)}
+        for device, stream in self._streams.items():  # it starts after the work queued by now
+            stream.wait_stream(torch.accelerator.current_stream(device))
         self._samples = [self._on_stream(tensor, _sample) for tensor in copied]
         self._is_over = Event()
 
@@ -150,13 +152,6 @@ class Overlap:
                 "optimizer.step(): staging='overlap' assumes that only steps change weights and optimizer "
                 "states. Change them after the next step, call wait_for_save() before, or set staging='copy'"
             )
-
-
-def _side_stream(device: torch.device) -> torch.Stream:
-    """Return a stream of an accelerator that starts after the work queued on the current stream."""
-    stream = torch.Stream(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    return stream
 
 
 def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:

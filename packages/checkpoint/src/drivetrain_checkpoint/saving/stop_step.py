@@ -131,10 +131,7 @@ class AgreedStep:
         with self._changed:
             self._decision = decision
             self._changed.notify_all()
-        while self._is_held() and not self._stopping.wait(_PAUSE_SECONDS):
+        # reached() opens the gate when the main thread is at the agreed step.
+        while self._gate is not None and not self._stopping.wait(_PAUSE_SECONDS):  # pyright: ignore[reportUnnecessaryComparison]
             pass
         return True
-
-    def _is_held(self) -> bool:
-        """Return whether the main thread has not yet reached the agreed step."""
-        return self._gate is not None

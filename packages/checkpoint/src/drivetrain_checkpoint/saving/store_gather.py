@@ -38,9 +38,8 @@ class StoreGather:
         self._stall_seconds = stall_seconds
         self._number = 0
         self._is_concluded = False  # whether the others read a conclusion of this rank
-        self._rounds.post(
-            f"process/{topology.rank}", process_identity()
-        )  # before it writes, and may be killed
+        # Before this rank writes, and may be killed.
+        self._rounds.post(f"process/{topology.rank}", process_identity())
 
     def progress(self) -> None:
         """Signal that this rank makes progress."""
@@ -94,7 +93,7 @@ class StoreGather:
             for number in range(1, self._number + 1):
                 self._rounds.forget(number, self._others)
                 self._rounds.delete(f"heard/{number}")
-            self._rounds.delete("progress", *(f"place/{rank}" for rank in self._ranks))
+            self._rounds.delete("progress", *(f"process/{rank}" for rank in self._ranks))
         except (DistError, OSError):
             return
 
@@ -114,13 +113,13 @@ class StoreGather:
 
         value = wait(read, while_=goes_on)
         if value is None and ended is not None:
+            told = (
+                ""
+                if self._rounds.rank == 0
+                else "; rank 0 commits: the newest checkpoint tells whether it has"
+            )
             raise OtherRankFailedError(
-                f"the save was given up: the process of rank {ended} has ended before its part was done"
-                + (
-                    ""
-                    if self._rounds.rank == 0
-                    else "; rank 0 commits: the newest checkpoint tells whether it has"
-                )
+                f"the save was given up: the process of rank {ended} has ended before its part was done{told}"
             )
         if value is None:
             raise OtherRankFailedError(

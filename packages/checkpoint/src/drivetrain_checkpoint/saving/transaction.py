@@ -112,7 +112,7 @@ class Save:
 
     def commit(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Commit the files that all ranks have written, by writing the manifest. Called on rank 0."""
-        files = {record["name"]: FileRecord.from_json(record) for record in records}
+        files = {record["name"]: FileRecord.from_json(record["name"], record) for record in records}
         sizes = storage_of(self.folder).sizes_in(self.folder)
         if lost := sorted(name for name, record in files.items() if sizes.get(name) != record.size_bytes):
             raise FolderNotSharedError(

@@ -87,8 +87,13 @@ class WriterLock:
         """Return a descriptor of the lock file; create the file again if it was deleted."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / LOCK_FILE
-        if self._descriptor is not None and not _is_open_as(self._descriptor, path):
-            self.release()
+        if self._descriptor is not None:
+            try:
+                is_there = os.path.samestat(os.fstat(self._descriptor), path.stat())
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:
+                self.release()
         if self._descriptor is None:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             self._close = finalize(self, _close, self._descriptor, os.getpid())
@@ -122,13 +127,6 @@ def _lock(descriptor: int, directory: Path) -> bool:
             "%s has no locks (%s): a second run that writes there is not noticed", directory, error
         )
     return True
-
-
-def _is_open_as(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _forget_in_children(lock: WriterLock) -> None:

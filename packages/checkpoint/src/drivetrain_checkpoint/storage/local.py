@@ -4,7 +4,6 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from io import FileIO
 from pathlib import Path
 
 from drivetrain_checkpoint.storage.direct_writer import DiskWriter
@@ -36,20 +35,19 @@ class DiskReader:
         file = self._files.pop()  # a handle that no other thread uses, since seek() moves its position
         try:
             file.seek(start)
-            return sum(_fill(file, view) for view in views)
+            total = 0
+            for view in views:
+                done = 0
+                while done < len(view) and (count := file.readinto(view[done:])):
+                    done += count
+                total += done
+            return total
         finally:
             self._files.append(file)
 
     def close(self) -> None:
         """Close the file."""
         self._opened.close()
-
-
-def _fill(file: FileIO, view: memoryview) -> int:
-    done = 0
-    while done < len(view) and (count := file.readinto(view[done:])):
-        done += count
-    return done
 
 
 def make_folder(folder: Path) -> None:

@@ -3,10 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_checkpoint.storage import s3
-from drivetrain_checkpoint.storage.errors import as_os_error
 from drivetrain_checkpoint.storage.protocol import MOST_BYTES
-from drivetrain_checkpoint.storage.uploads import S3Upload, StreamedUpload
+from drivetrain_checkpoint.storage.uploads import (
+    S3Upload,
+    StreamedUpload,
+    abort_uploads,
+    as_os_error,
+    check_bucket,
+    is_s3,
+)
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -64,14 +69,14 @@ def make_folder(folder: "UPath") -> None:
     Raises:
         FileNotFoundError: The bucket does not exist.
     """
-    if s3.is_s3(folder.fs):
+    if is_s3(folder.fs):
         with as_os_error(folder):
-            s3.abort_uploads(folder.fs, folder.path)
+            abort_uploads(folder.fs, folder.path)
 
 
 def create(path: "UPath") -> S3Upload | StreamedUpload:
     """Create a new object and return its writer."""
-    return S3Upload(path) if s3.is_s3(path.fs) else StreamedUpload(path)
+    return S3Upload(path) if is_s3(path.fs) else StreamedUpload(path)
 
 
 def open_to_read(path: "UPath") -> RemoteReader:
@@ -140,8 +145,8 @@ def _list(folder: "UPath") -> dict[str, dict[str, Any]]:
         try:
             entries: list[dict[str, Any]] = folder.fs.ls(folder.path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            if s3.is_s3(folder.fs):
-                s3.check_bucket(folder.fs, folder.path)
+            if is_s3(folder.fs):
+                check_bucket(folder.fs, folder.path)
             return {}
     below = folder.path.rstrip("/") + "/"
     return {

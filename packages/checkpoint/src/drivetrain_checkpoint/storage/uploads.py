@@ -1,17 +1,68 @@
-"""Upload new objects, which are invisible until they are finished, and leave nothing if they are aborted."""
+"""Upload new objects, which are invisible until they are finished, and leave nothing if they are aborted.
 
+Beside them stand the functions of S3 that fsspec lacks, through s3fs, and the errors of all stores as one kind.
+"""
+
+import logging
 from collections import deque
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_checkpoint.storage.errors import as_os_error
 from drivetrain_checkpoint.storage.threads import Task
 
 if TYPE_CHECKING:
     from upath import UPath
 
+logger = logging.getLogger(__name__)
+
 PART_BYTES = 64 * 2**20  # S3 takes 10,000 parts, so a file may have 640 GB
 _MOST_ON_THEIR_WAY = 4
+_KINDS = (FileNotFoundError, PermissionError, OSError)
+
+
+@contextmanager
+def as_os_error(path: "UPath") -> Generator[None]:
+    """Run the block and turn any exception into an `OSError` that names the URL.
+
+    Raises:
+        FileNotFoundError: An object or bucket does not exist.
+        PermissionError: The credentials do not allow the operation.
+        OSError: The block raised another exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), OSError)
+        raise kind(f"{path}: {error or type(error).__name__}") from error
+
+
+def is_s3(fs: Any) -> bool:
+    """Return whether a file system is from s3fs, which gives access to S3's own API."""
+    return hasattr(fs, "call_s3")
+
+
+def check_bucket(fs: Any, path: str) -> None:
+    """Check that the bucket of a path exists, to tell a missing bucket from an empty prefix."""
+    bucket, _, _ = fs.split_path(path)
+    fs.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
+
+
+def abort_uploads(fs: Any, path: str) -> None:
+    """Abort every upload below a prefix: the parts left by a killed process would stay, invisible and billed.
+
+    Raises:
+        FileNotFoundError: The bucket does not exist.
+    """
+    bucket, prefix, _ = fs.split_path(path)
+    try:
+        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        for upload in found.get("Uploads", ()):
+            fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # this call needs further permissions, and not every store has it
+        logger.info("parts of uploads below s3://%s are not looked for: %s", path, error)
 
 
 class S3Upload:
@@ -69,13 +120,14 @@ class S3Upload:
         if len(self._on_their_way) == _MOST_ON_THEIR_WAY:
             self._await_one()
         number, part = len(self._arrived) + len(self._on_their_way) + 1, self._part
-        self._on_their_way.append(Task(lambda: self._send_part(number, part)))
-        self._part = bytearray()
 
-    def _send_part(self, number: int, part: bytearray) -> dict[str, Any]:
-        answer = self._call("upload_part", PartNumber=number, Body=part)
-        said = ("ETag", "ChecksumSHA256")  # the second where s3_additional_kwargs asks for it
-        return {"PartNumber": number, **{name: answer[name] for name in said if name in answer}}
+        def send() -> dict[str, Any]:
+            answer = self._call("upload_part", PartNumber=number, Body=part)
+            said = ("ETag", "ChecksumSHA256")  # the second where s3_additional_kwargs asks for it
+            return {"PartNumber": number, **{name: answer[name] for name in said if name in answer}}
+
+        self._on_their_way.append(Task(send))
+        self._part = bytearray()
 
     def _await_one(self) -> None:
         self._arrived.append(self._on_their_way.popleft().result())

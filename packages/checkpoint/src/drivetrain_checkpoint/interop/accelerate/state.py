@@ -17,8 +17,7 @@ from drivetrain_checkpoint.interop.accelerate.folder import (
     AccelerateFiles,
     list_accelerate_state,
 )
-from drivetrain_checkpoint.interop.accelerate.safe_pickle import read_pickle
-from drivetrain_weights import read_index
+from drivetrain_weights import UnsafePickleError, read_index, read_torch_file
 
 _ACCELERATOR_SEEDS = re.compile(r"torch_(?P<kind>\w+)_manual_seed")
 
@@ -81,6 +80,7 @@ def read_accelerate_state(folder: Path | str, *, rank: int = 0, local_rank: int 
     files = list_accelerate_state(folder)
     left_out = [f"{path.name}: not known" for path in files.others]
     generators, num_accumulated = _read_generators(files, rank, local_rank, left_out)
+    scaler = files.scaler and _read_mapping(files.scaler, "scale", "_growth_tracker")
     return AccelerateState(
         folder=folder,
         models=tuple(_open_model(path) for path in files.models),
@@ -88,9 +88,9 @@ def read_accelerate_state(folder: Path | str, *, rank: int = 0, local_rank: int 
             _read_mapping(path, "state", "param_groups", mapped=True) for path in files.optimizers
         ),
         schedulers=tuple(_read_mapping(path) for path in files.schedulers),
-        scaler=None if files.scaler is None else _read_scaler(files.scaler),
+        scaler=scaler and {"scale": float(scaler["scale"]), "growth_tracker": int(scaler["_growth_tracker"])},
         loaders=tuple(_read_mapping(path) for path in files.loaders),
-        custom=tuple(read_pickle(path) for path in files.custom),
+        custom=tuple(_read_pickle(path) for path in files.custom),
         generators=generators,
         num_accumulated=num_accumulated,
         world_size=max(files.generators, default=-1) + 1,
@@ -117,17 +117,12 @@ def _read_shards(index: Path) -> dict[str, Any]:
 
 
 def _read_mapping(path: Path, *keys: str, mapped: bool = False) -> dict[str, Any]:
-    value = read_pickle(path, mapped=mapped)
+    value = _read_pickle(path, mapped=mapped)
     if not isinstance(value, Mapping) or not all(key in value for key in keys):
         raise CorruptCheckpointError(
             f"{path} does not hold what its name says: a state with {keys or 'names'}"
         )
     return dict(cast("Mapping[str, Any]", value))
-
-
-def _read_scaler(path: Path) -> dict[str, float | int]:
-    saved = _read_mapping(path, "scale", "_growth_tracker")
-    return {"scale": float(saved["scale"]), "growth_tracker": int(saved["_growth_tracker"])}
 
 
 def _read_generators(
@@ -165,7 +160,14 @@ def _converter(key: str, local_rank: int) -> tuple[str, Callable[[Any], Any] | N
     match = _ACCELERATOR_SEEDS.fullmatch(key)
     if match is None:
         return key, None
-    return "accelerator", lambda states: {"kind": match["kind"], "state": _of_device(states, local_rank)}
+
+    def of_device(states: Any) -> dict[str, Any]:
+        # A rank saved the generators of all devices that it saw, or its own alone.
+        if not isinstance(states, Tensor):
+            states = states[local_rank if local_rank < len(states) else 0]
+        return {"kind": match["kind"], "state": states}
+
+    return "accelerator", of_device
 
 
 def _python_state(state: Any) -> dict[str, Any]:
@@ -184,8 +186,18 @@ def _numpy_state(state: Any) -> dict[str, Any]:
     }
 
 
-def _of_device(states: Any, local_rank: int) -> Tensor:
-    """Return a rank's own generator state from those of all devices that it saw."""
-    if isinstance(states, Tensor):
-        return states
-    return states[local_rank if local_rank < len(states) else 0]
+def _read_pickle(path: Path, *, mapped: bool = False) -> Any:
+    """Read an untrusted file of `torch.save` without running any code in it: tensors, plain values, NumPy arrays.
+
+    Args:
+        path: The path of the file.
+        mapped: Whether to memory-map the tensors, which reads them on use; until then the file must not change.
+    """
+    with checkpoint_errors():
+        try:
+            return read_torch_file(path, mapped=mapped, arrays=True)
+        except UnsafePickleError as error:
+            raise ForeignStateError(
+                f"{path.name} holds more than tensors and plain values ({error.found}), and reading that could run "
+                "code: save those objects as plain values, or remove the file to go on without it"
+            ) from error
