@@ -20,7 +20,7 @@ from rounds import RESULTS, Table, repeated, report, take_turns
 
 from drivetrain_tracking.spool.line import LOG_NAME, encode
 from drivetrain_tracking.view.answers import CurveQuestion, ShownAxis, answer_curves
-from drivetrain_tracking.view.log_places import LogPlace
+from drivetrain_tracking.view.log_reader import LogPlace
 from drivetrain_tracking.view.run_index import RunIndex
 
 BEGAN, SECONDS_A_STEP = 1_700_000_000.0, 0.01

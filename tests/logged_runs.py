@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_tracking.spool.line import LOG_NAME, encode
-from drivetrain_tracking.view.log_places import LogPlace
+from drivetrain_tracking.view.log_reader import LogPlace
 from drivetrain_tracking.view.run_index import RunIndex
 
 BEGAN = 1_700_000_000.0

@@ -6,7 +6,7 @@ import pytest
 
 from drivetrain_tracking import JSONLTracker
 from drivetrain_tracking.forwarding import deliver_until_end as module
-from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
+from drivetrain_tracking.forwarding.deliver_until_end import deliver_until_end
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 
 
@@ -45,10 +45,10 @@ def test_a_long_pause_ends_with_the_run(
 ) -> None:
     monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 3600.0)
     tracker, is_over, results = Flaky(), threading.Event(), []
-    limits = DeliveryLimits(seconds_after_end=7200.0, is_over=is_over.is_set)
+    limits = {"seconds_after_end": 7200.0, "is_over": is_over.is_set}
     forwarder = Forwarder(log.path, tracker)
     thread = threading.Thread(
-        target=lambda: results.append(deliver_until_end(forwarder, limits)), daemon=True
+        target=lambda: results.append(deliver_until_end(forwarder, **limits)), daemon=True
     )
     thread.start()
     assert tracker.has_failed.wait(10)
@@ -79,6 +79,6 @@ def test_a_platform_that_takes_something_is_given_the_whole_time_again(
         taken.append(step)
 
     tracker.log = take_or_fail  # type: ignore[method-assign]
-    limits = DeliveryLimits(seconds_after_end=0.02, is_over=lambda: True)
-    assert deliver_until_end(Forwarder(log.path, tracker), limits)
+    limits = {"seconds_after_end": 0.02, "is_over": lambda: True}
+    assert deliver_until_end(Forwarder(log.path, tracker), **limits)
     assert [step for step in taken if step is not None] == [0, 1, 2]

@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain_tracking import JSONLTracker, ValueNotLoggableError
 from drivetrain_tracking.errors import DeliveryFileError, DeliveryInUseError
-from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
+from drivetrain_tracking.forwarding.deliver_until_end import deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.run.run_state import RunState
@@ -337,7 +337,7 @@ def deliver_after_the_run(log: Path, kept: Kept, tracker: type[KeptTracker] = En
     before = len(kept.events)
     forwarder = Forwarder(log, tracker(kept))
     try:
-        assert deliver_until_end(forwarder, DeliveryLimits(seconds_after_end=0.0, is_over=lambda: True))
+        assert deliver_until_end(forwarder, seconds_after_end=0.0, is_over=lambda: True)
     finally:
         forwarder.close()
     return [event if isinstance(event, str) else event[0] for event in kept.events[before:]]
@@ -403,6 +403,6 @@ def test_an_end_that_the_platform_does_not_take_is_tried_again_later(tmp_path: P
 
     log, kept = begun_log(tmp_path), Kept()
     forwarder = Forwarder(log, Down(kept))
-    assert not deliver_until_end(forwarder, DeliveryLimits(seconds_after_end=0.0, is_over=lambda: True))
+    assert not deliver_until_end(forwarder, seconds_after_end=0.0, is_over=lambda: True)
     forwarder.close()
     assert deliver_after_the_run(log, kept) == ["start", "killed"]

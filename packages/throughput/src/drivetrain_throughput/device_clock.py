@@ -10,11 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceClock:
-    """A clock of the work on a device's current stream. The host never waits for it.
-
-    Args:
-        device: An accelerator whose events measure time.
-    """
+    """A clock of the work on a device's current stream. The host never waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -21,9 +21,6 @@ class RankRows:
 
     It runs over the CPU's part of the process group, which no kernel waits for. A group that was made without one
     gathers on the device, and reading it waits for the device.
-
-    Args:
-        context: The ranks and their group.
     """
 
     def __init__(self, context: Context) -> None:
@@ -45,11 +42,7 @@ class RankRows:
         self._pending = _Pending(rows.view(world_size, -1), mine, work)
 
     def take(self, *, wait: bool = False) -> list[list[float]] | None:
-        """Return the row of each rank, once; None if none is there yet.
-
-        Args:
-            wait: Whether to wait for a gather that has begun.
-        """
+        """Return the row of each rank, once; None if none is there yet."""
         pending = self._pending
         if pending is None:
             return None

@@ -51,9 +51,6 @@ class RankThroughput:
     def take(self, *, wait: bool = False) -> dict[str, float] | None:
         """Return the metrics of all ranks, once, and warn of a rank that is slow.
 
-        Args:
-            wait: Whether to wait for a gather that has begun.
-
         Returns:
             The metrics, on rank 0; None elsewhere, and while no gather is over.
         """

@@ -10,11 +10,7 @@ from rich.text import Text
 
 
 class RichLine:
-    """A line at the bottom of a terminal, above which prints and logging appear.
-
-    Args:
-        stream: The terminal to draw on.
-    """
+    """A line at the bottom of a terminal, above which prints and logging appear."""
 
     def __init__(self, stream: TextIO) -> None:
         before = (sys.stdout, sys.stderr)

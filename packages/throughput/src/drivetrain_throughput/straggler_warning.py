@@ -9,11 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 class StragglerWarning:
-    """A warning that is repeated only for another rank or phase.
-
-    Args:
-        hosts: The name of each rank's host.
-    """
+    """A warning that is repeated only for another rank or phase."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts

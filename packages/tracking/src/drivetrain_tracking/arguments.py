@@ -14,11 +14,7 @@ _SHAPE = (
 
 
 def check_tracker(tracker: object) -> None:
-    """Check that an object is a tracker.
-
-    Raises:
-        TypeError: The object is a class, or lacks part of the protocol; the message names the missing parts.
-    """
+    """Check that an object is a tracker."""
     if isinstance(tracker, type):
         raise TypeError(f"{tracker.__name__} is a class: pass an instance of it, {tracker.__name__}(...)")
     missing = [call for call in _CALLS if not callable(getattr(tracker, call, None))]

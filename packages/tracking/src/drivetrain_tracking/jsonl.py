@@ -110,19 +110,11 @@ class JSONLTracker:
             self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
 
     def lose(self, error: OSError) -> None:
-        """Count media, or a record, that the disk did not take; the first is told.
-
-        Raises:
-            TrackerStateError: The tracker is not started.
-        """
+        """Count media, or a record, that the disk did not take; the first is told."""
         self._check_started().lose(error)
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
-        """Append a line for each record, whose names `check_names` has seen.
-
-        Raises:
-            TrackerStateError: The tracker is not started.
-        """
+        """Append a line for each record, whose names `check_names` has seen."""
         for record in records:
             line: dict[str, Plain] = {} if record.step is None else {"step": record.step}
             line["time"] = record.time
@@ -171,11 +163,7 @@ class JSONLTracker:
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Check that values have names, and that no name is one of the log's own.
-
-    Raises:
-        ValueNotLoggableError: The values are no mapping, or a name is reserved.
-    """
+    """Check that values have names, and that no name is one of the log's own."""
     if not isinstance(cast("object", values), Mapping):
         raise ValueNotLoggableError(
             f"log({values!r}): give values by name, such as log({{'loss': 0.3}}, step=1)"

@@ -60,16 +60,14 @@ def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in cast("Sequence[object]", names)):
         raise TypeError(f'names={names!r}: give a list of names, such as ["jsonl", "wandb"]')
-    found = [one for name in names for one in (_usable_names() if name == "all" else (name,))]
-    return tuple(dict.fromkeys(found)) if "all" in names else tuple(names)
-
-
-def _usable_names() -> list[str]:
+    if "all" not in names:
+        return tuple(names)
     points = entry_points(group=ENTRY_POINT_GROUP)
     libraries = {point.name: getattr(point.load(), "library", None) for point in points}
-    return sorted(
+    usable = sorted(
         name for name, library in libraries.items() if library is None or find_spec(library) is not None
     )
+    return tuple(dict.fromkeys(one for name in names for one in (usable if name == "all" else (name,))))
 
 
 def _own_class(name: str) -> Callable[[Path], object]:

@@ -86,11 +86,7 @@ class TrackingSettings:
         return self.throughput or self.throughput_every_steps is not None or self.live_line
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is not allowed; the message begins with the field's name.
-        """
+        """Check every field."""
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error={self.on_error!r}: say one of {', '.join(get_args(OnError))}")
         for name in ("flush_seconds", "drain_seconds"):

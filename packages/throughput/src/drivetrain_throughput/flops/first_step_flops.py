@@ -19,15 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstStepFlops:
-    """The count of the first step, where the peak of the device is known and the operations are not given.
-
-    Args:
-        meter: The meter to tell.
-        context: The ranks and the device.
-        settings: The `tracking` section.
-        mode: The precision of the run, such as "bf16".
-        models: A function that returns the prepared models.
-    """
+    """The count of the first step, where the peak of the device is known and the operations are not given."""
 
     def __init__(
         self,

@@ -20,11 +20,7 @@ class StepFlops:
         self._depth = 0
 
     def begin(self, *, is_backward: bool = False) -> None:
-        """Count what follows; calls may nest.
-
-        Args:
-            is_backward: Whether a backward follows, rather than a forward.
-        """
+        """Count what follows; calls may nest."""
         self._depth += 1
         if self._depth == 1:
             self._mode = ModelFlopCounter(is_in_backward=is_backward)

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.forwarder import Forwarder
@@ -15,28 +14,19 @@ _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeliveryLimits:
-    """The limits at which a delivery gives up.
-
-    Attributes:
-        seconds_after_end: The seconds for which a platform that takes nothing is tried again once nothing more is
-            logged.
-        is_over: A function that returns whether nothing more will be logged.
-    """
-
-    seconds_after_end: float
-    is_over: Callable[[], bool]
-
-
 def deliver_until_end(
-    forwarder: Forwarder, limits: DeliveryLimits, *, on_progress: Callable[[Delivery], None] = lambda _: None
+    forwarder: Forwarder,
+    *,
+    seconds_after_end: float,
+    is_over: Callable[[], bool],
+    on_progress: Callable[[Delivery], None] = lambda _: None,
 ) -> bool:
     """Deliver a log until nothing more is logged; try again, with doubling pauses, while the platform fails.
 
     Args:
         forwarder: The delivery to carry out.
-        limits: When it gives up.
+        seconds_after_end: The seconds for which a platform that takes nothing is tried again after the end.
+        is_over: A function that returns whether nothing more will be logged.
         on_progress: A function that is called after each batch.
 
     Returns:
@@ -46,11 +36,11 @@ def deliver_until_end(
     failing_at, failing_since = -1, 0.0  # an offset in the log, and a time
 
     def has_run_ended() -> bool:
-        return limits.is_over() or forwarder.log_has_ended()
+        return is_over() or forwarder.log_has_ended()
 
     while True:
         # Asked before the log is read, so that its last lines are read as well.
-        was_over, had_ended = limits.is_over(), has_run_ended()
+        was_over, had_ended = is_over(), has_run_ended()
         try:
             has_ended = forwarder.deliver(on_progress=on_progress)
             if was_over and not has_ended:
@@ -61,7 +51,7 @@ def deliver_until_end(
                 failing_at, failing_since = forwarder.delivery.offset, now
             if has_progressed:
                 pause = _FIRST_PAUSE_SECONDS
-            if was_over and now + pause > failing_since + limits.seconds_after_end:
+            if was_over and now + pause > failing_since + seconds_after_end:
                 logger.error("%s: %s; given up", type(error).__name__, error)
                 return False
             logger.warning("%s: %s; tried again in %g s", type(error).__name__, error, pause)

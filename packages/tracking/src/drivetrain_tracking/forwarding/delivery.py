@@ -30,15 +30,9 @@ class Delivery:
 
     @classmethod
     def load(cls, path: Path) -> "Delivery":
-        """Load a delivery; one that was never saved begins at the log's first record.
-
-        Raises:
-            DeliveryFileError: The file is damaged.
-        """
+        """Load a delivery; one that was never saved begins at the log's first record."""
         try:
             return cls(**read_json(path))
-        except FileNotFoundError:
-            return cls()
         except (ValueError, TypeError) as error:
             raise DeliveryFileError(
                 f"{path} is damaged ({error}), so that nothing tells what was delivered: remove it to send the "

@@ -23,11 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DrainTime:
-    """The time that the platforms of a run have together, at its end, to take what is left in the log.
-
-    Args:
-        seconds: The time, which the first call of `left` starts.
-    """
+    """The time that the platforms of a run have together, at its end, to take what is left in the log."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -78,12 +74,7 @@ class ForwardedTracker:
         self._writer: WriterProcess | None = None
 
     def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 the log tells it
-        """Start the process; its platform starts with the run that the log tells.
-
-        Raises:
-            TrackerStateError: It is started already.
-            ValueNotLoggableError: An option is no plain value, which another process could not be given.
-        """
+        """Start the process; its platform starts with the run that the log tells."""
         if self._writer is not None:
             raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")
         _write_options(options_path(self._log, self.name), options, self.name)

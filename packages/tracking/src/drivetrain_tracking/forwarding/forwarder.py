@@ -47,10 +47,6 @@ class Forwarder:
         delivery: The state of the delivery.
         place: The file in which it is kept.
         num_damaged: The damaged lines that were passed over.
-
-    Raises:
-        DeliveryFileError: The file that tells what was delivered is damaged.
-        DeliveryInUseError: Another process delivers this log to this platform.
     """
 
     def __init__(self, log: Path, tracker: Tracker, *, options: Mapping[str, Any] | None = None) -> None:
@@ -87,14 +83,8 @@ class Forwarder:
     def deliver(self, *, on_progress: Callable[[Delivery], None] = lambda _: None) -> bool:
         """Deliver what is in the log by now.
 
-        Args:
-            on_progress: A function that is called after each batch.
-
         Returns:
             Whether the run has ended by now: the last record is that of its end.
-
-        Raises:
-            Exception: The platform failed; a later call goes on where this one stopped.
         """
         has_ended = False
         while self._waiting or self._read():
@@ -113,11 +103,7 @@ class Forwarder:
         return bool(last) and last[0].record.get("event") == "finish"
 
     def end_killed(self) -> None:
-        """End the platform's run as killed, if the log ends without saying how, and no process writes it any more.
-
-        Raises:
-            Exception: The platform failed.
-        """
+        """End the platform's run as killed, if the log ends without saying how, and no process writes it any more."""
         if self.delivery.run_offset < 0 or self.delivery.is_ended or self.log_has_ended():
             return
         if is_locked(self._log):

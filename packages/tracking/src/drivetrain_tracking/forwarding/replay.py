@@ -13,7 +13,7 @@ from drivetrain_tracking.errors import (
     SpoolInUseError,
     UnknownTrackerError,
 )
-from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
+from drivetrain_tracking.forwarding.deliver_until_end import deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.forwarding.writer_main import open_forwarder
@@ -66,7 +66,8 @@ def run(arguments: ReplayArguments) -> int:
     try:
         is_delivered = deliver_until_end(
             forwarder,
-            DeliveryLimits(seconds_after_end=arguments.patience_seconds, is_over=lambda: True),
+            seconds_after_end=arguments.patience_seconds,
+            is_over=lambda: True,
             on_progress=_show_progress(log.stat().st_size),
         )
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain_tracking.errors import SpoolInUseError
-from drivetrain_tracking.forwarding.deliver_until_end import DeliveryLimits, deliver_until_end
+from drivetrain_tracking.forwarding.deliver_until_end import deliver_until_end
 from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.jsonl import JSONLTracker
 from drivetrain_tracking.registry import make_tracker
@@ -39,8 +39,7 @@ def open_forwarder(log: Path, name: str) -> Forwarder:
         raise SpoolInUseError(
             f"tracker {name!r} writes {log} itself, where the records are already; name another"
         )
-    options = options_path(log, tracker.name)
-    return Forwarder(log, tracker, options=read_json(options) if options.exists() else {})
+    return Forwarder(log, tracker, options=read_json(options_path(log, tracker.name)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,9 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         is_delivered = deliver_until_end(
             forwarder,
-            DeliveryLimits(
-                seconds_after_end=given.seconds_after_end, is_over=lambda: os.getppid() != given.parent
-            ),
+            seconds_after_end=given.seconds_after_end,
+            is_over=lambda: os.getppid() != given.parent,
         )
     finally:
         forwarder.close()

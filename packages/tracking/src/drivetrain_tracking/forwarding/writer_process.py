@@ -59,12 +59,7 @@ class WriterCommand:
 
 
 class WriterProcess:
-    """A writer process that is kept running by a thread of its own until `finish`.
-
-    Args:
-        command: The arguments to start it with.
-        parent: The id of this process.
-    """
+    """A writer process that is kept running by a thread of its own until `finish`."""
 
     def __init__(self, command: WriterCommand, *, parent: int) -> None:
         self._command = command
@@ -75,11 +70,7 @@ class WriterProcess:
         self._keeper.start()
 
     def finish(self, timeout_seconds: float) -> bool:
-        """Wait for the writer, whose log has its last line by now, and end it when the time is over.
-
-        Returns:
-            Whether all records were delivered.
-        """
+        """Wait for the writer, whose log has its last line by now, and end it when the time is over."""
         self._is_finishing.set()
         self._keeper.join()
         try:

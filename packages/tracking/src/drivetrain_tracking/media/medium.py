@@ -26,12 +26,7 @@ class Medium(ABC):
 
 
 def as_array(data: Any, what: str) -> Any:
-    """Return the content of a tensor, array or nested list as a NumPy array on the host.
-
-    Raises:
-        ValueNotLoggableError: It holds no numbers.
-        MissingLibraryError: NumPy is not installed.
-    """
+    """Return the content of a tensor, array or nested list as a NumPy array on the host."""
     numpy = media_library("numpy")
     host = data.detach().cpu() if hasattr(data, "detach") else data  # a tensor of torch
     if str(getattr(host, "dtype", "")) == "torch.bfloat16":  # which NumPy lacks
@@ -43,11 +38,7 @@ def as_array(data: Any, what: str) -> Any:
 
 
 def media_library(name: str) -> Any:
-    """Import a library that encodes media.
-
-    Raises:
-        MissingLibraryError: It is not installed; the message names the extra that brings it.
-    """
+    """Import a library that encodes media."""
     from importlib import import_module
 
     try:
@@ -59,11 +50,7 @@ def media_library(name: str) -> Any:
 
 
 def copied(source: Path, stem: Path, kind: MediaKind, caption: str) -> StoredMedium:
-    """Return a medium whose file is a copy of one of the user's.
-
-    Raises:
-        ValueNotLoggableError: There is no such file.
-    """
+    """Return a medium whose file is a copy of one of the user's."""
     if not source.is_file():
         raise ValueNotLoggableError(f"{kind} {str(source)!r}: there is no such file")
     path = stem.with_name(stem.name + source.suffix)

@@ -98,14 +98,13 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         """
         if self._given is not None:
             return
-        ended_early = self.state in ("failed", "killed")
-        if ended_early:
+        if self.has_ended_early:
             self.keep_document("state", {"state": self.state_word})
             self._task.get_logger().report_text(
                 f"the run was not finished: {self.state}", print_console=False
             )
         self._task.close()
-        if ended_early and not self._is_offline:
+        if self.has_ended_early and not self._is_offline:
             task = load_library("clearml", extra=self.name).Task.get_task(task_id=self._task.id)
             mark = task.mark_failed if self.state == "failed" else task.mark_stopped
             mark(force=True, status_message="the process ended before its training did")

@@ -95,9 +95,8 @@ class CometTracker(Platform[CometOptions]):
                 self._log_medium(name, medium, record.step)
             for name, text in flat_texts(record.values).items():
                 self._experiment.log_other(name, text)
-            prefix = f"attempt-{record.attempt}/" if record.attempt > 1 else ""
             for name, number in flat_numbers(record.values).items():
-                self._experiment.log_metric(prefix + name, number, step=record.step)
+                self._experiment.log_metric(record.attempt_prefix + name, number, step=record.step)
             self._experiment.log_metric("drivetrain/time", record.time, step=record.step)
         if self._messages is not None and records:
             wait_for_text(self._messages, repr(float(records[-1].time)), offset=written_before)
@@ -118,7 +117,7 @@ class CometTracker(Platform[CometOptions]):
         if self.state is not None:
             self._experiment.log_other("drivetrain/state", self.state)
         self._experiment.end()
-        if self._messages is None and self.state in ("failed", "killed"):
+        if self._messages is None and self.has_ended_early:
             api = load_library("comet_ml.api", extra=self.name).API(cache=False)
             api.get_experiment_by_key(self._experiment.get_key()).set_state(self.state_word)
 

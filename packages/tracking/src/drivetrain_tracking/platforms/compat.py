@@ -87,9 +87,6 @@ class SwanLabFlush(dict[str, Any]):
     """The data of an event that, read by the thread that stores, has it store all events before and flush the file.
 
     SwanLab's file keeps up to 8 KiB in this process, and its thread waits for half a second; neither has a flush.
-
-    Args:
-        run: The swanlab.Run whose file is flushed.
     """
 
     def __init__(self, run: Any) -> None:
@@ -114,12 +111,7 @@ class SwanLabFlush(dict[str, Any]):
         return super().items()
 
     def wait(self, *, timeout_seconds: float = 60.0) -> None:
-        """Wait until the thread has flushed.
-
-        Raises:
-            TimeoutError: The thread did not get to it in time.
-            OSError: It could not store or flush.
-        """
+        """Wait until the thread has flushed."""
         if not self._is_done.wait(timeout_seconds):
             raise TimeoutError(f"SwanLab did not store its values in {timeout_seconds:g} s")
         if self._error is not None:
@@ -151,15 +143,7 @@ def trackio_is_local(run: Any) -> bool:
 def write_comet_head(
     folder: Path, *, key: str, project: str | None, workspace: str | None, is_new: bool
 ) -> None:
-    """Write the file that Comet adds to an offline experiment when it ends, for one whose process was killed.
-
-    Args:
-        folder: The experiment's folder of messages and files, its `tmpdir`.
-        key: The experiment's key.
-        project: The project; None is Comet's default.
-        workspace: The workspace; None is Comet's default.
-        is_new: Whether an upload creates the experiment, or appends to it.
-    """
+    """Write the file that Comet adds to an offline experiment when it ends, for one whose process was killed."""
     end = int((folder / COMET_MESSAGES).stat().st_mtime * 1000)
     load_library("comet_ml.offline_utils", extra="comet").write_experiment_meta_file(
         tempdir=str(folder),

@@ -14,9 +14,8 @@ from drivetrain_tracking.spool.files import read_json, replace_text
 from drivetrain_tracking.values.plain import Plain, mark_of
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
-_STATE = (
-    ".drivetrain.json"  # in the run's folder: the last record's time, and how long each table was after it
-)
+# In the run's folder: the last record's time, and how long each table was after it.
+_STATE = ".drivetrain.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         live, self._live = self._live, None
         if self._given is not None:
             return
-        if self.state in ("failed", "killed"):
+        if self.has_ended_early:
             live.log_param("state", self.state_word)
         if self._options.save_experiment or compat.dvclive_sends_to_studio(live):
             live.end()
@@ -116,7 +115,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         library = load_library("dvclive", extra=self.name)
         folder = self.directory / self.name / self.file_name(run_name)
         folder.mkdir(parents=True, exist_ok=True)
-        state = _read_json(folder / _STATE)
+        state = read_json(folder / _STATE)
         _cut(folder, cast("Mapping[str, int]", state.get("sizes", {})))
         live = library.Live(
             str(folder),
@@ -148,13 +147,13 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         live.make_dvcyaml()
 
     def _name(self, record: LoggedRecord, name: str) -> str:
-        at = name if record.attempt == 1 else f"attempt-{record.attempt}/{name}"
+        at = record.attempt_prefix + name
         if at not in self._names:
             self._names[at] = free_name(at, frozenset(self._names.values()))
         return self._names[at]
 
     def _state(self) -> dict[str, Any]:
-        return _read_json(Path(self._live.dir) / _STATE)
+        return read_json(Path(self._live.dir) / _STATE)
 
     def _note(self, time: float) -> None:
         """Note the time of the last record and the sizes of the tables, by a rename that a kill cannot cut short."""
@@ -171,8 +170,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         replace_text(folder / _STATE, json.dumps(noted))
 
     def _add_medium(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
-        above = "" if record.attempt == 1 else f"attempt-{record.attempt}/"
-        at = f"{above}{name}/{self._live.step}"
+        at = f"{record.attempt_prefix}{name}/{self._live.step}"
         if medium.kind in ("image", "figure") and medium.path is not None:
             self._live.log_image(f"{at}{medium.path.suffix}", str(medium.path))
         elif medium.kind == "histogram":
@@ -210,10 +208,3 @@ def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
                 file.truncate(size)
     for name in ("metrics.json", "params.yaml", "dvc.yaml"):  # written again from what is known
         (folder / name).unlink(missing_ok=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return cast("dict[str, Any]", read_json(path))
-    except FileNotFoundError:
-        return {}

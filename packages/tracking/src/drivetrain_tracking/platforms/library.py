@@ -7,11 +7,7 @@ from drivetrain_tracking.errors import MissingLibraryError
 
 
 def load_library(module: str, *, extra: str) -> ModuleType:
-    """Import a platform's library.
-
-    Raises:
-        MissingLibraryError: It is not installed; the message names the extra that brings it.
-    """
+    """Import a platform's library."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

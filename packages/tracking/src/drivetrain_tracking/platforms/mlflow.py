@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import (
+    ALL_MEDIA,
     LoggedRecord,
-    MediaKind,
     StoredMedium,
     count_first_held,
     flat_numbers,
@@ -57,9 +57,7 @@ class MLflowTracker(Platform[MLflowOptions]):
     name = "mlflow"
     library = "mlflow"
     options_type = MLflowOptions
-    media_kinds: ClassVar[frozenset[MediaKind]] = frozenset(
-        {"image", "audio", "video", "table", "histogram", "text", "figure", "artifact"}
-    )
+    media_kinds = ALL_MEDIA
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)

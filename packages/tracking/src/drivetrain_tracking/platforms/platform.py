@@ -18,7 +18,7 @@ from drivetrain_tracking.protocol import Metrics, Tracker
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.spool.files import read_json, replace_text
 from drivetrain_tracking.values.plain import Plain, plain_config, plain_values
-from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind
 
 _PAUSE_SECONDS = 0.005
 _LONGEST_WAIT_SECONDS = 30.0
@@ -95,11 +95,7 @@ class Platform(ABC, Generic[Options]):
         return Path()
 
     def check_library(self) -> None:
-        """Check that the platform's library is installed, without importing it.
-
-        Raises:
-            MissingLibraryError: It is not; the message names the extra that brings it.
-        """
+        """Check that the platform's library is installed, without importing it."""
         if find_spec(self.library) is None:
             raise MissingLibraryError(missing_library(self.library, self.name))
 
@@ -137,14 +133,14 @@ class Platform(ABC, Generic[Options]):
 
     def named(self, records: Sequence[LoggedRecord]) -> list[LoggedRecord]:
         """Return records with the platform's names, and their values as one level; see `conventions`."""
-        return [
-            replace(
-                record,
-                values=self._value_names.flat(record.values),
-                media={self._media_name(name, one): one for name, one in record.media.items()},
-            )
-            for record in records
-        ]
+        named: list[LoggedRecord] = []
+        for record in records:
+            media = {
+                (self._file_names if one.kind == "artifact" else self._media_names).of(name): one
+                for name, one in record.media.items()
+            }
+            named.append(replace(record, values=self._value_names.flat(record.values), media=media))
+        return named
 
     def parameters(self, config: Mapping[str, Plain]) -> dict[str, Plain]:
         """Return a configuration with the platform's names, as one level where the platform takes no nested one."""
@@ -177,6 +173,11 @@ class Platform(ABC, Generic[Options]):
         if self._is_started:
             self._is_started, self.state = False, state
             self.close()
+
+    @property
+    def has_ended_early(self) -> bool:
+        """True if the run has failed, or was killed."""
+        return self.state in ("failed", "killed")
 
     @property
     def state_word(self) -> Any:
@@ -218,34 +219,20 @@ class Platform(ABC, Generic[Options]):
 
     def run_id(self, run_name: str) -> str | None:
         """Return the platform's own id of a stopped run of this name, or None."""
-        known = self._known_ids()
-        return known.get(run_name)
+        return read_json(self._ids_file).get(run_name)
 
     def remember_run_id(self, run_name: str, run_id: str) -> None:
         """Remember the platform's own id of a run, so that a later process continues it."""
-        place = self._ids_file()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(place, json.dumps({**self._known_ids(), run_name: run_id}))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        replace_text(self._ids_file, json.dumps({**read_json(self._ids_file), run_name: run_id}))
 
-    def _media_name(self, name: str, medium: StoredMedium) -> str:
-        return self.file_name(name) if medium.kind == "artifact" else self._media_names.of(name)
-
+    @property
     def _ids_file(self) -> Path:
         return self.directory / f"{self.name}.runs.json"
 
-    def _known_ids(self) -> dict[str, str]:
-        try:
-            return cast("dict[str, str]", read_json(self._ids_file()))
-        except FileNotFoundError:
-            return {}
-
 
 def wait_for_text(path: Path, text: str, *, offset: int) -> None:
-    """Wait until a thread or process of a library has written a text behind an offset of a file.
-
-    Raises:
-        TimeoutError: It is not there within 30 seconds.
-    """
+    """Wait until a thread or process of a library has written a text behind an offset of a file."""
     # The 7 bytes that begin each block of a `.wandb` file may divide it.
     pattern = re.compile("(?:.{7})?".join(map(re.escape, text)).encode(), re.DOTALL)
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS

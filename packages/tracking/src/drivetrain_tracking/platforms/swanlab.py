@@ -88,7 +88,9 @@ class SwanLabTracker(Platform[SwanLabOptions]):
             compat.swanlab_emit(self._run, event)
             for name, medium in record.media.items():
                 if medium.kind == "artifact" and medium.path is not None:
-                    self._save(f"{name}-{record.attempt}-{step}", medium.path)
+                    saved_as = f"{name}-{record.attempt}-{step}{medium.path.suffix}"
+                    event = events.FileSaveEvent(source_path=str(medium.path), name=saved_as, policy="now")
+                    compat.swanlab_emit(self._run, event)
         self._flush()
         if self._given is None:  # a record without a step follows the last one, after a restart too
             self.remember_run_id(self._run_name, f"{self._run.id} {self._step}")
@@ -137,15 +139,14 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 
     def _entries(self, record: LoggedRecord) -> Iterator[tuple[str, Any]]:
         """Yield what a record becomes in SwanLab, by name."""
-        above = "" if record.attempt == 1 else f"attempt-{record.attempt}/"
         library = load_library("swanlab", extra=self.name)
         for name, number in flat_numbers(record.values).items():
-            yield above + name, number
+            yield record.attempt_prefix + name, number
         for name, text in flat_texts(record.values).items():
-            yield above + name, library.Text(text)
+            yield record.attempt_prefix + name, library.Text(text)
         for name, medium in record.media.items():
             if medium.kind != "artifact":
-                yield above + name, self._medium(medium)
+                yield record.attempt_prefix + name, self._medium(medium)
 
     def _free_key(self, name: str, value: Any, step: int, taken: dict[str, tuple[int, set[int]]]) -> str:
         """Return the name, with a number if SwanLab would drop the value under it, and note it as taken."""
@@ -164,25 +165,16 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         library: Any = load_library("swanlab", extra=self.name)
         data: Any = medium.data
         caption = medium.caption or None
-        match medium.kind:
-            case "table":
-                return library.ECharts(
-                    library.echarts.Table().add(data["columns"], data["rows"]), caption=caption
-                )
-            case "histogram":
-                bars = library.echarts.Bar().add_xaxis([f"{edge:.6g}" for edge in data["edges"][:-1]])
-                return library.ECharts(bars.add_yaxis("count", data["counts"]), caption=caption)
-            case "text":
-                return library.Text(data, caption=caption)
-            case "video":
-                return library.Video(str(medium.path), caption=caption)
-            case _:
-                return library.Image(str(medium.path), caption=caption)
-
-    def _save(self, name: str, path: Path) -> None:
-        events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
-        event = events.FileSaveEvent(source_path=str(path), name=f"{name}{path.suffix}", policy="now")
-        compat.swanlab_emit(self._run, event)
+        if medium.kind == "table":
+            table = library.echarts.Table().add(data["columns"], data["rows"])
+            return library.ECharts(table, caption=caption)
+        if medium.kind == "histogram":
+            bars = library.echarts.Bar().add_xaxis([f"{edge:.6g}" for edge in data["edges"][:-1]])
+            return library.ECharts(bars.add_yaxis("count", data["counts"]), caption=caption)
+        if medium.kind == "text":
+            return library.Text(data, caption=caption)
+        kind = library.Video if medium.kind == "video" else library.Image
+        return kind(str(medium.path), caption=caption)
 
 
 def chosen_mode(asked: str | None, configured: str, *, has_key: bool) -> str:

@@ -84,7 +84,7 @@ class TensorBoardTracker(Platform[NoOptions]):
 
     def close(self) -> None:
         """Close the event files, after a text `state` if the run did not finish, or did not before."""
-        told = self._given is None and self.state in ("failed", "killed")
+        told = self._given is None and self.has_ended_early
         if told or (self.state == "finished" and self._folder.joinpath(_NOT_FINISHED).exists()):
             self._add(1, wall_time=time.time(), values=[text("state", self.state_word)])
             note = self._folder / _NOT_FINISHED

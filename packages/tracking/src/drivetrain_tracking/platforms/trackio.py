@@ -12,7 +12,7 @@ from drivetrain_tracking.platforms.library import load_library
 from drivetrain_tracking.platforms.platform import Platform
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 
 _MOST_IDS = 500  # in one question to SQLite
 
@@ -45,7 +45,7 @@ class TrackioTracker(Platform[TrackioOptions]):
     name = "trackio"
     library = "trackio"
     options_type = TrackioOptions
-    media_kinds = frozenset({"image", "figure", "audio", "video", "table", "histogram", "text", "artifact"})
+    media_kinds = ALL_MEDIA
 
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
@@ -150,7 +150,7 @@ class TrackioTracker(Platform[TrackioOptions]):
 
         Trackio has no states: one that is not "finished" is a row, and in the configuration until the next record.
         """
-        if self._given is None and self.state in ("failed", "killed"):
+        if self._given is None and self.has_ended_early:
             self._storage().bulk_log(
                 self._project,
                 self._run_name,
@@ -190,19 +190,14 @@ class TrackioTracker(Platform[TrackioOptions]):
     def _medium(self, medium: StoredMedium) -> Any:
         library: Any = load_library("trackio", extra=self.name)
         data: Any = medium.data
-        match medium.kind:
-            case "table":
-                return library.Table(columns=data["columns"], data=data["rows"])
-            case "histogram":
-                return library.Histogram(np_histogram=(data["counts"], data["edges"]))
-            case "text":
-                return library.Markdown(data)
-            case "audio":
-                return library.Audio(str(medium.path), caption=medium.caption)
-            case "video":
-                return library.Video(str(medium.path), caption=medium.caption)
-            case _:
-                return library.Image(str(medium.path), caption=medium.caption)
+        if medium.kind == "table":
+            return library.Table(columns=data["columns"], data=data["rows"])
+        if medium.kind == "histogram":
+            return library.Histogram(np_histogram=(data["counts"], data["edges"]))
+        if medium.kind == "text":
+            return library.Markdown(data)
+        kinds = {"audio": library.Audio, "video": library.Video}
+        return kinds.get(medium.kind, library.Image)(str(medium.path), caption=medium.caption)
 
     def _add_artifact(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
         """Add a version of an artifact; content that is there already makes none."""

@@ -21,13 +21,17 @@ def collect_info() -> dict[str, Plain]:
 
     Versions are those of the packages that are imported by now; accelerators are told if torch is.
     """
+    imported = {name.partition(".")[0] for name in sys.modules}
+    distributions = {  # such as PyYAML, whose module has another name
+        name for module, names in packages_distributions().items() if module in imported for name in names
+    }
     script = Path(sys.argv[0]).absolute().parent if sys.argv and sys.argv[0] else Path.cwd()
     return {
         "command": list[Plain](mask_command([sys.executable, *sys.argv])),
         "folder": str(Path.cwd()),
         "git": git_info(script) if script.is_dir() else git_info(Path.cwd()),
         "python": platform.python_version(),
-        "packages": dict[str, Plain](_imported_packages()),
+        "packages": {name: version(name) for name in sorted(distributions, key=str.casefold)},
         "hardware": _hardware(),
     }
 
@@ -69,15 +73,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="replace").strip()
-
-
-def _imported_packages() -> dict[str, str]:
-    """Return the version of each distribution, such as PyYAML, one of whose modules is imported."""
-    imported = {name.partition(".")[0] for name in sys.modules}
-    distributions = {
-        name for module, names in packages_distributions().items() if module in imported for name in names
-    }
-    return {name: version(name) for name in sorted(distributions, key=str.casefold)}
 
 
 def _hardware() -> dict[str, Plain]:

@@ -34,15 +34,18 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return file
 
 
-def read_json(path: Path) -> Any:
-    """Read a regular file of JSON.
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a regular file of a JSON object; a missing file has no members.
 
     Raises:
         OSError: See `open_regular`.
         ValueError: It is no JSON, too long, or nested too deeply.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        text = file.read(_MOST_JSON_BYTES + 1)
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            text = file.read(_MOST_JSON_BYTES + 1)
+    except FileNotFoundError:
+        return {}
     if len(text) > _MOST_JSON_BYTES:
         raise ValueError(f"it holds more than {_MOST_JSON_BYTES} bytes")
     try:

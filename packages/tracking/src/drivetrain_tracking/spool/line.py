@@ -37,11 +37,7 @@ _TAIL = len(CHECKSUM_MARK) + 8 + len(_END)
 
 
 def encode(record: Mapping[str, Plain]) -> bytes:
-    """Return the line of a record, with its line break. NaN and infinities, which JSON lacks, become strings.
-
-    Raises:
-        ValueError: The record is empty.
-    """
+    """Return the line of a record, with its line break. NaN and infinities, which JSON lacks, become strings."""
     try:
         body = _ENCODER.encode(record).encode()[:-1]
     except ValueError:  # a NaN or an infinity: rare, and expensive to look for in every record

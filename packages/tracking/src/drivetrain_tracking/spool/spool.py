@@ -34,10 +34,6 @@ class Spool:
 
     Attributes:
         num_lost: The number of records that could not be written.
-
-    Raises:
-        SpoolInUseError: Another process appends to the file.
-        OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:
@@ -64,12 +60,7 @@ class Spool:
         in_forked_children(self, Spool.forget)
 
     def append(self, record: Mapping[str, Plain]) -> None:
-        """Append a record; an error of the disk is counted, not raised.
-
-        Raises:
-            TrackerStateError: The spool is closed.
-            ValueError: The record has no line; see `encode`.
-        """
+        """Append a record; an error of the disk is counted, not raised."""
         if self._file is None:
             raise TrackerStateError(f"append() to {self._path}, which is closed")
         line = encode(record)
@@ -167,11 +158,7 @@ def _cut_unfinished_line(file: int) -> int:
 
 
 def _write_whole(file: int, line: bytes, end: int) -> None:
-    """Write a line at the end of the file, or nothing.
-
-    Raises:
-        OSError: The disk took less than the line.
-    """
+    """Write a line at the end of the file, or nothing."""
     try:
         if os.pwrite(file, line, end) == len(line):
             return

@@ -41,11 +41,7 @@ class SpoolReader:
         self._path = path
 
     def read(self) -> Iterator[SpooledRecord]:
-        """Yield the records that are complete by now. A last line without its line break is left for the next call.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """Yield the records that are complete by now. A last line without its line break is left for the next call."""
         try:
             file = open_regular(self._path)
         except FileNotFoundError:

@@ -16,10 +16,6 @@ class StepOrder:
     A run that was resumed from a checkpoint may log steps again that it logged before it stopped. They are a new
     attempt, so that neither curve replaces the other in silence.
 
-    Args:
-        last_step: The last step that was logged before, or None.
-        attempt: The attempt that it belongs to.
-
     Attributes:
         attempt: The attempt of the next step; 1 is the first.
         last_step: The last step that was logged, or None.
@@ -58,11 +54,7 @@ class StepOrder:
 
 
 def checked_step(step: Any) -> int | None:
-    """Return a step as an int.
-
-    Raises:
-        ValueNotLoggableError: It is no integer.
-    """
+    """Return a step as an int."""
     if step is None or type(step) is int:
         return step
     if not isinstance(step, bool):

@@ -28,11 +28,7 @@ class CopiedValues(NamedTuple):
 
 
 def copy_values(values: Mapping[str, Any]) -> CopiedValues:
-    """Begin to copy values from their devices, without a wait.
-
-    Raises:
-        ValueNotLoggableError: A value has a type or shape that cannot be logged.
-    """
+    """Begin to copy values from their devices, without a wait."""
     on_host, events = _copy_to_host(values)
     return CopiedValues(on_host, plain_values(on_host), events)
 
@@ -82,11 +78,7 @@ class DeviceValues(Generic[Purpose]):
 
 
 def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Any, ...]]:
-    """Begin to copy scalars from their devices: one copy for all of a device and dtype.
-
-    Returns:
-        The values with tensors on the host in place of those on a device, and an event for each device.
-    """
+    """Begin to copy scalars from their devices: one copy for all of a device and dtype."""
     torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
     if torch is None or are_plain(values):
         return values, ()

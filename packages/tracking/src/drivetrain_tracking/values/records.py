@@ -47,6 +47,11 @@ class LoggedRecord:
     values: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
     media: Mapping[str, StoredMedium] = field(default_factory=dict[str, StoredMedium])
 
+    @property
+    def attempt_prefix(self) -> str:
+        """The text before the names of a platform that keeps attempts apart by names; empty for the first."""
+        return "" if self.attempt == 1 else f"attempt-{self.attempt}/"
+
 
 def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[float]) -> int:
     """Return how many records, counted from the first, have their times among those that a platform holds."""

@@ -66,7 +66,9 @@ def mask_config(value: Any) -> Any:
     """Return plain nested values with the secrets among them masked: by their names, and by their form."""
     if isinstance(value, Mapping):
         return {
-            name: MASK if is_secret_name(str(name)) and _is_given(item) else mask_config(item)
+            name: MASK
+            if is_secret_name(str(name)) and item not in (None, True, False, "")
+            else mask_config(item)
             for name, item in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list):
@@ -103,7 +105,3 @@ def mask_text(text: str) -> str:
 
 def _mask_forms(text: str) -> str:
     return _URL_PASSWORD.sub(MASK, _FORMS.sub(MASK, text))
-
-
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False and value is not True and value != ""

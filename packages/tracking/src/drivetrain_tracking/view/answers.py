@@ -18,26 +18,6 @@ _MOST_MEDIA = 200  # the newest; each is a picture to load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedValue:
-    """A named value in two runs.
-
-    Attributes:
-        name: The name; nested names are joined by slashes.
-        first: The value in the first run as JSON; None where the run has none of this name.
-        second: The value in the second run.
-    """
-
-    name: str
-    first: str | None
-    second: str | None
-
-    @property
-    def is_different(self) -> bool:
-        """True if the runs differ here: 1 and 1.0 do, for they are written differently."""
-        return self.first != self.second
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CurveQuestion:
     """A question for one metric of some runs.
 
@@ -117,10 +97,7 @@ def describe_differences(first: RunIndex, second: RunIndex) -> dict[str, Any]:
         with run.lock:
             sides.append((dict(run.facts.config), dict(run.facts.plan)))
     (config, plan), (other_config, other_plan) = sides
-    return {
-        "config": [_row(one) for one in compare_values(config, other_config)],
-        "plan": [_row(one) for one in compare_values(plan, other_plan)],
-    }
+    return {"config": compare_values(config, other_config), "plan": compare_values(plan, other_plan)}
 
 
 def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str, Any]:
@@ -144,16 +121,24 @@ def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str
     return {"metric": question.metric, "low": low, "high": high, "curves": answered}
 
 
-def compare_values(first: Mapping[str, Plain], second: Mapping[str, Plain]) -> tuple[ComparedValue, ...]:
-    """Compare nested values; the names are those of the first run in its order, then others of the second."""
+def compare_values(first: Mapping[str, Plain], second: Mapping[str, Plain]) -> list[dict[str, Any]]:
+    """Compare nested values; the names are those of the first run in its order, then others of the second.
+
+    Values are texts of JSON, None where a run has none of the name: 1 and 1.0 are different.
+    """
     left, right = (
         {name: json.dumps(value, ensure_ascii=False) for name, value in flat_values(values).items()}
         for values in (first, second)
     )
-    return tuple(
-        ComparedValue(name=name, first=left.get(name), second=right.get(name))
+    return [
+        {
+            "name": name,
+            "first": left.get(name),
+            "second": right.get(name),
+            "is_different": left.get(name) != right.get(name),
+        }
         for name in dict.fromkeys([*left, *right])
-    )
+    ]
 
 
 def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, Any]:
@@ -209,12 +194,3 @@ def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float,
 
 def _axis_of(axis: ShownAxis) -> Axis:
     return "step" if axis == "step" else "time"
-
-
-def _row(compared: ComparedValue) -> dict[str, Any]:
-    return {
-        "name": compared.name,
-        "first": compared.first,
-        "second": compared.second,
-        "is_different": compared.is_different,
-    }

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from drivetrain_tracking.spool.files import open_regular
 from drivetrain_tracking.spool.line import LOG_NAME
-from drivetrain_tracking.view.log_places import find_logs
-from drivetrain_tracking.view.log_reader import parse_lines
+from drivetrain_tracking.view.log_reader import find_logs, parse_lines
 from drivetrain_tracking.view.run_collection import RunCollection
 from drivetrain_tracking.view.server import ViewServer
 
@@ -61,11 +60,7 @@ def run(arguments: ViewArguments) -> int:
 
 
 def check_folders(folders: Sequence[Path]) -> None:
-    """Check that each folder exists and holds a log, and that the logs are those of runs.
-
-    Raises:
-        ValueError: There is no folder or no log, or a log of another kind; the message says what to do.
-    """
+    """Check that each folder exists and holds a log, and that the logs are those of runs."""
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(
@@ -83,12 +78,7 @@ def check_folders(folders: Sequence[Path]) -> None:
 
 
 def check_kind(log: Path) -> None:
-    """Check that a log begins with a record of a run; an empty one is a run that has just begun.
-
-    Raises:
-        ValueError: It begins with something else.
-        OSError: It cannot be read.
-    """
+    """Check that a log begins with a record of a run; an empty one is a run that has just begun."""
     with os.fdopen(open_regular(log), "rb") as file:
         lines = file.read(_FIRST_BYTES).split(b"\n")
     # The last line may be cut; a run may also have been killed in its first line, so any line will do.
@@ -102,11 +92,7 @@ def check_kind(log: Path) -> None:
 
 
 def open_server(collection: RunCollection, port: int) -> ViewServer:
-    """Return a server that listens.
-
-    Raises:
-        OSError: The port is in use or not allowed; the message says what to do.
-    """
+    """Return a server that listens."""
     try:
         return ViewServer(collection, port)
     except OSError as error:

@@ -60,12 +60,6 @@ def reduce_points(
 
     Those are all points if there are at most two a column, else the lowest and the highest of each column. The points
     next to the window on the left and right are included, so that the line leaves the picture where it should.
-
-    Args:
-        points: The points to reduce.
-        window: The part to show.
-        start: The first point to look at, by index.
-        stop: The index behind the last point to look at; None for all.
     """
     xs = points.positions(window.axis)
     end = len(xs) if stop is None else stop

@@ -1,25 +1,69 @@
-"""Read a log in chunks while it is written, and notice when another file takes its place."""
+"""Find the logs of runs, and read each in chunks while it is written; another file in its place is noticed."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
 from drivetrain_tracking.spool.files import open_regular
-from drivetrain_tracking.spool.line import CHECKSUM_END, CHECKSUM_MARK
+from drivetrain_tracking.spool.line import CHECKSUM_END, CHECKSUM_MARK, LOG_NAME
 
-_CHUNK_BYTES = (
-    1 << 20
-)  # the parser holds the interpreter for about 10 ms then, and requests are answered between
+_MAX_DEPTH = 4  # folders below a given one: a sweep of groups of runs, not the files of a checkpoint
+# The parser holds the interpreter for about 10 ms then, and requests are answered between.
+_CHUNK_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 26
 _HEAD_BYTES = 256
 _SUM_BEGIN = -8 - len(CHECKSUM_END)
 _TAIL = len(CHECKSUM_MARK) - _SUM_BEGIN
 _SUM = slice(_SUM_BEGIN, -len(CHECKSUM_END))
 _MARK = slice(-_TAIL, _SUM_BEGIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPlace:
+    """The place of a run's log.
+
+    Attributes:
+        label: A short name, unique among the places of one search: the folder's path below the one that was given.
+        path: The absolute path of the log.
+    """
+
+    label: str
+    path: Path
+
+
+def find_logs(folders: Sequence[Path]) -> tuple[LogPlace, ...]:
+    """Find the logs in folders and up to four levels below them, sorted by label. Links are not followed.
+
+    A folder that does not exist holds none. Each log is returned once, even if several folders hold it.
+    """
+    found: dict[Path, str] = {}
+    for folder in folders:
+        root = folder.absolute()
+        for inside in _folders_of(root):
+            label = str(inside.relative_to(root)) if inside != root else root.name or str(root)
+            found.setdefault(inside / LOG_NAME, label)
+    labels = list(found.values())
+    places = [
+        LogPlace(label=label if labels.count(label) == 1 else str(path.parent), path=path)
+        for path, label in found.items()
+    ]
+    return tuple(sorted(places, key=lambda place: (place.label, place.path)))
+
+
+def _folders_of(root: Path) -> Iterator[Path]:
+    """Yield the folders that hold a log, from the root down."""
+    for inside, folders, files in os.walk(root):
+        if LOG_NAME in files:
+            yield Path(inside)
+        depth = len(Path(inside).relative_to(root).parts)
+        # Assigning to the list tells os.walk where to go on.
+        folders[:] = (
+            sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +86,6 @@ class LogChunk:
 class LogReader:
     """A reader of a log from its beginning. Not thread-safe.
 
-    Args:
-        path: The file of the log.
-
     Attributes:
         offset: The number of bytes that were read.
         size_bytes: The size of the log at the last read.
@@ -59,11 +100,7 @@ class LogReader:
         self._chunk_bytes = _CHUNK_BYTES
 
     def read(self) -> LogChunk:
-        """Read the next whole lines, about a megabyte. A last line without its line break is left for the next call.
-
-        Raises:
-            OSError: The log cannot be read; FileNotFoundError if it is not there.
-        """
+        """Read the next whole lines, about a megabyte. A last line without its line break is left for the next call."""
         file = open_regular(self._path)
         try:
             if self._is_replaced(file):

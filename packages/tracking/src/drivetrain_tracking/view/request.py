@@ -17,11 +17,7 @@ class BadRequestError(ValueError):
 
 
 def read_query(query: str) -> Asked:
-    """Return the parameters of a URL by name.
-
-    Raises:
-        BadRequestError: There are more than a page ever sends.
-    """
+    """Return the parameters of a URL by name."""
     try:
         return parse_qs(query, keep_blank_values=True, max_num_fields=1000)
     except ValueError as error:
@@ -29,11 +25,7 @@ def read_query(query: str) -> Asked:
 
 
 def read_curve_question(asked: Asked) -> CurveQuestion:
-    """Return the question for curves.
-
-    Raises:
-        BadRequestError: A parameter is missing or not allowed.
-    """
+    """Return the question for curves."""
     axis = _text(asked, "axis")
     if axis not in get_args(ShownAxis):
         raise BadRequestError(f"axis={axis!r}: say one of {', '.join(get_args(ShownAxis))}")
@@ -54,11 +46,7 @@ def read_curve_question(asked: Asked) -> CurveQuestion:
 
 
 def read_index(asked: Asked, name: str) -> int:
-    """Return a parameter that is a number from 0 on.
-
-    Raises:
-        BadRequestError: It is missing, or no such number.
-    """
+    """Return a parameter that is a number from 0 on."""
     return _index(name, _text(asked, name))
 
 

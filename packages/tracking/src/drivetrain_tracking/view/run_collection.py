@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from drivetrain_tracking.view.log_places import find_logs
+from drivetrain_tracking.view.log_reader import find_logs
 from drivetrain_tracking.view.run_index import RunIndex
 
 _POLL_SECONDS = 0.5
@@ -16,9 +16,6 @@ _SEARCH_SECONDS = 10.0
 
 class RunCollection:
     """The runs of some folders. Use it as a context: a thread reads the logs, and looks for new ones.
-
-    Args:
-        folders: The folders of runs.
 
     Attributes:
         runs: The runs; new ones are appended, so that an index stays valid.

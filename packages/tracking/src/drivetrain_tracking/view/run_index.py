@@ -10,8 +10,7 @@ from drivetrain_tracking.spool.line import NOT_FINITE, RESERVED_NAMES
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import flat_values
 from drivetrain_tracking.view.curve import Curve
-from drivetrain_tracking.view.log_places import LogPlace
-from drivetrain_tracking.view.log_reader import LogChunk, LogReader
+from drivetrain_tracking.view.log_reader import LogChunk, LogPlace, LogReader
 from drivetrain_tracking.view.media import LoggedMedium, read_media
 
 _MOST_STEP = 2**63 - 1  # what an array of 64-bit integers holds
@@ -59,9 +58,6 @@ class RunFacts:
 
 class RunIndex:
     """The index of one run. One thread calls `advance`; any thread reads, while it holds `lock`.
-
-    Args:
-        place: The place of the log.
 
     Attributes:
         place: The place of the log.

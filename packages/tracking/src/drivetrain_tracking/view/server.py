@@ -69,15 +69,7 @@ class HTTPAnswer:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """A server of the page, bound to 127.0.0.1.
-
-    Args:
-        collection: The runs to show.
-        port: The port; 0 for any free one.
-
-    Raises:
-        OSError: The port is in use.
-    """
+    """A server of the page, bound to 127.0.0.1."""
 
     daemon_threads = True
     # A second server on the port is an error, rather than one that gets every other request.
