@@ -107,7 +107,7 @@ def kill_writers(
     environment: Mapping[str, str] | None = None,
     num_rounds: int = 3,
     num_records: int = 40,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> None:
     """Run killed writers, then one that ends: all records are written, none of them again after its `write` returned.
 
@@ -119,12 +119,18 @@ def kill_writers(
         environment: Further variables of the writers.
         num_rounds: The number of writers that are killed.
         num_records: The number of records that are written in all.
-        seed: Chooses the points.
+        seed: Chooses the points; the process id if None.
     """
     given = [tracker.__module__, tracker.__qualname__, list(imports), str(directory), dict(options or {})]
+    chosen = [num_rounds, num_records, os.getpid() if seed is None else seed]
     inherited = {name: value for name, value in os.environ.items() if name not in _LEFT_BEHIND}
     done = subprocess.run(
-        [sys.executable, "-c", _DRIVER, json.dumps([*given, num_rounds, num_records, seed])],
+        [
+            sys.executable,
+            "-c",
+            _DRIVER,
+            json.dumps([*given, *chosen]),
+        ],
         capture_output=True,
         text=True,
         cwd=directory,

@@ -54,7 +54,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
             warnings.append(record.getMessage())
 
     keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain_throughput.straggler_warning").addHandler(keep)
+    logging.getLogger("drivetrain_throughput.rank_throughput").addHandler(keep)
     late = (SECONDS, 0.0) if where == "forward" else (0.0, SECONDS)
     is_slow = os.environ.get("RANK") == "1"
     model = nn.Sequential(
@@ -73,7 +73,7 @@ def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: di
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        logging.getLogger("drivetrain_throughput.straggler_warning").removeHandler(keep)
+        logging.getLogger("drivetrain_throughput.rank_throughput").removeHandler(keep)
     return warnings
 
 

@@ -260,7 +260,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
             warnings.append(record.getMessage())
 
     keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain_throughput.straggler_warning").addHandler(keep)
+    logging.getLogger("drivetrain_throughput.rank_throughput").addHandler(keep)
     try:
         seconds = {where: 0.06}
         model = Slow(seconds.get("forward", 0.0), 1, backward_seconds=seconds.get("backward", 0.0))
@@ -271,7 +271,7 @@ def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput
             train(accelerator, model, data)
             return warnings, accelerator.total_throughput
     finally:
-        logging.getLogger("drivetrain_throughput.straggler_warning").removeHandler(keep)
+        logging.getLogger("drivetrain_throughput.rank_throughput").removeHandler(keep)
 
 
 @pytest.mark.undisturbed

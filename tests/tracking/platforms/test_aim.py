@@ -1,5 +1,4 @@
 import math
-import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,9 +204,7 @@ def test_a_kill_takes_nothing_and_doubles_nothing(
 ) -> None:
     shutil.copytree(Path(shared_repository) / ".aim", tmp_path / ".aim")
     count = 15 * (rounds + 1)
-    kill_writers(
-        AimTracker, ("forked_aim",), tmp_path, num_rounds=rounds, num_records=count, seed=os.getpid()
-    )
+    kill_writers(AimTracker, ("forked_aim",), tmp_path, num_rounds=rounds, num_records=count)
     assert read(str(tmp_path), AimTracker(tmp_path).run_id("killed")) == numbered_rows(count)
 
 

@@ -1,6 +1,5 @@
 import json
 import math
-import random
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,24 +157,14 @@ def test_a_task_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> N
     ]
 
 
-def check_killed_trackers(
-    tmp_path: Path, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 40), (20, 300)])
+def test_killed_trackers_lose_nothing_that_they_wrote(
+    tmp_path: Path, num_rounds: int, num_records: int
 ) -> None:
-    kill_writers(
-        ClearMLTracker, ("clearml",), tmp_path, num_rounds=num_rounds, num_records=num_records, seed=seed
-    )
-    expected = numbered_rows(num_records)
-    assert distinct_rows(read_rows(events_of(tmp_path, sessions_of(tmp_path)))) == expected
-
-
-@pytest.mark.slow
-def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
-    check_killed_trackers(tmp_path)
-
-
-@pytest.mark.slow
-def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
-    check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
+    kill_writers(ClearMLTracker, ("clearml",), tmp_path, num_rounds=num_rounds, num_records=num_records)
+    rows = read_rows(events_of(tmp_path, sessions_of(tmp_path)))
+    assert distinct_rows(rows) == numbered_rows(num_records)
 
 
 def test_a_session_says_how_the_run_ended_and_names_stay_apart(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 import json
 import math
-import random
 import shutil
 import tempfile
 import zipfile
@@ -155,31 +154,20 @@ def test_an_experiment_of_the_users_gets_the_values_and_stays_open(tmp_path: Pat
     assert read_rows(tmp_path) == [(7, {"loss": 0.5})]
 
 
-def check_killed_trackers(
-    directory: Path, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 40), (20, 300)])
+def test_killed_trackers_lose_nothing_that_they_wrote(
+    tmp_path: Path, num_rounds: int, num_records: int
 ) -> None:
-    kill_writers(
-        CometTracker, ("comet_ml",), directory, num_rounds=num_rounds, num_records=num_records, seed=seed
-    )
-    expected = numbered_rows(num_records)
-    assert sorted(distinct_rows(read_rows(directory))) == expected
-    keys = {file.name[:32] for file in directory.glob("comet/*.zip")}
+    kill_writers(CometTracker, ("comet_ml",), tmp_path, num_rounds=num_rounds, num_records=num_records)
+    assert sorted(distinct_rows(read_rows(tmp_path))) == numbered_rows(num_records)
+    keys = {file.name[:32] for file in tmp_path.glob("comet/*.zip")}
     assert len(keys) == 1, "a stopped run keeps its key"
-    for archive in directory.glob("comet/*.zip"):
+    for archive in tmp_path.glob("comet/*.zip"):
         with zipfile.ZipFile(archive) as file:
             head = json.loads(file.read("experiment.json"))
         is_first = archive.name == f"{head['offline_id']}.zip"
         assert head["resume_strategy"] == ("create" if is_first else "get")
-
-
-@pytest.mark.slow
-def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
-    check_killed_trackers(tmp_path)
-
-
-@pytest.mark.slow
-def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
-    check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
 
 
 def test_an_option_with_a_value_that_is_not_allowed_is_refused_before_anything_is_written(

@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -187,9 +186,7 @@ _IMPORTS = ("dvclive", "dvc.repo", "dvc.scm", "scmrepo.exceptions", "ruamel.yaml
 @pytest.mark.slow
 def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
     wanted = numbered_rows(15 * (rounds + 1))
-    kill_writers(
-        DVCLiveTracker, _IMPORTS, tmp_path, num_rounds=rounds, num_records=len(wanted), seed=os.getpid()
-    )
+    kill_writers(DVCLiveTracker, _IMPORTS, tmp_path, num_rounds=rounds, num_records=len(wanted))
     found = read(tmp_path / "dvclive" / "killed")
     assert [(step, {k: float(v) for k, v in values.items()}) for step, values in found] == wanted
     summary = json.loads((tmp_path / "dvclive" / "killed" / "metrics.json").read_text())

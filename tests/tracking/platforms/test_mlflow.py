@@ -1,6 +1,5 @@
 import json
 import math
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,36 +192,19 @@ def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
     validation._validate_metric_name(CONVENTIONS["mlflow"].values.name_of(name))
 
 
-def check_killed_trackers(
-    directory: Path, store: str, experiment: str, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 24), (20, 200)])
+def test_killed_trackers_lose_nothing_that_they_wrote(
+    tmp_path: Path, store: str, num_rounds: int, num_records: int
 ) -> None:
-    options = {"tracking_uri": store, "experiment": experiment}
-    MLflowTracker(directory / "other").start(
-        "tables", {}, tracking_uri=store
-    )  # makes the tables, which takes seconds
+    options = {"tracking_uri": store, "experiment": f"killed {num_rounds} times"}
+    # Makes the tables, which takes seconds.
+    MLflowTracker(tmp_path / "other").start("tables", {}, tracking_uri=store)
     kill_writers(
-        MLflowTracker,
-        ("mlflow",),
-        directory,
-        options=options,
-        num_rounds=num_rounds,
-        num_records=num_records,
-        seed=seed,
+        MLflowTracker, ("mlflow",), tmp_path, options=options, num_rounds=num_rounds, num_records=num_records
     )
-    client, run = only_run(store, experiment)
+    client, run = only_run(store, options["experiment"])
     assert list(read_rows(client, run).values()) == numbered_rows(num_records)
-
-
-@pytest.mark.slow
-def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:
-    check_killed_trackers(tmp_path, store, "killed", num_records=24)
-
-
-@pytest.mark.slow
-def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path, store: str) -> None:
-    check_killed_trackers(
-        tmp_path, store, "twenty", num_rounds=20, num_records=200, seed=random.randrange(2**31)
-    )
 
 
 @pytest.mark.parametrize(("state", "word"), [("failed", "FAILED"), ("killed", "KILLED"), (None, "RUNNING")])

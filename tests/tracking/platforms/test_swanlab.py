@@ -225,7 +225,6 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -
         tmp_path,
         num_rounds=rounds,
         num_records=count,
-        seed=os.getpid(),
         environment={"HOME": str(tmp_path)},
         options={"mode": "offline"},
     )

@@ -1,4 +1,3 @@
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,7 +150,6 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -
         tmp_path,
         num_rounds=rounds,
         num_records=count,
-        seed=os.getpid(),
     )
     assert read(tmp_path / "tensorboard") == numbered_rows(count)
 

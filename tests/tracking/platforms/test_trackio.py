@@ -1,5 +1,4 @@
 import math
-import os
 import sqlite3
 import sys
 import threading
@@ -211,7 +210,6 @@ def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path, d
         tmp_path,
         num_rounds=rounds,
         num_records=count,
-        seed=os.getpid(),
         environment={"TRACKIO_DIR": str(tmp_path)},
     )
     for file in tmp_path.glob("drivetrain.db*"):

@@ -1,5 +1,4 @@
 import json
-import random
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -143,26 +142,16 @@ def test_a_disabled_run_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> 
     assert not rows(tmp_path)
 
 
-def check_killed_trackers(
-    directory: Path, *, num_rounds: int = 3, num_records: int = 40, seed: int = 0
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 40), (20, 300)])
+def test_killed_trackers_lose_nothing_that_they_wrote(
+    tmp_path: Path, num_rounds: int, num_records: int
 ) -> None:
-    kill_writers(
-        WandbTracker, ("wandb",), directory, num_rounds=num_rounds, num_records=num_records, seed=seed
-    )
-    written = [(row["drivetrain/step"], {"loss": row["loss"]}) for row in rows(directory)]
+    kill_writers(WandbTracker, ("wandb",), tmp_path, num_rounds=num_rounds, num_records=num_records)
+    written = [(row["drivetrain/step"], {"loss": row["loss"]}) for row in rows(tmp_path)]
     assert distinct_rows(written) == [
         (record.step, {"loss": record.values["loss"]}) for record in numbered_records(num_records)
     ]
-
-
-@pytest.mark.slow
-def test_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
-    check_killed_trackers(tmp_path)
-
-
-@pytest.mark.slow
-def test_twenty_killed_trackers_lose_nothing_that_they_wrote(tmp_path: Path) -> None:
-    check_killed_trackers(tmp_path, num_rounds=20, num_records=300, seed=random.randrange(2**31))
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("killed", 255)])

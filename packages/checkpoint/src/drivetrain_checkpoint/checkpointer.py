@@ -118,7 +118,12 @@ class Checkpointer:
         self._coordinator = self._coordinator or SaveCoordinator(context, self.directory, self.settings)
         save = self._coordinator.prepare(step, content, continues=self.continues, replicas=replicas)
         if self.settings.background if background is None else background:
-            self._background_saves().start(
+            if self._background is None:
+                from drivetrain_checkpoint.saving.background import BackgroundSaves
+
+                self._background = BackgroundSaves(context)
+                context.before_close(self.close)
+            self._background.start(
                 save,
                 on_commit=self._call_back,
                 changes_in_step=changes_in_step if self.settings.staging == "overlap" else None,
@@ -127,14 +132,6 @@ class Checkpointer:
             run_save(context, save, on_block=lambda: context.progress.mark("write a checkpoint"))
             self._call_back(save.folder)
         return save.folder
-
-    def _background_saves(self) -> "BackgroundSaves":
-        if self._background is None:
-            from drivetrain_checkpoint.saving.background import BackgroundSaves
-
-            self._background = BackgroundSaves(self._context)
-            self._context.before_close(self.close)
-        return self._background
 
     def _call_back(self, folder: Place) -> None:
         for call in self.after_commit:

@@ -1,15 +1,91 @@
 """Gather what each rank has measured, and make the metrics of all ranks from it."""
 
+import logging
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from drivetrain_state import Context, gather_object
 from drivetrain_throughput.meter import StepRecord, Throughput, ThroughputMeter
 from drivetrain_throughput.phase_times import PHASES
-from drivetrain_throughput.rank_rows import RankRows
-from drivetrain_throughput.straggler import find_straggler
-from drivetrain_throughput.straggler_warning import StragglerWarning
+from drivetrain_throughput.straggler import Straggler, find_straggler
+
+logger = logging.getLogger(__name__)
 
 _NO_TOKENS = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    rows: Tensor
+    mine: Tensor  # kept while it is sent
+    work: dist.Work | None
+
+
+class RankRows:
+    """A gather of rows of numbers, at most one at a time.
+
+    It runs over the CPU's part of the process group, which no kernel waits for. A group that was made without one
+    gathers on the device, and reading it waits for the device.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._pending: _Pending | None = None
+
+    def begin(self, row: list[float]) -> None:
+        """Begin to gather a row, as long on every rank. Called on all ranks, as collectives are."""
+        world_size, group = self._context.topology.world_size, self._context.group
+        if world_size == 1:
+            self._pending = _Pending(torch.tensor([row], dtype=torch.float64), torch.empty(0), None)
+            return
+        backends = dist.get_backend_config(group)
+        has_cpu = "cpu:" in backends or backends == "gloo"
+        device = torch.device("cpu") if has_cpu else self._context.device
+        mine = torch.tensor(row, dtype=torch.float32, device=device)
+        rows = mine.new_empty(world_size * len(row))
+        work = dist.all_gather_into_tensor(rows, mine, group=group, async_op=True)
+        self._pending = _Pending(rows.view(world_size, -1), mine, work)
+
+    def take(self, *, wait: bool = False) -> list[list[float]] | None:
+        """Return the row of each rank, once; None if none is there yet."""
+        pending = self._pending
+        if pending is None:
+            return None
+        if pending.work is not None:
+            if not (wait or pending.work.is_completed()):
+                return None
+            pending.work.wait()
+        self._pending = None
+        return pending.rows.tolist()
+
+
+class StragglerWarning:
+    """A warning that is repeated only for another rank or phase."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._told: tuple[int, str] | None = None  # the rank and phase of the straggler found last
+
+    def tell(self, straggler: Straggler | None) -> None:
+        """Warn of a straggler; None says that there is none now."""
+        told = self._told
+        self._told = None if straggler is None else (straggler.rank, straggler.phase)
+        if straggler is None or told == self._told:
+            return
+        logger.warning(
+            "rank %d (host %s) is slow: %s takes it %.3g s a step longer than the other ranks (%.3g s), which wait "
+            "for it",
+            straggler.rank,
+            self._hosts[straggler.rank],
+            straggler.phase,
+            straggler.slower_by,
+            straggler.usual_seconds,
+        )
 
 
 class RankThroughput:

@@ -24,37 +24,33 @@ from drivetrain_tracking import TrackerGroup, TrackingSettings
 Reading = TypeVar("Reading", bound=tuple[BatchPlan, Any, Any])
 
 _WINDOW_STEPS = 50  # where no setting says how often the throughput is logged
-# A mark of the progress record -> the phase, and whether it begins there.
+# The marks at which a phase begins; it ends at the mark of the same name and _DONE.
+_BEGINS: Mapping[str, Sequence[ProgressMark]] = {
+    "forward": [ProgressMark.FORWARD],
+    "backward": [ProgressMark.BACKWARD],
+    "checkpoint": [ProgressMark.CHECKPOINT, ProgressMark.EXPORT],
+    "communication": [
+        ProgressMark.AVERAGING,
+        ProgressMark.COMPARING,
+        ProgressMark.GATHER,
+        ProgressMark.REDUCE,
+        ProgressMark.BROADCAST,
+        ProgressMark.PAD,
+        ProgressMark.GATHER_OBJECT,
+        ProgressMark.BROADCAST_OBJECT,
+        ProgressMark.BARRIER,
+        ProgressMark.SCATTER,
+    ],
+}
+# A mark of the progress record -> the phase, and whether it begins there. The optimizer ends its phase by `end_step`.
 _BOUNDARIES: Mapping[ProgressMark, tuple[str, bool]] = {
-    ProgressMark.FORWARD: ("forward", True),
-    ProgressMark.FORWARD_DONE: ("forward", False),
-    ProgressMark.BACKWARD: ("backward", True),
-    ProgressMark.BACKWARD_DONE: ("backward", False),
     ProgressMark.OPTIMIZER_STEP: ("optimizer", True),
-    ProgressMark.CHECKPOINT: ("checkpoint", True),
-    ProgressMark.CHECKPOINT_DONE: ("checkpoint", False),
-    ProgressMark.EXPORT: ("checkpoint", True),
-    ProgressMark.EXPORT_DONE: ("checkpoint", False),
-    ProgressMark.AVERAGING: ("communication", True),
-    ProgressMark.AVERAGING_DONE: ("communication", False),
-    ProgressMark.COMPARING: ("communication", True),
-    ProgressMark.COMPARING_DONE: ("communication", False),
-    ProgressMark.GATHER: ("communication", True),
-    ProgressMark.GATHER_DONE: ("communication", False),
-    ProgressMark.REDUCE: ("communication", True),
-    ProgressMark.REDUCE_DONE: ("communication", False),
-    ProgressMark.BROADCAST: ("communication", True),
-    ProgressMark.BROADCAST_DONE: ("communication", False),
-    ProgressMark.PAD: ("communication", True),
-    ProgressMark.PAD_DONE: ("communication", False),
-    ProgressMark.GATHER_OBJECT: ("communication", True),
-    ProgressMark.GATHER_OBJECT_DONE: ("communication", False),
-    ProgressMark.BROADCAST_OBJECT: ("communication", True),
-    ProgressMark.BROADCAST_OBJECT_DONE: ("communication", False),
-    ProgressMark.BARRIER: ("communication", True),
-    ProgressMark.BARRIER_DONE: ("communication", False),
-    ProgressMark.SCATTER: ("communication", True),
-    ProgressMark.SCATTER_DONE: ("communication", False),
+    **{mark: (phase, True) for phase, marks in _BEGINS.items() for mark in marks},
+    **{
+        ProgressMark[f"{mark.name}_DONE"]: (phase, False)
+        for phase, marks in _BEGINS.items()
+        for mark in marks
+    },
 }
 
 

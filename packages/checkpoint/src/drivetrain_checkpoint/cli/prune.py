@@ -1,8 +1,7 @@
 """Delete the old checkpoints of a folder and the leftovers of incomplete saves."""
 
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,10 +57,17 @@ def run(arguments: PruneArguments) -> int:
     if arguments.dry_run:
         _say(plan_of(directory, arguments.keep), "would delete")
         return 0
-    with _writing(directory):
+    # As the directory's only writer: the save of a running job looks like an incomplete save.
+    lock = lock_of(directory)
+    if lock is not None:
+        lock.take()
+    try:
         plan = plan_of(directory, arguments.keep)
         _say(plan, "delete")
         delete([one.folder for one in plan.going])
+    finally:
+        if lock is not None:
+            lock.release()
     return WRONG if any(storage_of(one.folder).is_folder(one.folder) for one in plan.going) else 0
 
 
@@ -96,20 +102,6 @@ def plan_of(directory: Place, keep: CheckpointSettings) -> PrunePlan:
         staying=[one for one in found if one.folder not in chosen],
         sizes=[sum(storage_of(one.folder).sizes_in(one.folder).values()) for one in going],
     )
-
-
-@contextmanager
-def _writing(directory: Place) -> Generator[None]:
-    """Run the block as the directory's only writer: the save of a running job looks like an incomplete save."""
-    lock = lock_of(directory)
-    if lock is None:
-        yield
-        return
-    lock.take()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _say(plan: PrunePlan, doing: str) -> None:

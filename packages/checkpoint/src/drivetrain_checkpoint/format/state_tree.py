@@ -193,20 +193,16 @@ class _Encoder:
             self._check_tensor(tensor, path)
         elif tensor.dtype not in DTYPE_NAMES:
             raise self._refusal(path, f"safetensors has no {tensor.dtype}; convert it")
-        name = self._new_name(path)
-        self.leaves[name] = leaf
-        stored_as = self._names.setdefault(_memory_of(leaf), name)
-        if stored_as == name:
-            self.tensors[name] = leaf
-        return stored_as
-
-    def _new_name(self, path: Path) -> str:
         wanted = name = "/".join(map(str, path)) or "value"
         number = 0
         while name in self.leaves or name == "__metadata__":  # a name that safetensors reserves
             number += 1
             name = f"{wanted}#{number}"
-        return name
+        self.leaves[name] = leaf
+        stored_as = self._names.setdefault(_memory_of(leaf), name)
+        if stored_as == name:
+            self.tensors[name] = leaf
+        return stored_as
 
     def _check_tensor(self, tensor: Tensor, path: Path) -> None:
         if type(tensor) not in (Tensor, torch.nn.Parameter):

@@ -91,17 +91,12 @@ def joined(main: MainNames, ranks: Sequence[RankHoldings]) -> tuple[list[TensorN
                 "such tensor: give all ranks a state of the same names, or what a rank has of its own as per_rank"
             )
     own = [name for told in ranks for name in told.own]
-    return _listed(main.names) + own, [_with_own(told, own) for told in ranks]
-
-
-def _with_own(told: RankHoldings, own: Iterable[TensorName]) -> Held:
-    """Return what a rank holds, with the own tensors of all ranks behind."""
-    held = _in_columns(map(told.own.get, own))
-    first = len(told.held.kinds)
-    return Held(
-        told.held.kinds + held.kinds,
-        array("i", told.held.kind_of) + array("i", (i if i < 0 else first + i for i in held.kind_of)),
-    )
+    held: list[Held] = []
+    for told in ranks:  # the own tensors of all ranks come behind those that rank 0 names
+        behind, first = _in_columns(map(told.own.get, own)), len(told.held.kinds)
+        kind_of = array("i", (index if index < 0 else first + index for index in behind.kind_of))
+        held.append(Held(told.held.kinds + behind.kinds, array("i", told.held.kind_of) + kind_of))
+    return _listed(main.names) + own, held
 
 
 def _in_columns(tensors: Iterable[AvailableBoxes | None]) -> Held:

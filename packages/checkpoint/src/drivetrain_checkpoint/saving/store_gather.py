@@ -56,26 +56,21 @@ class StoreGather:
         """
         self._number += 1
         self._is_concluded = False
+        number, rounds = self._number, self._rounds
         try:
-            return self._gather_on_main(outcome) if self._rounds.rank == 0 else self._answer(outcome)
+            if rounds.rank == 0:
+                others = [self._wait(partial(rounds.answer_of, number, rank), rank) for rank in self._others]
+                self._is_concluded = True
+                rounds.conclude(number, [outcome, *((None, told) for _, told in others)])
+                return [outcome, *others]
+            rounds.answer(number, outcome)
+            outcomes = self._wait(partial(rounds.conclusion, number), 0)
+            rounds.count(f"heard/{number}", add=1)
+            return outcomes
         except (DistError, OSError) as error:
             raise OtherRankFailedError(
                 "the save was given up: the process that hosts the ranks' store has ended, or cannot be reached"
             ) from error
-
-    def _gather_on_main(self, outcome: Outcome) -> list[Outcome]:
-        number, rounds = self._number, self._rounds
-        others = [self._wait(partial(rounds.answer_of, number, rank), rank) for rank in self._others]
-        outcomes = [outcome, *others]
-        self._is_concluded = True
-        rounds.conclude(number, [outcome, *((None, told) for _, told in others)])
-        return outcomes
-
-    def _answer(self, outcome: Outcome) -> list[Outcome]:
-        self._rounds.answer(self._number, outcome)
-        outcomes = self._wait(lambda: self._rounds.conclusion(self._number), 0)
-        self._rounds.count(f"heard/{self._number}", add=1)
-        return outcomes
 
     def close(self) -> None:
         """Wait on rank 0, which may host the store, until the others have read the last conclusion; delete the keys.

@@ -43,11 +43,18 @@ class DiskWriter:
         """Append `data` to the file."""
         while len(data):
             room = memoryview(self._gathered)[self._size_bytes : self._size_bytes + len(data)]
-            _copy(data[: len(room)], room)
+            if data.readonly:  # short text; from_buffer needs writable memory
+                room[:] = data[: len(room)]
+            else:  # without holding the GIL, unlike an assignment between views
+                ctypes.memmove(_address_of(room), _address_of(data), len(room))
             self._size_bytes += len(room)
             data = data[len(room) :]
             if self._size_bytes == BUFFER_BYTES:
-                self._set_off()
+                self._arrive()  # from now on the spare buffer is free
+                full = self._gathered
+                self._under_way = Task(lambda full=full: self._put(memoryview(full)))
+                self._gathered, self._spare = self._spare or mmap(-1, BUFFER_BYTES), full
+                self._size_bytes = 0
 
     def finish(self) -> None:
         """Write the rest and sync the file to the disk."""
@@ -64,14 +71,6 @@ class DiskWriter:
         if self._under_way is not None:
             self._under_way.wait()
         self._file.close()
-
-    def _set_off(self) -> None:
-        self._arrive()
-        full = self._gathered
-        # The spare buffer is free: _arrive() has waited for its write.
-        self._under_way = Task(lambda: self._put(memoryview(full)))
-        self._gathered, self._spare = self._spare or mmap(-1, BUFFER_BYTES), full
-        self._size_bytes = 0
 
     def _arrive(self) -> None:
         """Wait for the write under way."""
@@ -110,14 +109,6 @@ def _pass_cache(file: FileIO, wanted: bool) -> bool:
             raise
         return False
     return wanted
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes without holding the GIL, unlike an assignment between views."""
-    if source.readonly:  # short text; from_buffer needs writable memory
-        target[:] = source
-    else:
-        ctypes.memmove(_address_of(target), _address_of(source), len(source))
 
 
 def _address_of(view: memoryview) -> int:

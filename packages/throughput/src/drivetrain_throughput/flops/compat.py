@@ -22,7 +22,9 @@ class ModelFlopCounter(FlopCounterMode):
         self._num_open = 0  # forwards of modules that are running
         self._hooks: list[RemovableHandle] = []
         self.flop_registry: dict[Any, Callable[..., int]] = {
-            operation: _without_scores(formula) if _is_attention_backward(operation) else formula
+            operation: _without_scores(formula)
+            if "attention" in str(operation) and "backward" in str(operation)
+            else formula
             for operation, formula in self.flop_registry.items()
         }
 
@@ -53,11 +55,6 @@ class ModelFlopCounter(FlopCounterMode):
         if self._is_in_backward and (torch.is_grad_enabled() or self._num_open > 0):
             return out
         return super()._count_flops(func_packet, out, args, kwargs)
-
-
-def _is_attention_backward(operation: Any) -> bool:
-    name = str(operation)
-    return "attention" in name and "backward" in name
 
 
 def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:

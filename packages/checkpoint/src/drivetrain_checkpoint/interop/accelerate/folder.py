@@ -118,7 +118,14 @@ def list_accelerate_state(folder: Path) -> AccelerateFiles:
     _check_whole(folder, others)
     scaler = folder / _SCALER
     generators = found.pop("generators")
-    rows = {kind: _row(folder, kind, numbered) for kind, numbered in found.items()}
+    rows: dict[str, tuple[Path, ...]] = {}
+    for kind, numbered in found.items():
+        if lacking := sorted(set(range(max(numbered, default=-1) + 1)) - set(numbered)):
+            raise CorruptCheckpointError(
+                f"{folder} holds {kind} up to number {max(numbered)}, and number {lacking[0]} is missing: fetch it "
+                "again"
+            )
+        rows[kind] = tuple(numbered[number] for number in sorted(numbered))
     return AccelerateFiles(
         **rows, generators=generators, scaler=scaler if scaler.is_file() else None, others=tuple(others)
     )
@@ -136,14 +143,6 @@ def _what(path: Path) -> tuple[str | None, int]:
     if match is None or not path.is_file():
         return None, 0
     return _KINDS.get((match["stem"], match["end"])), int(match["number"] or 0)
-
-
-def _row(folder: Path, kind: str, numbered: Mapping[int, Path]) -> tuple[Path, ...]:
-    if lacking := sorted(set(range(max(numbered, default=-1) + 1)) - set(numbered)):
-        raise CorruptCheckpointError(
-            f"{folder} holds {kind} up to number {max(numbered)}, and number {lacking[0]} is missing: fetch it again"
-        )
-    return tuple(numbered[number] for number in sorted(numbered))
 
 
 def _check_whole(folder: Path, others: Iterable[Path]) -> None:

@@ -102,18 +102,11 @@ def _open_model(path: Path) -> Mapping[str, Any]:
     if path.name == INDEX:
         return open_export(path.parent)
     if path.name == PICKLED_INDEX:
-        return _read_shards(path)
+        with checkpoint_errors():
+            files = sorted(set(read_index(path).weight_map.values()))
+        shards = [_read_mapping(path.parent / file, mapped=True) for file in files]
+        return {name: value for shard in shards for name, value in shard.items()}
     return open_tensor_file(path) if path.suffix == ".safetensors" else _read_mapping(path, mapped=True)
-
-
-def _read_shards(index: Path) -> dict[str, Any]:
-    with checkpoint_errors():
-        files = sorted(set(read_index(index).weight_map.values()))
-    return {
-        name: value
-        for file in files
-        for name, value in _read_mapping(index.parent / file, mapped=True).items()
-    }
 
 
 def _read_mapping(path: Path, *keys: str, mapped: bool = False) -> dict[str, Any]:
